@@ -36,6 +36,7 @@ pub mod mlx;
 pub mod panics;
 pub mod safetensors;
 pub mod scaled;
+mod surrogates;
 pub mod tensor;
 pub mod text;
 pub mod tokenizer;
@@ -46,3 +47,4 @@ mod name_index;
 mod sniff;
 
 pub use sniff::LooksLike;
+pub use surrogates::replace_lone_surrogates;

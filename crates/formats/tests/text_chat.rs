@@ -5,6 +5,7 @@
 
 use crate::text_support::{golden, metadata, model, npm_tokenizer, tiny_tokenizer};
 use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error, TemplateError};
+use paceline_formats::gguf::MetadataValue;
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use proptest::prelude::*;
 use serde::Deserialize;
@@ -153,14 +154,39 @@ fn templates_in_a_folder() {
         &format!("{{\"chat_template\":{list}}}"),
     );
     assert_eq!(render(), "b");
+    let with_tools = || {
+        let template = ChatTemplate::from_hf_dir(dir.path()).unwrap();
+        let mut options = options();
+        options.tools = vec![serde_json::json!({})];
+        template.render(&tokenizer, &[], &options).unwrap()
+    };
+    assert_eq!(with_tools(), "t");
     write("chat_template.jinja", "a{{ bos_token }}");
-    assert_eq!(render(), "a<s>");
+    assert_eq!((render(), with_tools()), ("a<s>".into(), "a<s>".into()));
+    std::fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+    write("additional_chat_templates/tool_use.jinja", "n");
+    assert_eq!((render(), with_tools()), ("a<s>".into(), "n".into()));
     write("tokenizer_config.json", "{");
     std::fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
     assert!(matches!(
         ChatTemplate::from_hf_dir(dir.path()),
         Err(Error::Malformed { .. })
     ));
+}
+
+#[test]
+fn named_templates_of_a_gguf_file() {
+    let tokenizer = tiny_tokenizer(&["<s>", "</s>"]);
+    let key = "tokenizer.chat_template.tool_use";
+    let template =
+        ChatTemplate::from_gguf(&metadata(vec![(key, MetadataValue::String("t".into()))])).unwrap();
+    let render = |tools: Vec<serde_json::Value>| {
+        let options = ChatOptions { tools, ..options() };
+        template.render(&tokenizer, &[], &options)
+    };
+    assert_eq!(render(vec![serde_json::json!({})]).unwrap(), "t");
+    let error = render(vec![]).unwrap_err().to_string();
+    assert!(error.ends_with("without tools, only tool_use"), "{error}");
 }
 
 #[test]

@@ -17,6 +17,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use paceline_base::hex;
+use paceline_formats::chat::TOOL_USE_FILE;
 use paceline_model::ModelSource;
 use sha2::{Digest, Sha256};
 
@@ -62,6 +63,11 @@ pub fn identity(source: &ModelSource) -> io::Result<String> {
             weigh(&mut hash, || folder.contents());
             for name in SMALL_FILES {
                 add_small(&mut hash, &folder.path().join(name))?;
+            }
+            // Only where it is there: identities of other folders stay.
+            let tool_use = folder.path().join(TOOL_USE_FILE);
+            if tool_use.exists() {
+                add_small(&mut hash, &tool_use)?;
             }
         }
     }

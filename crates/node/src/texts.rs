@@ -1,6 +1,6 @@
 //! Text components of a model's files: tokenizer, chat template and response template.
 
-use paceline_formats::chat::{self, ChatTemplate, Error as ChatError, Interpreter};
+use paceline_formats::chat::{ChatTemplate, Error as ChatError, Interpreter, TemplateSources};
 use paceline_formats::tokenizer::{Error, Tokenizer};
 use paceline_formats::tools::ResponseTemplate;
 use paceline_model::ModelSource;
@@ -21,20 +21,20 @@ pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer, Error> {
 /// The chat template of a model, in its own process by `program`; `None` if the model has none.
 /// Errors of a template matter only to callers that use it.
 ///
-/// Cost: the start of a process.
+/// Cost: the start of a process for each of its templates.
 pub fn template(
     source: &ModelSource,
     program: &ChildProgram,
 ) -> Option<Result<ChatTemplate, ChatError>> {
-    let text = match source {
-        ModelSource::Gguf(file) => chat::source_in_gguf(file.metadata()).map(str::to_owned),
-        ModelSource::Hf(folder) => chat::source_in_dir(folder.path()),
+    let sources = match source {
+        ModelSource::Gguf(file) => TemplateSources::in_gguf(file.metadata()),
+        ModelSource::Hf(folder) => TemplateSources::in_dir(folder.path()),
     };
     let start = |text: &str| {
         let apart = SandboxedTemplate::start(program.clone(), text)?;
         Ok(Box::new(apart) as Box<dyn Interpreter>)
     };
-    match text.and_then(|text| ChatTemplate::with(&text, start)) {
+    match sources.and_then(|sources| ChatTemplate::with(&sources, start)) {
         Err(ChatError::NoTemplate) => None,
         other => Some(other.map(|template| template.with_response(response(source)))),
     }

@@ -10,7 +10,7 @@ use crate::name::{HubId, check_file_path};
 
 /// Files of a safetensors folder besides the weights. The last two define how an encoder pools its
 /// rows.
-const FOLDER_FILES: [&str; 13] = [
+const FOLDER_FILES: [&str; 14] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -21,6 +21,7 @@ const FOLDER_FILES: [&str; 13] = [
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "chat_template.json",
     "sentence_bert_config.json",
     "1_Pooling/config.json",

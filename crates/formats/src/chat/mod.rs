@@ -25,22 +25,24 @@ mod guard;
 mod interpreter;
 mod json;
 mod message;
+mod openai;
+mod sources;
 mod template;
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value as Json};
 
 use crate::gguf::Metadata;
-use crate::limited_read;
 use crate::tokenizer::{self, Fragment, Tokenizer};
 use crate::tools::ResponseTemplate;
 use guard::{Guard, GuardMode, TextKind};
 pub use interpreter::{Here, Interpreter, RenderInput, TemplateError};
 use message::MessageFormat;
 pub use message::{ChatMessage, ToolCall};
+pub use openai::{call_arguments, function_tool, name_results};
+pub use sources::{TOOL_USE_FILE, TemplateSources};
 
 /// Why a conversation could not be made a prompt.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +50,12 @@ pub enum Error {
     /// The model has no chat template: it is a base model, which completes text.
     #[error("the model has no chat template: it is a base model and completes plain text only")]
     NoTemplate,
+    /// The model has named templates, and none for a conversation of this kind.
+    #[error(
+        "the model has no chat template for a conversation {}, only {}",
+        with_tools(*has_tools), names.join(", ")
+    )]
+    NoNamedTemplate { has_tools: bool, names: Vec<String> },
     /// Metadata of a GGUF is of another type.
     #[error(transparent)]
     Metadata(#[from] crate::gguf::Error),
@@ -148,40 +156,28 @@ impl PromptLimits {
 /// template runs.
 const DISGUISE_BYTES: usize = 4;
 
-/// The template of one model, compiled.
+/// The templates of one model, compiled.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    interpreter: Box<dyn Interpreter>,
+    default: Option<OneTemplate>,
+    /// For conversations with tools, where the model has its own for them.
+    tool_use: Option<OneTemplate>,
+    /// Names of all templates, for an error.
+    names: Vec<String>,
+    /// The texts of both templates.
     source: String,
-    shape: MessageFormat,
     response: Option<Arc<ResponseTemplate>>,
 }
 
-const GGUF_KEY: &str = "tokenizer.chat_template";
+/// A template, compiled.
+#[derive(Debug)]
+struct OneTemplate {
+    interpreter: Box<dyn Interpreter>,
+    shape: MessageFormat,
+}
 
-/// Largest configuration file that is searched for a template: ten times Gemma's.
-const MAX_CONFIG_BYTES: usize = 12 << 20;
-
-impl ChatTemplate {
-    /// Compiles `source`, to run in this process.
-    ///
-    /// # Errors
-    /// [`TemplateError::TooLong`], [`TemplateError::TooDeep`], [`TemplateError::Syntax`].
-    pub fn new(source: &str) -> Result<Self, Error> {
-        Self::with(source, |source| Ok(Box::new(Here::compile(source)?)))
-    }
-
-    /// Has `start` compile `source`, and runs it there.
-    ///
-    /// Cost: one to eight renderings of short messages, to find the message format.
-    ///
-    /// # Errors
-    /// The failure of `start`, as [`Error::Template`].
-    pub fn with(
-        source: &str,
-        start: impl FnOnce(&str) -> Result<Box<dyn Interpreter>, TemplateError>,
-    ) -> Result<Self, Error> {
-        let interpreter = start(source)?;
+impl OneTemplate {
+    fn new(source: &str, interpreter: Box<dyn Interpreter>) -> Self {
         let render = |messages: &[Json]| {
             let mut variables = defaults();
             variables.insert("messages".into(), messages.into());
@@ -192,12 +188,68 @@ impl ChatTemplate {
             };
             interpreter.render(job).ok()
         };
-        Ok(Self {
+        Self {
             shape: MessageFormat::of(source, render),
             interpreter,
-            source: source.to_owned(),
+        }
+    }
+}
+
+const fn with_tools(has_tools: bool) -> &'static str {
+    if has_tools {
+        "with tools"
+    } else {
+        "without tools"
+    }
+}
+
+impl ChatTemplate {
+    /// Compiles `source`, to run in this process.
+    ///
+    /// # Errors
+    /// [`TemplateError::TooLong`], [`TemplateError::TooDeep`], [`TemplateError::Syntax`].
+    pub fn new(source: &str) -> Result<Self, Error> {
+        Self::here(&source.into())
+    }
+
+    fn here(sources: &TemplateSources) -> Result<Self, Error> {
+        Self::with(sources, |source| Ok(Box::new(Here::compile(source)?)))
+    }
+
+    /// Has `start` compile each of `sources`, and runs them there.
+    ///
+    /// Cost: one to eight renderings of short messages for each, to find the message format.
+    ///
+    /// # Errors
+    /// The failure of `start`, as [`Error::Template`].
+    pub fn with(
+        sources: &TemplateSources,
+        start: impl Fn(&str) -> Result<Box<dyn Interpreter>, TemplateError>,
+    ) -> Result<Self, Error> {
+        let compile = |source: &Option<String>| {
+            let source = source.as_deref();
+            let one = source.map(|source| Ok(OneTemplate::new(source, start(source)?)));
+            one.transpose().map_err(Error::Template)
+        };
+        let texts = [&sources.default, &sources.tool_use].into_iter();
+        let texts: Vec<&str> = texts.filter_map(|text| text.as_deref()).collect();
+        Ok(Self {
+            default: compile(&sources.default)?,
+            tool_use: compile(&sources.tool_use)?,
+            names: sources.names(),
+            source: texts.join("\n"),
             response: None,
         })
+    }
+
+    /// The template for a conversation.
+    fn of(&self, has_tools: bool) -> Result<&OneTemplate, Error> {
+        let own = self.tool_use.as_ref().filter(|_| has_tools);
+        let none = || Error::NoNamedTemplate {
+            has_tools,
+            names: self.names.clone(),
+        };
+        own.or(self.default.as_ref()).ok_or_else(none)
     }
 
     /// With the model's description of its answers, where it has one.
@@ -212,32 +264,32 @@ impl ChatTemplate {
         self.response.as_ref()
     }
 
-    /// The text of the template.
+    /// The text of the template, or the texts of both.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// The template in the metadata of a GGUF file, to run in this process.
+    /// The templates in the metadata of a GGUF file, to run in this process.
     ///
     /// # Errors
-    /// The errors of [`source_in_gguf`] and [`new`](Self::new).
+    /// The errors of [`TemplateSources::in_gguf`] and [`new`](Self::new).
     pub fn from_gguf(metadata: &Metadata) -> Result<Self, Error> {
-        Self::new(source_in_gguf(metadata)?)
+        Self::here(&TemplateSources::in_gguf(metadata)?)
     }
 
-    /// The template of a Hugging Face folder, to run in this process.
+    /// The templates of a Hugging Face folder, to run in this process.
     ///
     /// # Errors
-    /// The errors of [`source_in_dir`] and [`new`](Self::new).
+    /// The errors of [`TemplateSources::in_dir`] and [`new`](Self::new).
     pub fn from_hf_dir(dir: &Path) -> Result<Self, Error> {
-        Self::new(&source_in_dir(dir)?)
+        Self::here(&TemplateSources::in_dir(dir)?)
     }
 
     /// The text of the prompt, as the template writes it. For display only: a message may contain
     /// the text of a control token, so ids must come from [`encode_chat`](Self::encode_chat).
     ///
     /// # Errors
-    /// [`Error::Template`].
+    /// [`Error::Template`], [`Error::NoNamedTemplate`].
     pub fn render(
         &self,
         tokenizer: &Tokenizer,
@@ -245,7 +297,8 @@ impl ChatTemplate {
         options: &ChatOptions,
     ) -> Result<String, Error> {
         let names = BosEosNames::of(tokenizer);
-        let messages: Vec<Json> = messages.iter().map(|m| self.shape.dress(m)).collect();
+        let shape = &self.of(options.has_tools())?.shape;
+        let messages: Vec<Json> = messages.iter().map(|m| shape.dress(m)).collect();
         self.render_with(&names, messages, options.template_variables(), options)
     }
 
@@ -296,8 +349,8 @@ impl ChatTemplate {
         messages: &[ChatMessage],
         options: &ChatOptions,
     ) -> Result<String, Error> {
-        let change =
-            |message: &ChatMessage| self.shape.dress(&change_message(message, guard, guise));
+        let shape = &self.of(options.has_tools())?.shape;
+        let change = |message: &ChatMessage| shape.dress(&change_message(message, guard, guise));
         let messages: Vec<Json> = messages.iter().map(change).collect();
         let variables = change_values(&options.template_variables(), guard, guise);
         self.render_with(&BosEosNames::of(tokenizer), messages, variables, options)
@@ -324,11 +377,16 @@ impl ChatTemplate {
             now_unix_s: options.now_unix_s,
             output_bytes_max: options.bounds.text_bytes,
         };
-        Ok(self.interpreter.render(job)?)
+        let template = self.of(options.has_tools())?;
+        Ok(template.interpreter.render(job)?)
     }
 }
 
 impl ChatOptions {
+    const fn has_tools(&self) -> bool {
+        !self.tools.is_empty()
+    }
+
     /// All that the caller gives to the template besides the messages.
     fn template_variables(&self) -> Map<String, Json> {
         let mut given = self.variables.clone();
@@ -443,64 +501,4 @@ fn encode_guarded(
         ids.splice(..0, tokenizer.bos());
     }
     Ok(ids)
-}
-
-/// The text of the template in the metadata of a GGUF file (`tokenizer.chat_template`).
-///
-/// # Errors
-/// [`Error::NoTemplate`], [`Error::Metadata`].
-pub fn source_in_gguf(metadata: &Metadata) -> Result<&str, Error> {
-    metadata.opt_str(GGUF_KEY)?.ok_or(Error::NoTemplate)
-}
-
-/// The text of the template of a Hugging Face folder: `chat_template.jinja`, else `chat_template`
-/// of `tokenizer_config.json`, else of `chat_template.json`. If a file has several, the one called
-/// `default` counts.
-///
-/// # Errors
-/// [`Error::NoTemplate`], [`Error::Read`], [`Error::Malformed`], [`Error::TooLong`].
-pub fn source_in_dir(dir: &Path) -> Result<String, Error> {
-    if let Some(bytes) = read_limited(&dir.join("chat_template.jinja"))? {
-        return Ok(String::from_utf8_lossy(&bytes).into_owned());
-    }
-    for name in ["tokenizer_config.json", "chat_template.json"] {
-        let path = dir.join(name);
-        let Some(bytes) = read_limited(&path)? else {
-            continue;
-        };
-        let json: Json = serde_json::from_slice(&bytes).map_err(|e| Error::Malformed {
-            path,
-            reason: e.to_string(),
-        })?;
-        if let Some(source) = default_template(&json["chat_template"]) {
-            return Ok(source.to_owned());
-        }
-    }
-    Err(Error::NoTemplate)
-}
-
-/// The file's bytes; `None` if it does not exist.
-fn read_limited(path: &Path) -> Result<Option<Vec<u8>>, Error> {
-    let (own, limit) = (path.to_owned(), MAX_CONFIG_BYTES);
-    match limited_read::read(path, limit as u64) {
-        Ok(Ok(bytes)) => Ok(Some(bytes)),
-        Ok(Err(size)) => Err(Error::TooLong {
-            path: own,
-            size: size as usize,
-            limit,
-        }),
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-            Ok(None)
-        }
-        Err(source) => Err(Error::Read { path: own, source }),
-    }
-}
-
-/// The template of a `chat_template` entry: a string, or a list of named ones.
-fn default_template(entry: &Json) -> Option<&str> {
-    let Some(list) = entry.as_array() else {
-        return entry.as_str();
-    };
-    let named = list.iter().find(|item| item["name"] == "default");
-    named.and_then(|item| item["template"].as_str())
 }

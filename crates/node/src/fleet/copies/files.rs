@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use paceline_base::hex;
+use paceline_formats::chat::TOOL_USE_FILE;
 use paceline_formats::gguf::{Gguf, Header};
 use paceline_formats::tensor::MappedBytes;
 use serde::Deserialize;
@@ -119,8 +120,9 @@ const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 /// Endings of a folder's files without weights: settings, tokenizers and chat templates.
 const SETTINGS: [&str; 4] = ["json", "jinja", "model", "txt"];
 
-/// A settings file in a folder of its own: how an encoder pools its rows.
-const POOLING: &str = "1_Pooling/config.json";
+/// Settings files in folders of their own: how an encoder pools its rows, and the template for
+/// conversations with tools.
+const NESTED: [&str; 2] = ["1_Pooling/config.json", TOOL_USE_FILE];
 
 /// The store's record of a model, which each use changes.
 const STORE_RECORD: &str = "paceline.json";
@@ -188,9 +190,10 @@ fn folder_files(folder: &Path) -> io::Result<Vec<PartFile>> {
             others.extend(name.map(str::to_owned));
         }
     }
-    if folder.join(POOLING).is_file() {
-        others.insert(POOLING.to_owned());
-    }
+    let nested = NESTED
+        .into_iter()
+        .filter(|name| folder.join(name).is_file());
+    others.extend(nested.map(str::to_owned));
     let others = others.into_iter().map(|name| (name, false));
     let all = weights.into_iter().map(|name| (name, true)).chain(others);
     let file = |(name, has_weights): (String, bool)| PartFile {
@@ -241,6 +244,7 @@ mod tests {
         let error = model_files(folder.path()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::NotFound, "it has no weights");
         fs::create_dir(folder.path().join("1_Pooling")).unwrap();
+        fs::create_dir(folder.path().join("additional_chat_templates")).unwrap();
         for other in [
             "README.md",
             ".cache.json",
@@ -251,12 +255,14 @@ mod tests {
             write(other, "");
         }
         write("1_Pooling/config.json", "{}");
+        write(TOOL_USE_FILE, "");
         write("chat_template.jinja", "");
         let map =
             r#"{"weight_map":{"a":"m-1.safetensors","b":"m-2.safetensors","c":"m-1.safetensors"}}"#;
         write(WEIGHT_INDEX, map);
         let small = [
             "1_Pooling/config.json",
+            TOOL_USE_FILE,
             "chat_template.jinja",
             "config.json",
             WEIGHT_INDEX,
