@@ -8,7 +8,10 @@
 use std::path::{Path, PathBuf};
 
 use paceline_base::hex;
-use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
+use paceline_formats::chat::{
+    ChatMessage, ChatOptions, ChatTemplate, Error as ChatError, name_results,
+};
+use paceline_formats::replace_lone_surrogates;
 use paceline_formats::tokenizer::{Specials, Tokenizer};
 use paceline_model::ModelSource;
 use serde::{Deserialize, Serialize};
@@ -17,6 +20,7 @@ use sha2::{Digest, Sha256};
 
 use crate::error::Error;
 use crate::net::Leaf;
+use crate::turns;
 
 /// Tokens of a conversation that the loss covers. In plain text all count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -106,7 +110,12 @@ impl ExampleReader {
     /// [`Error::Data`] with file, line and reason; [`Error::NoExamples`]; [`Error::Files`].
     pub fn read(&self, path: &Path, name: &str) -> Result<Examples, Error> {
         let path = file_of(path, name);
-        let text = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;
+        let bytes = std::fs::read(&path).map_err(Error::file("read", &path))?;
+        let text = lines_of(&bytes).map_err(|(line, reason)| Error::Data {
+            path: path.clone(),
+            line,
+            reason,
+        })?;
         let (mut examples, mut cut, mut rendered) = (Vec::new(), 0, 0);
         for (i, line) in text.lines().enumerate() {
             if line.trim().is_empty() {
@@ -149,7 +158,8 @@ impl ExampleReader {
     }
 
     fn example(&self, line: &str) -> Result<Example, String> {
-        let value: Value = serde_json::from_str(line).map_err(|e| format!("no JSON: {e}"))?;
+        let json = replace_lone_surrogates(line.as_bytes());
+        let value: Value = serde_json::from_slice(&json).map_err(|e| format!("no JSON: {e}"))?;
         let Some(object) = value.as_object() else {
             return Err("no JSON object".to_owned());
         };
@@ -230,14 +240,12 @@ impl ExampleReader {
         Ok(ids.iter().any(|id| self.tokenizer.is_control(*id)))
     }
 
-    fn chat(&self, turns: Vec<ChatMessage>, value: &Value) -> Result<Example, String> {
+    fn chat(&self, mut turns: Vec<ChatMessage>, value: &Value) -> Result<Example, String> {
+        name_results(&mut turns);
         let template = self.template.as_ref();
         let template = template.ok_or("the model has no chat template for a conversation")?;
-        let tools = value
-            .get("tools")
-            .and_then(Value::as_array)
-            .cloned()
-            .unwrap_or_default();
+        let tools = value.get("tools").and_then(Value::as_array);
+        let tools: Vec<Value> = tools.into_iter().flatten().map(turns::tool).collect();
         let encode = |turns: &[ChatMessage], add_generation_prompt| {
             let options = ChatOptions {
                 add_generation_prompt,
@@ -249,13 +257,14 @@ impl ExampleReader {
         };
         let tokens = encode(&turns, false)?;
         let mut judged = vec![self.train_on == TrainOn::All; tokens.len()];
-        let answers = |turn: &&usize| matches!(turns[**turn].role.as_str(), "assistant" | "model");
-        let mut answers: Vec<usize> = (0..turns.len())
-            .collect::<Vec<_>>()
-            .iter()
-            .filter(answers)
-            .copied()
-            .collect();
+        // OpenAI's format has a weight of 0 for answers that are not learnt.
+        let counts =
+            |turn: &ChatMessage| turn.extra.get("weight").is_none_or(|weight| *weight != 0);
+        let is_answer = |turn: &usize| {
+            let turn = &turns[*turn];
+            matches!(turn.role.as_str(), "assistant" | "model") && counts(turn)
+        };
+        let mut answers: Vec<usize> = (0..turns.len()).filter(is_answer).collect();
         match self.train_on {
             TrainOn::All => answers.clear(),
             TrainOn::Last => drop(answers.drain(..answers.len().saturating_sub(1))),
@@ -287,6 +296,30 @@ impl ExampleReader {
             rendered: false,
         })
     }
+}
+
+/// The text of a file of lines, without a byte order mark.
+///
+/// # Errors
+/// Line and reason where the file is something else.
+fn lines_of(bytes: &[u8]) -> Result<&str, (usize, String)> {
+    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+    if matches!(
+        bytes,
+        [0xff, 0xfe, ..] | [0xfe, 0xff, ..] | [_, 0, ..] | [0, _, ..]
+    ) {
+        return Err((1, "the file is UTF-16, expected UTF-8".to_owned()));
+    }
+    let text = std::str::from_utf8(bytes).map_err(|error| {
+        let before = &bytes[..error.valid_up_to()];
+        let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
+        (line, "the line is not UTF-8".to_owned())
+    })?;
+    if text.trim_start().starts_with('[') {
+        let reason = "the file is a JSON array, expected an object a line (JSON Lines)";
+        return Err((1, reason.to_owned()));
+    }
+    Ok(text)
 }
 
 /// The file of examples that `path` means: itself, or `NAME.jsonl` in it.
@@ -384,9 +417,9 @@ fn messages(turns: &Value, [role, words]: [&str; 2]) -> Result<Vec<ChatMessage>,
     let wrong = || format!("the conversation is {}, expected an array", kind(turns));
     let turns = turns.as_array().ok_or_else(wrong)?;
     let turn = |(i, turn): (usize, &Value)| {
-        if role == "role" && turn.is_object() {
-            let message = serde_json::from_value(turn.clone());
-            return message.map_err(|e| format!("turn {}: {e}", i + 1));
+        if let ("role", Some(message)) = (role, turn.as_object()) {
+            let message = turns::message(message.clone());
+            return message.map_err(|reason| format!("turn {}: {reason}", i + 1));
         }
         let of = |key| text(turn, key).map_err(|reason| format!("turn {}: {reason}", i + 1));
         let role = match of(role)? {

@@ -56,6 +56,7 @@ mod reporter;
 mod run;
 mod stage;
 pub mod testing;
+mod turns;
 mod weights;
 pub mod worker;
 mod workers;

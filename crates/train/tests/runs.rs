@@ -549,6 +549,25 @@ fn a_file_that_lies_is_named_with_line_and_reason() {
     }
     let error = open("\n").unwrap_err().to_string();
     assert!(error.contains("has no examples"), "{error}");
+    // Files that are no lines of JSON, and what Windows puts before them.
+    std::fs::write(&path, b"\xff\xfe{\0}\0").unwrap();
+    for (text, reason) in [
+        (None, "UTF-16"),
+        (Some("[\n {\"text\": \"a b c\"}\n]"), "JSON array"),
+    ] {
+        text.iter()
+            .for_each(|text| std::fs::write(&path, text).unwrap());
+        let error = TrainingRun::open(&job(&path, 1), Kernels::new(1).unwrap(), true);
+        let error = error.map(|_| ()).unwrap_err().to_string();
+        assert!(
+            error.contains("data.jsonl:1: ") && error.contains(reason),
+            "{error}"
+        );
+    }
+    open(&format!(
+        "\u{feff}{good}{{\"text\": \"a\\ud83d \u{2028} riders\"}}\r\n\r\n"
+    ))
+    .unwrap();
     // Forms that are read.
     let chat = json!({"messages": [
         {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]});
