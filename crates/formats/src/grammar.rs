@@ -6,6 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
+mod exclusive;
 mod format;
 mod schema;
 

@@ -6,16 +6,33 @@
 
 use serde_json::{Map, Value as Json, json};
 
+use super::exclusive::SchemaComparison;
 use super::format;
 
 /// A keyword that limits what is valid, and that the compiler cannot follow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("schema keyword {keyword:?} at {place} is not supported")]
+#[error(
+    "schema keyword {keyword:?} at {place} is not supported{}",
+    advice(keyword)
+)]
 pub struct Unsupported {
     pub keyword: String,
     /// JSON pointer of the schema that has it; `#` is the whole.
     pub place: String,
 }
+
+fn advice(keyword: &str) -> &'static str {
+    match keyword {
+        ONE_OF => {
+            ", as a document may match two of its schemas: use anyOf, or require a property whose \
+             constant differs in each"
+        }
+        _ => "",
+    }
+}
+
+const ONE_OF: &str = "oneOf";
+const ANY_OF: &str = "anyOf";
 
 /// Keywords that limit what is valid, and that `llguidance` 1.9 cannot follow.
 const UNSUPPORTED: [&str; 19] = [
@@ -123,8 +140,10 @@ pub fn strict(schema: &Json) -> Result<Json, Unsupported> {
 /// of the latter. A document that matches it may be invalid.
 pub fn relaxed(schema: &Json) -> (Json, Vec<Unsupported>) {
     let (mut schema, mut dropped) = clean_all(schema);
+    // It is there as `anyOf`.
+    dropped.retain(|one| one.keyword != ONE_OF);
     if let Json::Object(map) = &mut schema {
-        // Reads `oneOf` as `anyOf`, and unknown keywords as no constraint.
+        // Reads unknown keywords as no constraint.
         map.insert(OPTIONS.into(), json!({"lenient": true}));
     }
     dropped.truncate(MAX_TOLD);
@@ -150,11 +169,18 @@ const MAX_TOLD: usize = 16;
 
 fn clean_all(schema: &Json) -> (Json, Vec<Unsupported>) {
     let mut dropped = Vec::new();
-    let schema = clean(schema, "#", 0, &mut dropped);
+    let comparison = SchemaComparison::new(schema);
+    let schema = clean(schema, (&comparison, "#"), 0, &mut dropped);
     (schema, dropped)
 }
 
-fn clean(schema: &Json, place: &str, depth: usize, dropped: &mut Vec<Unsupported>) -> Json {
+/// `schema` at a place of the schema that the comparison is of.
+fn clean(
+    schema: &Json,
+    (comparison, place): (&SchemaComparison<'_>, &str),
+    depth: usize,
+    dropped: &mut Vec<Unsupported>,
+) -> Json {
     let Json::Object(map) = schema else {
         return schema.clone();
     };
@@ -169,17 +195,37 @@ fn clean(schema: &Json, place: &str, depth: usize, dropped: &mut Vec<Unsupported
     map.iter()
         .filter(|(key, value)| is_limit(key, value))
         .for_each(|(key, _)| drop(key));
+    let arms = map.get(ONE_OF).and_then(Json::as_array);
+    if arms.is_some_and(|arms| !comparison.excludes_all(arms)) {
+        drop(ONE_OF);
+    }
     let kept = map.iter().filter(|(key, value)| is_kept(key, value));
     let clean = kept.map(|(key, value)| {
         let place = format!("{place}/{key}");
         (
             key.clone(),
-            clean_value(key, value, &place, depth + 1, dropped),
+            clean_value(key, value, (comparison, &place), depth + 1, dropped),
         )
     });
     let mut clean: Map<String, Json> = clean.collect();
+    one_of_to_any_of(&mut clean);
     complete_format(&mut clean);
     Json::Object(clean)
+}
+
+/// Makes `oneOf` an `anyOf`, which is the same where the arms exclude each other.
+fn one_of_to_any_of(schema: &mut Map<String, Json>) {
+    let Some(arms) = schema.swap_remove(ONE_OF) else {
+        return;
+    };
+    if !schema.contains_key(ANY_OF) {
+        schema.insert(ANY_OF.into(), arms);
+        return;
+    }
+    let all = schema.entry("allOf").or_insert_with(|| json!([]));
+    if let Json::Array(all) = all {
+        all.push(json!({ANY_OF: arms}));
+    }
 }
 
 /// Puts a pattern in place of a format that the compiler knows only in part.
@@ -202,7 +248,7 @@ fn complete_format(schema: &mut Map<String, Json>) {
 fn clean_value(
     key: &str,
     value: &Json,
-    place: &str,
+    (comparison, place): (&SchemaComparison<'_>, &str),
     depth: usize,
     dropped: &mut Vec<Unsupported>,
 ) -> Json {
@@ -210,17 +256,25 @@ fn clean_value(
         Json::Object(map) if MAPS.contains(&key) => {
             let mut out = Map::new();
             for (name, inner) in map {
-                let inner = clean(inner, &format!("{place}/{name}"), depth, dropped);
+                let inner = clean(
+                    inner,
+                    (comparison, &format!("{place}/{name}")),
+                    depth,
+                    dropped,
+                );
                 out.insert(name.clone(), inner);
             }
             out.into()
         }
         Json::Array(items) if LISTS.contains(&key) => {
             let items = items.iter().enumerate();
-            let mut item = |(i, inner)| clean(inner, &format!("{place}/{i}"), depth, dropped);
+            let mut item =
+                |(i, inner)| clean(inner, (comparison, &format!("{place}/{i}")), depth, dropped);
             items.map(&mut item).collect()
         }
-        Json::Object(_) if SCHEMAS.contains(&key) => clean(value, place, depth, dropped),
+        Json::Object(_) if SCHEMAS.contains(&key) => {
+            clean(value, (comparison, place), depth, dropped)
+        }
         other => other.clone(),
     }
 }
@@ -284,6 +338,31 @@ mod tests {
             "x-guidance": {"lenient": true},
         });
         assert_eq!(relaxed, expected);
+    }
+
+    #[test]
+    fn arms_that_exclude_each_other_are_any_of() {
+        let tagged = |tag: &str| {
+            json!({"properties": {"t": {"const": tag}}, "required": ["t"],
+            "type": "object"})
+        };
+        let union = json!({"oneOf": [tagged("a"), tagged("b")], "discriminator": {}});
+        let expected = json!({"anyOf": [tagged("a"), tagged("b")]});
+        assert_eq!(strict(&union), Ok(expected.clone()));
+        let both = json!({"oneOf": [tagged("a"), tagged("b")], "anyOf": [{}]});
+        let all = json!({"anyOf": [{}], "allOf": [expected]});
+        assert_eq!(strict(&both), Ok(all));
+        let overlap = json!({"oneOf": [{"type": "integer"}, {"type": "number"}]});
+        let error = strict(&overlap).unwrap_err().to_string();
+        assert!(
+            error.contains("\"oneOf\" at #") && error.contains("anyOf"),
+            "{error}"
+        );
+        let (relaxed, dropped) = relaxed(&overlap);
+        assert!(
+            dropped.is_empty() && relaxed["anyOf"].is_array(),
+            "{relaxed}"
+        );
     }
 
     #[test]
