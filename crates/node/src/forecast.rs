@@ -223,7 +223,7 @@ impl Forecast {
     /// # Errors
     /// As there.
     pub fn predict_at(&self, config: &Config, split: &Split, keys: u32) -> Result<f64> {
-        Ok(self.facts_at(config, split, keys)? * self.ratio(split))
+        Ok(self.facts_at(config, split, keys)? * self.ratio(config, split)?)
     }
 
     /// Decode tokens a second of `ingress` (at least 1) together, corrected by earlier runs of one
@@ -232,7 +232,8 @@ impl Forecast {
     /// # Errors
     /// As [`predict`](Self::predict).
     pub fn predict_together(&self, config: &Config, split: &Split, answers: u32) -> Result<f64> {
-        Ok(self.facts_for(config, split, (KEYS, answers))? * self.ratio(split))
+        let ratio = self.ratio(config, split)?;
+        Ok(self.facts_for(config, split, (KEYS, answers))? * ratio)
     }
 
     /// Prefill seconds of a prompt of `tokens` tokens on the ranks of `split`, while no other split
@@ -270,8 +271,10 @@ impl Forecast {
     }
 
     /// Ratio of measured to predicted speed in earlier runs of a split; 1 before any.
-    fn ratio(&self, split: &Split) -> f64 {
-        self.facts.ratio(&self.run_key(split)).unwrap_or(1.0)
+    fn ratio(&self, config: &Config, split: &Split) -> Result<f64> {
+        let base = self.facts_at(config, split, KEYS)?;
+        let ratio = self.facts.ratio_to(&self.run_key(split), base);
+        Ok(ratio.unwrap_or(1.0))
     }
 
     /// Seconds that one more key in the cache adds to a token of `split`, averaged up to
@@ -285,12 +288,14 @@ impl Forecast {
 
     /// Stores the speed of a run with `keys` in the cache.
     pub fn learn(&mut self, config: &Config, split: &Split, (keys, decode_tok_s): (u32, f64)) {
-        let Ok(said) = self.facts_at(config, split, keys) else {
+        let said = |keys| self.facts_at(config, split, keys);
+        let (Ok(said), Ok(base)) = (said(keys), said(KEYS)) else {
             return;
         };
         if decode_tok_s.is_finite() && decode_tok_s > 0.0 {
             let run = self.run_key(split);
-            self.facts.learn((&self.key, &run), decode_tok_s, said);
+            self.facts
+                .learn((&self.key, &run), decode_tok_s, (said, base));
             self.facts.save();
         }
     }

@@ -38,6 +38,9 @@ struct FactsFile {
     doubted: BTreeSet<String>,
     /// Ratio of measured to predicted speed, by run.
     ratio: BTreeMap<String, f64>,
+    /// Predicted speed with few keys that the ratio corrects, by run on this machine alone.
+    #[serde(default)]
+    base: BTreeMap<String, f64>,
     /// Decode tokens a second as last measured, by run.
     last: BTreeMap<String, f64>,
     /// Seconds until all nodes were ready, by run.
@@ -111,10 +114,12 @@ impl FactsStore {
         Some(self.file.measured.remove(key)?.products)
     }
 
-    /// Divides a model's stored ratios by `predictions`, the factor by which its predictions rose.
+    /// Divides a model's stored ratios over machines by `predictions`, the factor by which its
+    /// predictions rose. Those of this machine alone have their own base.
     pub(super) fn rescale(&mut self, key: &str, predictions: f64) {
-        let own = self.file.ratio.iter_mut();
-        for (_, ratio) in own.filter(|(name, _)| name.starts_with(key)) {
+        let FactsFile { ratio, base, .. } = &mut self.file;
+        let own = ratio.iter_mut().filter(|(name, _)| name.starts_with(key));
+        for (_, ratio) in own.filter(|(name, _)| !base.contains_key(*name)) {
             *ratio /= predictions;
         }
     }
@@ -143,6 +148,13 @@ impl FactsStore {
         self.file.ratio.get(key).copied()
     }
 
+    /// The ratio for a run whose predicted speed with few keys is `base` now. Later measurements of
+    /// the machine, perhaps under load, leave the corrected speed as it was.
+    pub(super) fn ratio_to(&self, key: &str, base: f64) -> Option<f64> {
+        let before = self.file.base.get(key).copied().unwrap_or(base);
+        Some(self.ratio(key)? * before / base)
+    }
+
     /// The last measured speed.
     pub(super) fn last(&self, key: &str) -> Option<f64> {
         self.file.last.get(key).copied()
@@ -160,13 +172,24 @@ impl FactsStore {
     }
 
     /// Stores a run's speed and moves the ratio towards that run. `model` is the part of `key` that
-    /// names the model and its setting.
-    pub(super) fn learn(&mut self, (model, key): (&str, &str), measured: f64, predicted: f64) {
+    /// names the model and its setting. `base` is the predicted speed with few keys.
+    pub(super) fn learn(
+        &mut self,
+        (model, key): (&str, &str),
+        measured: f64,
+        (predicted, base): (f64, f64),
+    ) {
         let ratio = measured / predicted;
         if ratio.ln().abs() > DOUBT.ln_1p() && self.file.doubted.len() < MOST {
             self.file.doubted.insert(model.to_owned());
         }
+        if let Some(kept) = self.ratio_to(key, base) {
+            self.file.ratio.insert(key.to_owned(), kept);
+        }
         self.correct(key, measured, predicted);
+        if self.file.ratio.contains_key(key) {
+            self.file.base.insert(key.to_owned(), base);
+        }
     }
 
     /// As [`learn`](Self::learn), without a doubt of this machine's measurements.
@@ -216,7 +239,11 @@ impl FactsFile {
         });
         layers
             .all(|(products, rest)| good(products) && products > 0.0 && rest.into_iter().all(good))
-            && self.ratio.values().all(|&r| good(r) && r > 0.0)
+            && self
+                .ratio
+                .values()
+                .chain(self.base.values())
+                .all(|&r| good(r) && r > 0.0)
             && self.together.values().all(|t| {
                 good(t.free)
                     && t.free > 0.0
@@ -245,8 +272,8 @@ mod tests {
     fn what_is_learned_is_kept_and_damage_is_forgotten() {
         let home = tempfile::tempdir().unwrap();
         let mut facts = FactsStore::load(home.path());
-        facts.learn(("a", "a"), 5.0, 10.0);
-        facts.learn(("a", "a"), 5.0, 10.0);
+        facts.learn(("a", "a"), 5.0, (10.0, 10.0));
+        facts.learn(("a", "a"), 5.0, (10.0, 10.0));
         facts.set_load("a", 2.0);
         facts.save();
         let again = FactsStore::load(home.path());
@@ -285,17 +312,28 @@ mod tests {
         };
         let mut facts = FactsStore::nowhere();
         facts.set_measured("a", known);
-        facts.learn(("a", "a, 2 nodes"), 11.0, 10.0);
+        facts.learn(("a", "a, 2 nodes"), 11.0, (10.0, 10.0));
         assert_eq!(facts.forget("a"), None, "10 % is no contradiction");
-        facts.learn(("a", "a, 2 nodes"), 5.0, 10.0);
+        facts.learn(("a", "a, 2 nodes"), 5.0, (10.0, 10.0));
+        facts.correct("a, over b", 5.0, 10.0);
         assert_eq!(facts.forget("a"), Some(2.0));
         assert_eq!(facts.measured("a"), None);
         assert_eq!(facts.forget("a"), None, "once");
         // Measurements of twice the speed: the stored correction still gives the same tokens a
         // second.
-        let before = facts.ratio("a, 2 nodes").unwrap();
         facts.rescale("a", 2.0);
-        let after = facts.ratio("a, 2 nodes").unwrap();
-        assert!((before / after - 2.0).abs() < 1e-12);
+        assert!((facts.ratio("a, over b").unwrap() / 0.25 - 1.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn measurements_under_load_leave_the_corrected_speed() {
+        let mut facts = FactsStore::nowhere();
+        facts.learn(("a", "a, 1 nodes"), 220.0, (200.0, 200.0));
+        let speed = |facts: &FactsStore, base| facts.ratio_to("a, 1 nodes", base).unwrap() * base;
+        // The products took twice as long, all else fourteen times.
+        facts.rescale("a", 0.5);
+        assert!((speed(&facts, 14.0) - 220.0).abs() < 1e-9);
+        facts.learn(("a", "a, 1 nodes"), 220.0, (14.0, 14.0));
+        assert!((speed(&facts, 14.0) - 220.0).abs() < 1e-9);
     }
 }
