@@ -263,8 +263,8 @@ struct IngressState {
     requests: BTreeMap<Ticket, IngressRequest>,
     /// To the owner, while there is one.
     line: Option<Arc<dyn MessageConnection>>,
-    /// Whether the instance answers, by the owner's last status.
-    answers: bool,
+    /// State of the instance by the owner's last status.
+    stand: Option<State>,
     /// Running requests of other nodes, by the owner's last status.
     others: usize,
     /// Kind and kernel classes of the instance.
@@ -284,12 +284,18 @@ impl IngressState {
         }
     }
 
+    /// Whether the instance answers, by the owner's last status.
+    fn answers(&self) -> bool {
+        self.stand == Some(State::Ready)
+    }
+
     /// Decides about a request that the owner returned.
     fn settle(&mut self, ticket: Ticket) -> Option<IngressOutcome> {
+        let answers = self.answers();
         let asked = self.requests.get_mut(&ticket)?;
         let (_, failure) = asked.given_back.take()?;
         let is_refused = matches!(failure, RequestFailure::Unavailable { .. });
-        if is_refused && self.answers && asked.again < AGAIN_MAX {
+        if is_refused && answers && asked.again < AGAIN_MAX {
             asked.again += 1;
             return Some(IngressOutcome::Again(asked.submit(ticket)));
         }
@@ -392,7 +398,7 @@ impl Ingress {
     /// Whether the instance answers now, as far as this node knows.
     pub(super) fn is_ready(&self) -> bool {
         let state = lock(&self.state);
-        state.line.is_some() && state.answers
+        state.line.is_some() && state.answers()
     }
 
     /// Running requests of the instance: those of this ingress, and those of others by the owner's
@@ -503,7 +509,7 @@ impl Ingress {
         if split.is_some() {
             state.split = split;
         }
-        (state.answers, state.others, state.numbers) = (true, 0, numbers);
+        (state.stand, state.others, state.numbers) = (Some(State::Ready), 0, numbers);
         for (ticket, asked) in &mut state.requests {
             (asked.given_back, asked.again) = (None, 0);
             send_message(&*line, &asked.submit(*ticket)).ok()?;
@@ -538,7 +544,7 @@ impl Ingress {
     /// Stores the owner's status.
     fn learn(&self, status: &ServiceStatus) {
         let mut state = lock(&self.state);
-        state.answers = status.state == State::Ready;
+        state.stand = Some(status.state.clone());
         let all = status.running + status.waiting;
         state.others = all.saturating_sub(state.requests.len());
     }
@@ -553,7 +559,7 @@ impl Ingress {
     /// Resubmits or fails the requests that the owner has returned.
     fn settle(&self) {
         let mut state = lock(&self.state);
-        let answers = state.answers;
+        let answers = state.answers();
         let settled = state.requests.iter();
         let settled = settled.filter(|(_, asked)| asked.is_settled(answers));
         let tickets: Vec<Ticket> = settled.map(|(ticket, _)| *ticket).collect();
@@ -630,14 +636,20 @@ impl Ingress {
         lock(&self.state).split.clone()
     }
 
-    /// Status of the instance as this node sees it.
+    /// Status of the instance as this node sees it. It takes requests also while the owner does not
+    /// answer, so it is never [`State::Failed`].
     pub(super) fn status(&self) -> ServiceStatus {
         let state = lock(&self.state);
+        let stand = state.line.as_ref().and(state.stand.as_ref());
         let started = state.requests.values().filter(|asked| asked.prompt_read);
         let running = started.count();
         ServiceStatus {
-            state: match &state.line {
-                Some(_) => State::Ready,
+            state: match stand {
+                Some(State::Ready) => State::Ready,
+                Some(State::Recovering(reason) | State::Failed(reason)) => {
+                    State::Recovering(reason.clone())
+                }
+                Some(State::Loading) => State::Recovering("its owner loads it".to_owned()),
                 None => State::Recovering("no node owns the model at the moment".to_owned()),
             },
             running,
@@ -717,7 +729,7 @@ pub(super) mod testing {
             last_ticket: AtomicU64::new(0),
             state: Mutex::new(IngressState {
                 line: Some(Arc::new(line)),
-                answers: true,
+                stand: Some(State::Ready),
                 numbers: Some((
                     paceline_cluster::nodes::agent::Kind {
                         protocol: 1,
@@ -818,6 +830,19 @@ pub(super) mod testing {
         let_time_go_by(&remote.entry);
         remote.entry.settle();
         assert_eq!(*lock(&failed), Some(refused()));
+    }
+
+    #[test]
+    fn an_instance_that_recovers_is_not_ready_elsewhere() {
+        let (remote, _owner) = connected(1, "cpu");
+        assert_eq!(remote.status().state, State::Ready);
+        let reason = || "rank 1 died".to_owned();
+        for state in [State::Recovering(reason()), State::Failed(reason())] {
+            say_stand(&remote.entry, state, 0);
+            assert_eq!(remote.status().state, State::Recovering(reason()));
+        }
+        say_stand(&remote.entry, State::Ready, 0);
+        assert_eq!(remote.status().state, State::Ready);
     }
 
     /// The owner sends a status.

@@ -191,12 +191,11 @@ impl Replicas {
     fn status(&self) -> ServiceStatus {
         let members = self.routes.members();
         let all: Vec<ServiceStatus> = members.iter().map(|(_, it)| it.entry().status()).collect();
-        let is_ready = members.iter().any(|(_, it)| it.entry().is_ready());
+        let ready = all.iter().find(|it| it.state == State::Ready);
+        let first = ready.or(all.first()).map(|it| it.state.clone());
+        let none = || State::Recovering("no replica answers at the moment".to_owned());
         ServiceStatus {
-            state: match is_ready {
-                true => State::Ready,
-                false => State::Recovering("no replica answers at the moment".to_owned()),
-            },
+            state: first.unwrap_or_else(none),
             running: all.iter().map(|it| it.running).sum(),
             waiting: all.iter().map(|it| it.waiting).sum(),
         }
