@@ -42,9 +42,9 @@ impl Arrivals for Recorder {
 fn recorder(
     waits: &Waits,
     end: usize,
-) -> impl Fn(&Path) -> std::io::Result<Option<Arc<dyn Arrivals>>> + use<> {
+) -> impl Fn(&Path, &MappedBytes) -> std::io::Result<Option<Arc<dyn Arrivals>>> + use<> {
     let waits = Arc::clone(waits);
-    move |path| {
+    move |path, _| {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
         let waits = Arc::clone(&waits);
         Ok(Some(Arc::new(Recorder { name, end, waits })))
@@ -105,7 +105,7 @@ fn a_tensor_of_a_split_file_waits_for_its_bytes_in_its_part() {
 fn a_file_that_cannot_be_looked_at_is_named() {
     let dir = tempfile::tempdir().unwrap();
     split_gguf(dir.path());
-    let denied = |_: &Path| Err(std::io::ErrorKind::PermissionDenied.into());
+    let denied = |_: &Path, _: &MappedBytes| Err(std::io::ErrorKind::PermissionDenied.into());
     let error = Gguf::open_arriving(dir.path().join(PARTS[1]), &denied).unwrap_err();
     let path = dir.path().join(PARTS[0]);
     let expected = format!("{}: cannot read: permission denied", path.display());

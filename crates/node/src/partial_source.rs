@@ -29,12 +29,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::lock;
-use paceline_formats::tensor::{Absent, Arrivals};
+use paceline_formats::tensor::{Absent, Arrivals, MappedBytes};
 use paceline_model::{ModelFamily, ModelSource, Shard};
 
 use crate::Error;
 use crate::fleet::checksums::{Checksums, sums_beside};
-use crate::fleet::damage::wrong_groups;
+use crate::fleet::damage::{GroupBytes, wrong_groups};
 use crate::fleet::partial_file::{FILE, HAVE, TREE};
 use crate::fleet::sums::{GroupSums, SUMS};
 use crate::fleet::tree::{HashGroups, Tree};
@@ -135,9 +135,9 @@ pub(crate) fn open(path: &Path, ask: Option<Arc<RangeRequester>>) -> Result<Mode
     let folder = model_folder(path);
     let records = Arc::default();
     let opened: Mutex<Vec<Option<Arc<PartialSource>>>> = Mutex::default();
-    let find = |file: &Path| {
+    let find = |file: &Path, mapped: &MappedBytes| {
         let name = name_in(folder.as_deref(), file);
-        let source = PartialSource::new(file, name, (ask.as_ref(), &records))?;
+        let source = PartialSource::new((file, mapped), name, (ask.as_ref(), &records))?;
         let source = source.map(Arc::new);
         lock(&opened).push(source.clone());
         Ok(source.map(|source| source as Arc<dyn Arrivals>))
@@ -244,6 +244,22 @@ impl<'a> SilenceTimer<'a> {
     }
 }
 
+/// A file that is mapped for its readers. Comparing the mapped bytes costs no copy, and compares
+/// what the readers see.
+struct ReadFile {
+    file: File,
+    mapped: MappedBytes,
+}
+
+impl GroupBytes for ReadFile {
+    fn bytes<'a>(&'a self, span: Range<u64>, buffer: &'a mut Vec<u8>) -> io::Result<&'a [u8]> {
+        match self.mapped.resident(span.start as usize..span.end as usize) {
+            Some(bytes) => Ok(bytes),
+            None => self.file.bytes(span, buffer),
+        }
+    }
+}
+
 /// The state of a copy.
 struct PartialSource {
     /// Its path, for errors.
@@ -254,7 +270,7 @@ struct PartialSource {
     /// `None` for a complete copy.
     have: Option<File>,
     /// The file and its hash tree, if there is one.
-    tree: Option<(File, Tree)>,
+    tree: Option<(ReadFile, Tree)>,
     /// Quick sums of a complete file.
     sums: Option<GroupSums>,
     /// By group: whether it is present and verified.
@@ -270,12 +286,12 @@ impl PartialSource {
     /// The state of the file that `path` is or links to; `None` for a complete file without a hash
     /// tree. `name` is its name in requests.
     fn new(
-        path: &Path,
+        (path, mapped): (&Path, &MappedBytes),
         name: String,
         (ask, records): (Option<&Arc<RangeRequester>>, &Arc<Records>),
     ) -> io::Result<Option<Self>> {
         let (shown, path) = (path, &resolved(path));
-        let (have, tree) = (is_shard(path), tree_of(path)?);
+        let (have, tree) = (is_shard(path), tree_of(path, mapped)?);
         if !have && tree.is_none() {
             return Ok(None);
         }
@@ -417,9 +433,11 @@ fn sums_of(path: &Path, tree: &Tree) -> Option<GroupSums> {
 ///
 /// # Errors
 /// The tree is damaged, or of a file of another length; the system's error.
-fn tree_of(path: &Path) -> io::Result<Option<(File, Tree)>> {
+fn tree_of(path: &Path, mapped: &MappedBytes) -> io::Result<Option<(ReadFile, Tree)>> {
+    let mapped = mapped.clone();
     if let Some(known) = Checksums::read(path)? {
-        return Ok(Some((File::open(path)?, known.tree)));
+        let file = File::open(path)?;
+        return Ok(Some((ReadFile { file, mapped }, known.tree)));
     }
     let leaves = match std::fs::read(path.with_extension(TREE)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -431,7 +449,7 @@ fn tree_of(path: &Path) -> io::Result<Option<(File, Tree)>> {
         io::Error::new(io::ErrorKind::InvalidData, reason)
     };
     let tree = Tree::from_bytes(file.metadata()?.len(), &leaves).ok_or_else(other)?;
-    Ok(Some((file, tree)))
+    Ok(Some((ReadFile { file, mapped }, tree)))
 }
 
 impl Arrivals for PartialSource {
@@ -472,7 +490,13 @@ mod tests {
         ask: impl Fn(RangeRequest) + Send + Sync + 'static,
     ) -> Option<PartialSource> {
         let ask: Arc<RangeRequester> = Arc::new(ask);
-        PartialSource::new(path, String::new(), (Some(&ask), &Arc::default())).unwrap()
+        let mapped = MappedBytes::open(path).unwrap();
+        PartialSource::new(
+            (path, &mapped),
+            String::new(),
+            (Some(&ask), &Arc::default()),
+        )
+        .unwrap()
     }
 
     fn fetch(file: &str, part: ByteRange) -> RangeRequest {
@@ -558,6 +582,27 @@ mod tests {
         arriving.wait(0..3 * each).unwrap();
         let each = each as u64;
         assert_eq!(*lock(&wishes), [repair("", (each, 2 * each))]);
+    }
+
+    /// Readers keep the mapping of the file that another one replaces.
+    #[test]
+    fn the_bytes_that_are_read_are_those_that_are_compared() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, bytes) = copy(dir.path());
+        let each = HashGroups::of(0).each as usize;
+        flip(&path, &bytes, each + 7);
+        let mapped = MappedBytes::open(&path).unwrap();
+        if mapped.resident(0..1).is_none() {
+            eprintln!("SKIPPED compared mappings: Linux 5.14 has the call");
+            return;
+        }
+        let right = dir.path().join("right");
+        std::fs::write(&right, bytes).unwrap();
+        std::fs::rename(right, &path).unwrap();
+        let source = PartialSource::new((&path, &mapped), String::new(), (None, &Arc::default()));
+        let source = source.unwrap().unwrap();
+        source.wait(0..each).unwrap();
+        source.wait(each..2 * each).unwrap_err();
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use paceline_base::lock;
 use paceline_formats::gguf::Gguf;
 use paceline_formats::safetensors::Safetensors;
-use paceline_formats::tensor::{Absent, Arrivals};
+use paceline_formats::tensor::{Absent, Arrivals, MappedBytes};
 
 use super::*;
 
@@ -77,7 +77,7 @@ impl HoledModel {
     }
 
     pub(super) fn open(&self) -> ModelSource {
-        let find = |file: &Path| Ok(Some(Arc::clone(&self.files[file]) as Arc<dyn Arrivals>));
+        let find = |file: &Path, _: &MappedBytes| Ok(Some(Arc::clone(&self.files[file]) as Arc<dyn Arrivals>));
         ModelSource::open_arriving(&self.model, &find).unwrap()
     }
 
