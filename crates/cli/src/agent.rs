@@ -177,6 +177,7 @@ fn failure(url: &str, error: &ureq::Error, has_key: bool) -> Error {
     let (url, reason) = (url.to_owned(), error.to_string());
     match error {
         ureq::Error::StatusCode(401) => Error::KeyRefused { url, has_key },
+        ureq::Error::StatusCode(503) => Error::NotReady { url },
         // The text of rustls for each fault of a certificate.
         ureq::Error::Io(_) if reason.contains("invalid peer certificate") => {
             Error::NotTrusted { url, reason }
@@ -187,7 +188,6 @@ fn failure(url: &str, error: &ureq::Error, has_key: bool) -> Error {
 
 #[cfg(test)]
 mod tests {
-        ureq::Error::StatusCode(503) => Error::NotReady { url },
     use super::*;
 
     #[test]
@@ -203,6 +203,8 @@ mod tests {
         let untrusted = io::Error::other("invalid peer certificate: UnknownIssuer");
         let told = of(ureq::Error::Io(untrusted), true);
         assert!(matches!(told, Error::NotTrusted { .. }), "{told}");
+        let told = of(ureq::Error::StatusCode(503), true);
+        assert!(matches!(told, Error::NotReady { .. }), "{told}");
         let nobody = io::Error::from(io::ErrorKind::ConnectionRefused);
         let told = of(ureq::Error::Io(nobody), true);
         assert!(matches!(told, Error::NoServer { .. }), "{told}");
@@ -213,8 +215,6 @@ mod tests {
         let url = |api: Value| url_of(&json!([{ "name": "own", "api": api }, { "api": ["x"] }]));
         for (api, expected) in [
             (json!(["127.0.0.1:56100"]), Some("http://127.0.0.1:56100")),
-        let told = of(ureq::Error::StatusCode(503), true);
-        assert!(matches!(told, Error::NotReady { .. }), "{told}");
             (json!(["[::1]:7"]), Some("http://[::1]:7")),
             (
                 json!(["10.0.0.1:7", "0.0.0.0:8"]),

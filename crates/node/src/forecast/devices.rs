@@ -11,11 +11,11 @@ const OPERATIONS: f64 = 33.0 / 18.0;
 /// Bits of a weight below which MLX holds it in 8 bits: it has no form for blocks of 2 and 3 bits.
 const BITS_MIN: f64 = 4.2;
 
-/// Share of a quoted bandwidth and of a quoted arithmetic rate that constants assume: those of
-/// GPUs in the planner's `calibration.toml`.
 /// Bits of a weight of most models people run: blocks of 4 bits with a scale.
 const USUAL_BITS: f64 = 4.5;
 
+/// Share of a quoted bandwidth and of a quoted arithmetic rate that constants assume: those of
+/// GPUs in the planner's `calibration.toml`.
 const REACHED: [f64; 2] = [0.81, 0.59];
 
 /// Reached over assumed rates of a chip that the catalogue has. On an H100 paceline decoded at 0.63
@@ -91,6 +91,16 @@ impl DeviceSpeed {
         self.rates.crossing_ns as f64 / 1e9
     }
 
+    /// Bytes a second that a model of 4.5 bits a weight reads, and its operations a second in
+    /// prompts.
+    pub fn usual_rates(&self) -> (f64, f64) {
+        let weights = WeightBits {
+            bits: USUAL_BITS,
+            wide: false,
+        };
+        (self.reads(weights), self.computes(weights))
+    }
+
     /// A cost of the form that MLX holds the weights in. For a mean of several forms it is between
     /// theirs.
     fn between(&self, weights: WeightBits, cost: impl Fn(&FormRates) -> f64) -> f64 {
@@ -103,16 +113,6 @@ impl DeviceSpeed {
                 .collect(),
         };
         let forms = if forms.is_empty() {
-    /// Bytes a second that a model of 4.5 bits a weight reads, and its operations a second in
-    /// prompts.
-    pub fn usual_rates(&self) -> (f64, f64) {
-        let weights = WeightBits {
-            bits: USUAL_BITS,
-            wide: false,
-        };
-        (self.reads(weights), self.computes(weights))
-    }
-
             all.collect()
         } else {
             forms
