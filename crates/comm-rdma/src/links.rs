@@ -183,6 +183,10 @@ impl Transport for Links {
         self.sockets.nudge()
     }
 
+    fn notice_reads(&self) -> Option<u64> {
+        self.sockets.notice_reads()
+    }
+
     fn now(&self) -> Instant {
         provider::now()
     }

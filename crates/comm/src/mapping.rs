@@ -22,6 +22,8 @@ const HUGE_BYTES: usize = 2 << 20;
 pub struct Mapping {
     start: *mut u8,
     bytes: usize,
+    /// Whether something else has mapped it and unmaps it.
+    is_lent: bool,
 }
 
 // SAFETY: plain memory; the owner decides which part may be touched by which thread.
@@ -139,8 +141,11 @@ impl Mapping {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the system chooses the address, so no used memory is replaced.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }?;
-        let start = start.cast();
-        Ok(Self { start, bytes })
+        Ok(Self {
+            start: start.cast(),
+            bytes,
+            is_lent: false,
+        })
     }
 
     /// The `bytes` of it from a huge page boundary on; the rest, at most one huge page, is
@@ -152,15 +157,14 @@ impl Mapping {
         // SAFETY: as long as all of it less `before`, which is before its end.
         let end = unsafe { start.add(bytes) };
         let whole = std::mem::ManuallyDrop::new(self);
-        drop(Self {
-            start: whole.start,
-            bytes: before,
-        });
-        drop(Self {
-            start: end,
-            bytes: whole.bytes - before - bytes,
-        });
-        Self { start, bytes }
+        let part = |start, bytes| Self {
+            start,
+            bytes,
+            is_lent: false,
+        };
+        drop(part(whole.start, before));
+        drop(part(end, whole.bytes - before - bytes));
+        part(start, bytes)
     }
 
     #[cfg(target_os = "linux")]
@@ -174,12 +178,28 @@ impl Mapping {
     #[cfg(not(target_os = "linux"))]
     fn advise(&self) {}
 
+    /// Memory of another owner, which stays as it is. It need not be whole pages.
+    ///
+    /// # Safety
+    /// It stays mapped while the result lives.
+    pub(crate) const unsafe fn lent(start: *mut u8, bytes: usize) -> Self {
+        Self {
+            start,
+            bytes,
+            is_lent: true,
+        }
+    }
+
+    pub(crate) const fn is_lent(&self) -> bool {
+        self.is_lent
+    }
+
     /// The first byte.
     pub const fn start(&self) -> *mut u8 {
         self.start
     }
 
-    /// Its length: whole pages.
+    /// Its length: whole pages, unless it is lent.
     pub const fn bytes(&self) -> usize {
         self.bytes
     }
@@ -193,7 +213,7 @@ impl fmt::Debug for Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if self.bytes > 0 {
+        if self.bytes > 0 && !self.is_lent {
             // SAFETY: mapped with this length; everything that points into it was dropped before.
             let _ = unsafe { munmap(self.start.cast(), self.bytes) };
         }

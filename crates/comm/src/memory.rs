@@ -24,6 +24,22 @@ pub struct Pages {
 }
 
 impl Pages {
+    /// Memory of another owner, such as a device's library, to be registered with a group by
+    /// [`register_pages`](Group::register_pages). Over shared memory it stays unregistered: its
+    /// pages cannot be moved to a file.
+    ///
+    /// # Safety
+    /// The memory stays mapped while the pages or a registration of them live. Nothing uses it
+    /// while a call borrows it mutably.
+    pub unsafe fn lent(memory: &mut [u8]) -> Arc<Self> {
+        let used = memory.len();
+        Arc::new(Self {
+            // SAFETY: the caller's promise.
+            mapping: unsafe { Mapping::lent(memory.as_mut_ptr(), used) },
+            used,
+        })
+    }
+
     /// The first byte.
     pub const fn start(&self) -> *mut u8 {
         self.mapping.start()

@@ -115,13 +115,13 @@ fn tail(mapping: &Mapping, offset: usize) -> &Tail {
 }
 
 /// Moves `pages`, of a new [`RegisteredMemory`](crate::Memory), to a file that peers can map.
-/// `None` if they are few, or the system has no such files.
+/// `None` if they are few or lent, or the system has no such files.
 ///
 /// # Panics
 /// If the system runs out of memory in between.
 pub(crate) fn share(pages: &Arc<Pages>) -> Option<MemoryRegistration> {
     let (start, bytes) = (pages.start() as usize, pages.bytes());
-    if bytes < SHARED_BYTES {
+    if bytes < SHARED_BYTES || pages.mapping().is_lent() {
         return None;
     }
     let counted = FileCount::take(&FILES)?;

@@ -506,6 +506,10 @@ impl Transport for SharedRings {
         }
     }
 
+    fn notice_reads(&self) -> Option<u64> {
+        self.controls().map(|controls| controls.reads())
+    }
+
     fn now(&self) -> Instant {
         deadline::now()
     }

@@ -80,6 +80,12 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     /// Asks the background thread of the links to send pending bytes; false if there is none.
     fn nudge(&self) -> bool;
 
+    /// How often the background thread has read all failure notices that had arrived; it only
+    /// grows. `None` for links without such a thread: their notices need none.
+    fn notice_reads(&self) -> Option<u64> {
+        None
+    }
+
     /// The clock of deadlines.
     fn now(&self) -> Instant;
 

@@ -5,7 +5,7 @@
 //! disconnected peer is detected whether or not a call is running.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -68,6 +68,8 @@ pub struct Controls {
     suspects: Vec<AtomicBool>,
     waker: Waker,
     stop: AtomicBool,
+    /// See [`Transport::notice_reads`].
+    reads: AtomicU64,
     door: LateConnections,
 }
 
@@ -92,6 +94,7 @@ impl Controls {
             streams,
             waker: Waker::new()?,
             stop: AtomicBool::new(false),
+            reads: AtomicU64::new(0),
             door,
         })
     }
@@ -120,6 +123,11 @@ impl Controls {
     pub(crate) fn suspect(&self, peer: usize) {
         self.suspects[peer].store(true, Ordering::Release);
         self.waker.wake();
+    }
+
+    /// See [`Transport::notice_reads`].
+    pub(crate) fn reads(&self) -> u64 {
+        self.reads.load(Ordering::Acquire)
     }
 
     /// Wakes the heartbeat thread.
@@ -177,6 +185,7 @@ pub(super) fn run_heartbeats<T: MonitoredLinks>(group: &TransportGroup<T>, silen
                 watch.listen(group, peer, stream, time);
             }
         }
+        controls.reads.fetch_add(1, Ordering::AcqRel);
         if now >= next_beat {
             controls.write(&Control::Beat);
             next_beat = now + beat;

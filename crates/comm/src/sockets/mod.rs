@@ -228,6 +228,10 @@ impl Transport for Sockets {
         true
     }
 
+    fn notice_reads(&self) -> Option<u64> {
+        Some(self.controls.reads())
+    }
+
     fn now(&self) -> Instant {
         deadline::now()
     }

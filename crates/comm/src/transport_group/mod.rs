@@ -226,15 +226,24 @@ impl<T: Transport> TransportGroup<T> {
         cause.error(call)
     }
 
-    /// Waits for the group to be poisoned; false on timeout.
+    /// Waits for the group to be poisoned; false on timeout. On a busy machine the heartbeat thread
+    /// may be without a core for longer than `wait`. So the wait also lasts until that thread has
+    /// read all notices of before, up to [`NEWS_WAIT`].
     fn awaits_news(&self, wait: Duration) -> bool {
-        let until = self.transport.now() + wait;
-        while self.status.cause().is_none() && self.transport.now() < until {
-            let soon = self.transport.now() + Duration::from_millis(1);
-            self.transport
-                .wait(VirtualLane::Calls, &[], soon.min(until));
+        let start = self.transport.now();
+        // A read that runs now may have passed a notice.
+        let enough = self.transport.notice_reads().map(|reads| reads + 2);
+        self.transport.nudge();
+        while self.status.cause().is_none() {
+            let now = self.transport.now();
+            let unread = self.transport.notice_reads() < enough && now < start + NEWS_WAIT;
+            if now >= start + wait && !unread {
+                return false;
+            }
+            let soon = now + Duration::from_millis(1);
+            self.transport.wait(VirtualLane::Calls, &[], soon);
         }
-        self.status.cause().is_some()
+        true
     }
 
     /// Leaves the group. Pending bytes are handed to the system first, within bounds.
@@ -301,4 +310,84 @@ impl<T: Transport> fmt::Debug for TransportGroup<T> {
 /// Ranks are `u32` outside and indices inside.
 fn number(rank: usize) -> Rank {
     Rank(u32::try_from(rank).expect("a rank came from a u32"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::transport::{SpinPolicy, WaitInterest};
+
+    /// A failure notice has arrived at 0 ms. The thread that reads notices gets a core at 700 ms.
+    #[derive(Debug)]
+    struct Starved {
+        start: Instant,
+        millis: AtomicU64,
+        status: Arc<GroupStatus>,
+    }
+
+    impl Transport for Starved {
+        fn write(&self, _: VirtualLane, _: usize, _: &[u8], _: &[u8]) -> Result<usize, Closed> {
+            Err(Closed)
+        }
+
+        fn read(&self, _: VirtualLane, _: usize, _: &mut [u8]) -> Result<usize, Closed> {
+            Err(Closed)
+        }
+
+        fn zero_copy(&self) -> Option<&dyn crate::transport::ZeroCopy> {
+            None
+        }
+
+        fn wait(&self, _: VirtualLane, _: &[WaitInterest], until: Instant) {
+            let now = until.duration_since(self.start).as_millis() as u64;
+            self.millis.store(now, Ordering::Relaxed);
+            if now == 700 {
+                let cause = Cause::Left(Rank(1));
+                self.status.poison(FailureNotice { cause, at: 0 });
+            }
+        }
+
+        fn wake(&self) {}
+
+        fn notify_failure(&self, _: &FailureNotice) {}
+
+        fn nudge(&self) -> bool {
+            true
+        }
+
+        fn notice_reads(&self) -> Option<u64> {
+            Some(0)
+        }
+
+        fn now(&self) -> Instant {
+            self.start + Duration::from_millis(self.millis.load(Ordering::Relaxed))
+        }
+
+        fn patience(&self) -> SpinPolicy {
+            SpinPolicy {
+                spins: 0,
+                yields: 0,
+            }
+        }
+
+        fn gulp(&self) -> usize {
+            1
+        }
+    }
+
+    #[test]
+    fn a_notice_is_awaited_until_the_starved_thread_reads_it() {
+        let status = Arc::<GroupStatus>::default();
+        let links = Starved {
+            start: crate::deadline::now(),
+            millis: AtomicU64::new(0),
+            status: Arc::clone(&status),
+        };
+        let group = TransportGroup::with_status(Rank(0), 2, links, status);
+        assert!(group.awaits_news(Duration::from_millis(200)));
+        assert_eq!(group.transport.millis.load(Ordering::Relaxed), 700);
+    }
 }
