@@ -351,8 +351,6 @@ struct Inner {
     left: Mutex<Option<Instant>>,
     /// Whether the battery is low, so that this node takes no work.
     rests: AtomicBool,
-    /// Names of nodes, also of forgotten ones. A cluster has at most some hundred.
-    names: Mutex<BTreeMap<NodeId, String>>,
     copier: JournalCopier,
     shelf: JournalStore,
     durable: Option<DurableJournals>,
@@ -472,7 +470,6 @@ impl Fleet {
             tried: Mutex::default(),
             left: Mutex::default(),
             rests: AtomicBool::new(false),
-            names: Mutex::default(),
         });
         inner.serve();
         inner.end_past_leases();
@@ -1168,16 +1165,7 @@ impl Inner {
     }
 
     fn name(&self, id: NodeId) -> String {
-        let known = self.known_names().remove(&id);
-        known.unwrap_or_else(|| id.to_string())
-    }
-
-    /// Names of all nodes, and of those that this process has seen before they were forgotten.
-    fn known_names(&self) -> BTreeMap<NodeId, String> {
-        let mut names = lock(&self.names);
-        let nodes = self.agent.nodes().into_iter();
-        names.extend(nodes.map(|node| (node.id, node.facts.name)));
-        names.clone()
+        self.agent.name(id)
     }
 
     fn want(
@@ -1201,7 +1189,7 @@ impl Inner {
             .map(|(id, _, wanted)| (*id, wanted));
         let numbers = replica_names::numbers(replicas);
         // Called once, because it reads the facts of all nodes.
-        let names = self.known_names();
+        let names = self.agent.names();
         let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
         let view = |(id, epoch, wanted): (InstanceId, u64, InstanceSpec)| {
             let report = report(&map, id).filter(|report| report.epoch == epoch);

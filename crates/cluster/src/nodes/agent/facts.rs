@@ -246,17 +246,24 @@ pub(super) fn of(map: &Registers, id: NodeId) -> Option<NodeFacts> {
 ///
 /// All nodes with the same map compute the same names.
 pub(super) fn names(facts: &BTreeMap<NodeId, NodeFacts>) -> BTreeMap<NodeId, String> {
+    distinct(facts.iter().map(|(id, facts)| (*id, &*facts.name)))
+}
+
+/// Displayed names of nodes with these host names: the first node of a name has it.
+pub(super) fn distinct<'a>(
+    plain: impl Iterator<Item = (NodeId, &'a str)>,
+) -> BTreeMap<NodeId, String> {
     let mut taken = std::collections::BTreeSet::new();
-    let name = |(id, facts): (&NodeId, &NodeFacts)| {
-        let plain = shown(&facts.name, *id);
+    let name = |(id, name): (NodeId, &str)| {
+        let plain = shown(name, id);
         let name = match taken.contains(&plain) {
             true => format!("{plain}-{}", &id.to_string()[..4]),
             false => plain,
         };
         taken.insert(name.clone());
-        (*id, name)
+        (id, name)
     };
-    facts.iter().map(name).collect()
+    plain.map(name).collect()
 }
 
 /// A host name safe for a terminal, or the beginning of the id if there is none.

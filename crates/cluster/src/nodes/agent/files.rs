@@ -4,12 +4,13 @@
 //! HOME/node/identity      static private key, 32 bytes, mode 0600
 //! HOME/node/cluster-key   the cluster's key, 32 bytes, mode 0600
 //! HOME/node/former-keys   replaced keys: their count, then one token a line, mode 0600
-//! HOME/node/map.json      the last saved shared map: {"form":2,"entries":[..]}
+//! HOME/node/map.json      the last saved shared map: {"form":2,"entries":[..]}, and names of nodes
 //! HOME/node/trusted      RDMA cables that carry plaintext: device and node, one a line, mode 0600
 //! HOME/node/lock          locked while the node runs
 //! HOME/node/socket        where the command line reaches the node
 //! ```
 
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -21,7 +22,7 @@ use zeroize::Zeroizing;
 
 use super::super::identity::{check_folder, write_secret};
 use super::super::registers::SavedEntry;
-use super::super::{ClusterKey, Identity, Register, RegisterKey, Registers};
+use super::super::{ClusterKey, Identity, NodeId, Register, RegisterKey, Registers};
 use super::Error;
 use super::rdma::TrustedCables;
 use super::rekey::FORMER_MAX;
@@ -36,7 +37,12 @@ const MAP_FORM: u32 = 2;
 struct MapFile {
     form: u32,
     entries: Vec<SavedEntry>,
+    #[serde(default)]
+    names: NodeNames,
 }
+
+/// Names of nodes, also of those that the map has no more.
+pub(super) type NodeNames = BTreeMap<NodeId, String>;
 
 /// A saved map.
 #[derive(Debug, Default)]
@@ -44,6 +50,7 @@ pub(super) struct SavedMap {
     pub(super) map: Registers,
     /// Unsigned entries of a map of the first form.
     pub(super) former: Vec<(RegisterKey, Register)>,
+    pub(super) names: NodeNames,
 }
 
 /// Longest file of trusted cables that is read: its bound, twice over.
@@ -194,18 +201,23 @@ impl NodeFolder {
             Ok(file) if file.form == MAP_FORM => SavedMap {
                 map: Registers::from_saved(file.entries),
                 former: Vec::new(),
+                names: file.names,
             },
             _ => SavedMap {
-                map: Registers::default(),
                 former: serde_json::from_slice(&bytes).unwrap_or_default(),
+                ..SavedMap::default()
             },
         }
     }
 
     /// Saves the map with mode 0600, because it has hashes of API keys.
-    pub(super) fn save_map(&self, map: &Registers) -> Result<(), Error> {
-        let (form, entries) = (MAP_FORM, map.saved());
-        let text = serde_json::to_vec(&MapFile { form, entries }).expect("a map is JSON");
+    pub(super) fn save_map(&self, map: &Registers, names: NodeNames) -> Result<(), Error> {
+        let file = MapFile {
+            form: MAP_FORM,
+            entries: map.saved(),
+            names,
+        };
+        let text = serde_json::to_vec(&file).expect("a map is JSON");
         Ok(write_secret(&self.folder.join("map.json"), &text)?)
     }
 }

@@ -14,7 +14,7 @@ use super::super::member::{DialTarget, Event, Life};
 use super::super::pairing::{self, Code, Invitation};
 use super::super::{ClusterKey, NodeId, Register, RegisterKey, Registers, discovery, placement};
 use super::facts::NodeView;
-use super::files::NodeFolder;
+use super::files::{NodeFolder, NodeNames};
 use super::{Agent, ClusterAct, Error, HANDSHAKE_LIMIT, Inner, dial, facts, paths, rekey};
 
 /// How long a newcomer listens for a machine that displays a code, which sends a beacon once a
@@ -231,7 +231,7 @@ impl Agent {
         {
             let _turn = lock(&inner.writing);
             inner.files.save_key(key)?;
-            inner.files.save_map(&kept)?;
+            inner.files.save_map(&kept, NodeNames::new())?;
             let mut state = lock(&inner.state);
             state.enter((key.clone(), kept), inner.config.pace, inner.now());
         }
@@ -351,7 +351,7 @@ pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
     if !already {
         check_at_rest(&files)?;
         // In this order: a map without its cluster is useless, a foreign one does harm.
-        files.save_map(&files.map().map.instances())?;
+        files.save_map(&files.map().map.instances(), NodeNames::new())?;
         files.save_key(key)?;
     }
     Ok(Joined {

@@ -45,6 +45,7 @@ mod rekey;
 mod state;
 mod upkeep;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::net::{SocketAddr, TcpListener};
 use std::ops::RangeInclusive;
@@ -278,7 +279,13 @@ impl Agent {
         let boot = random();
         let saved = files.map();
         let signer: Arc<dyn Signer> = Arc::clone(&identity) as _;
-        let mut state = State::new(signer, key, saved.map, config.pace, now(start));
+        let mut state = State::new(
+            signer,
+            key,
+            (saved.map, saved.names),
+            config.pace,
+            now(start),
+        );
         (state.generation, state.former) = files.former_keys(&state.key);
         state.trusted = files.trusted();
         let (lines, told) = sync_channel(LINES_MAX);
@@ -480,6 +487,18 @@ impl Agent {
     pub fn nodes(&self) -> Vec<NodeView> {
         let state = lock(&self.inner.state);
         state.views(self.id())
+    }
+
+    /// The displayed names of all nodes, also of those that were forgotten while this node was a
+    /// member of the cluster.
+    pub fn names(&self) -> BTreeMap<NodeId, String> {
+        lock(&self.inner.state).names()
+    }
+
+    /// The displayed name of a node, as of [`names`](Self::names); a short form of its id if it has
+    /// none.
+    pub fn name(&self, id: NodeId) -> String {
+        lock(&self.inner.state).name(id)
     }
 
     /// All nodes with their measured paths, as of [`nodes`](Self::nodes). Cost: parses every node's

@@ -18,6 +18,7 @@ use super::super::{ClusterKey, Membership, NodeId, Now, RegisterKey, Registers};
 use super::addresses::AddressBook;
 use super::channel::ServiceChannel;
 use super::facts::{self, EngineDevice, NodeView};
+use super::files::NodeNames;
 use super::links::PeerLink;
 use super::rdma::TrustedCables;
 use super::rekey::{Drawn, OutdatedNodes};
@@ -31,6 +32,10 @@ pub(super) const CHANNELS_MAX: usize = 512;
 
 /// Most stored problems.
 const PROBLEMS_MAX: usize = 64;
+
+/// Most names of nodes that are kept. Then those of forgotten nodes go: a cluster has at most some
+/// hundred nodes.
+const NAMES_MAX: usize = 1024;
 
 /// Longest sleep of the timer, so that it notices the agent's stop.
 const WAKE_MAX: Duration = Duration::from_millis(500);
@@ -56,6 +61,8 @@ pub(super) struct State {
     channels: Vec<(NodeId, Weak<NodeSession>)>,
     /// The last problem with a target or a peer, by its name.
     problems: BTreeMap<String, String>,
+    /// Names of nodes by their last facts, also of forgotten nodes.
+    pub(super) known_names: NodeNames,
     /// Interfaces on which beacons cannot be sent.
     pub(super) blocked: Vec<String>,
     pub(super) invitation: Option<Invitation>,
@@ -77,11 +84,12 @@ impl State {
     pub(super) fn new(
         signer: Arc<dyn Signer>,
         key: ClusterKey,
-        map: Registers,
+        (map, known_names): (Registers, NodeNames),
         pace: Pace,
         now: Now,
     ) -> Self {
-        Self {
+        let known: Vec<RegisterKey> = map.iter().map(|(key, _)| key.clone()).collect();
+        let mut state = Self {
             key,
             former: Vec::new(),
             generation: 0,
@@ -95,6 +103,7 @@ impl State {
             dialling: BTreeSet::new(),
             channels: Vec::new(),
             problems: BTreeMap::new(),
+            known_names,
             blocked: Vec::new(),
             invitation: None,
             api: Vec::new(),
@@ -106,7 +115,9 @@ impl State {
             is_dirty: false,
             stopped: false,
             next_link: 0,
-        }
+        };
+        state.learn_names(known);
+        state
     }
 
     /// Enters another cluster, with its key and the first entries of its map.
@@ -122,6 +133,7 @@ impl State {
         self.book = AddressBook::default();
         self.paths = PathTable::default();
         self.problems.clear();
+        self.known_names.clear();
         self.invitation = None;
         self.leaving = false;
         self.dialling.clear();
@@ -232,10 +244,34 @@ impl State {
         map.revoked().iter().filter_map(view).collect()
     }
 
+    /// Displayed names of all nodes that have sent facts, also of forgotten ones.
+    pub(super) fn names(&self) -> NodeNames {
+        let facts = facts::all(self.member.map());
+        let present = facts.iter().map(|(id, facts)| (*id, &*facts.name));
+        let known = self.known_names.iter();
+        let forgotten = known.filter(|(id, _)| !facts.contains_key(id));
+        facts::distinct(present.chain(forgotten.map(|(id, name)| (*id, &**name))))
+    }
+
+    /// Stores the names in those of the entries `keys` that are nodes' facts.
+    fn learn_names(&mut self, keys: Vec<RegisterKey>) {
+        let map = self.member.map();
+        for key in keys {
+            let RegisterKey::Node(id) = key else { continue };
+            let Some(facts) = facts::of(map, id) else {
+                continue;
+            };
+            if self.known_names.len() >= NAMES_MAX {
+                let is_present = |id: &NodeId| map.get(&RegisterKey::Node(*id)).is_some();
+                self.known_names.retain(|id, _| is_present(id));
+            }
+            self.known_names.insert(id, facts::shown(&facts.name, id));
+        }
+    }
+
     /// The displayed name of a node.
     pub(super) fn name(&self, id: NodeId) -> String {
-        let facts = facts::all(self.member.map());
-        let name = facts::names(&facts).remove(&id);
+        let name = self.names().remove(&id);
         let name = name.or_else(|| {
             let revoked = self.revoked_views().into_iter();
             revoked
@@ -326,7 +362,8 @@ impl Inner {
                     self.step(state, Event::Unlinked(id));
                 }
             }
-            Action::Changed(_) => {
+            Action::Changed(keys) => {
+                state.learn_names(keys);
                 state.is_dirty = true;
                 self.bump(state);
             }

@@ -122,6 +122,12 @@ fn nodes_meet_through_one_peer_and_see_one_die() {
         nodes[1].agent.find("three"),
         Err(Error::NoNode { .. })
     ));
+    let two = nodes.pop().unwrap();
+    assert_eq!(two.agent.name(id), "three", "instances may still name it");
+    two.agent.stop();
+    let again = Agent::start(config(two.home.path(), "three", &[])).unwrap();
+    assert_eq!(again.name(id), format!("three-{}", &id.to_string()[..4]));
+    again.stop();
 }
 
 #[test]

@@ -158,11 +158,13 @@ impl Inner {
         let _turn = lock(&self.writing);
         let map = {
             let mut state = lock(&self.state);
-            let map = state.is_dirty.then(|| state.member.map().clone());
+            let map = state
+                .is_dirty
+                .then(|| (state.member.map().clone(), state.known_names.clone()));
             state.is_dirty = false;
             map
         };
-        let failed = map.and_then(|map| self.files.save_map(&map).err());
+        let failed = map.and_then(|(map, names)| self.files.save_map(&map, names).err());
         if let Some(error) = failed {
             let mut state = lock(&self.state);
             state.is_dirty = true;
