@@ -79,7 +79,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let key = env::var("PACELINE_API_KEY").ok();
     let served = ask(url.trim_end_matches('/'), key)?;
     let program = AgentProgram::from(args.program);
-    let start = served.start(program);
+    let mut start = served.start(program);
+    let direct = served.direct_hosts(&no_proxy());
+    let direct = ["NO_PROXY", "no_proxy"].map(|name| (name, direct.clone()));
+    start.environment.extend(direct);
     for (name, value) in &start.environment {
         let is_key = served.key.as_ref().is_some_and(|key| value.contains(key));
         let shown: &str = if is_key { "(with the key)" } else { value };
@@ -99,6 +102,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return Err(Error::NoAgent { program }.into());
     }
     Err(error).with_context(|| format!("cannot start {}", program.name()))
+}
+
+/// The hosts that this environment has no proxy for.
+fn no_proxy() -> String {
+    let given = ["NO_PROXY", "no_proxy"].map(|name| env::var(name).ok());
+    let mut given = given.into_iter().flatten();
+    given.find(|hosts| !hosts.is_empty()).unwrap_or_default()
 }
 
 /// The URL of this home's node, else that of a node with default settings.

@@ -1,6 +1,7 @@
 //! Arguments and environment that connect a coding agent to a server of this crate.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
@@ -77,6 +78,23 @@ pub struct AgentLaunch {
 }
 
 impl AgentServer {
+    /// Hosts that the agent reaches without a proxy, for `NO_PROXY`: those of `given`, this machine,
+    /// and the server's where it is of the local network.
+    pub fn direct_hosts(&self, given: &str) -> String {
+        let mut hosts: Vec<&str> = given.split(',').map(str::trim).collect();
+        hosts.retain(|host| !host.is_empty());
+        let of_server = host_of(&self.url).filter(|host| is_local(host));
+        for host in ["127.0.0.1", "localhost", "::1"]
+            .into_iter()
+            .chain(of_server)
+        {
+            if !hosts.contains(&host) {
+                hosts.push(host);
+            }
+        }
+        hosts.join(",")
+    }
+
     fn key(&self) -> String {
         self.key.clone().unwrap_or_else(|| NO_KEY.to_owned())
     }
@@ -175,6 +193,27 @@ impl AgentServer {
     }
 }
 
+/// The host of a URL, without brackets.
+fn host_of(url: &str) -> Option<&str> {
+    let (_, rest) = url.split_once("://")?;
+    let authority = rest.split('/').next()?;
+    match authority.strip_prefix('[') {
+        Some(rest) => rest.split_once(']').map(|(host, _)| host),
+        None => authority.split(':').next(),
+    }
+}
+
+/// Whether a host is of this machine or its network, which no proxy outside reaches.
+fn is_local(host: &str) -> bool {
+    match host.parse() {
+        Ok(IpAddr::V4(ip)) => ip.is_loopback() || ip.is_private() || ip.is_link_local(),
+        Ok(IpAddr::V6(ip)) => {
+            ip.is_loopback() || ip.is_unique_local() || ip.is_unicast_link_local()
+        }
+        Err(_) => !host.contains('.') || host.ends_with(".local"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -206,6 +245,31 @@ mod tests {
         for (program, name) in starts.into_iter().zip([names[0], names[1], names[0]]) {
             let expected = (name, "/home/p/tls/cert.pem".to_owned());
             assert!(served.start(program).environment.contains(&expected));
+        }
+    }
+
+    #[test]
+    fn local_servers_are_reached_without_a_proxy() {
+        let own = "127.0.0.1,localhost,::1";
+        for (url, given, expected) in [
+            ("http://127.0.0.1:1", "", own.to_owned()),
+            (
+                "http://[::1]:1",
+                " a.b, ,localhost",
+                "a.b,localhost,127.0.0.1,::1".into(),
+            ),
+            ("https://192.168.1.5:1", "", format!("{own},192.168.1.5")),
+            ("https://[fe80::1]:1/v1", "", format!("{own},fe80::1")),
+            ("https://mini.local:1", "", format!("{own},mini.local")),
+            ("https://gpu", "", format!("{own},gpu")),
+            ("https://8.8.8.8", "", own.to_owned()),
+            ("https://llm.example.org", "", own.to_owned()),
+        ] {
+            let served = AgentServer {
+                url: url.into(),
+                ..served()
+            };
+            assert_eq!(served.direct_hosts(given), expected, "{url}");
         }
     }
 
