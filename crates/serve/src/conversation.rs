@@ -13,7 +13,7 @@ use paceline_formats::chat::{
 use paceline_formats::grammar::Grammar;
 use paceline_formats::tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 /// The speaker of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -103,14 +103,6 @@ impl TurnToolCall {
     }
 }
 
-/// The arguments as JSON; as a string if they are not JSON.
-pub(crate) fn arguments(text: &str) -> Value {
-    match text.trim() {
-        "" => json!({}),
-        json => serde_json::from_str(json).unwrap_or_else(|_| text.into()),
-    }
-}
-
 /// A tool that the model may call.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Tool {
@@ -125,12 +117,8 @@ pub(crate) struct Tool {
 impl Tool {
     /// In the form that `transformers` passes to templates.
     fn for_template(&self) -> Value {
-        let mut function = Map::new();
-        function.insert("name".into(), self.name.as_str().into());
-        let description = self.description.as_deref().unwrap_or_default();
-        function.insert("description".into(), description.into());
-        function.insert("parameters".into(), self.parameters.clone());
-        json!({"type": "function", "function": function})
+        let parameters = Some(self.parameters.clone());
+        chat::function_tool(&self.name, self.description.as_deref(), parameters)
     }
 
     /// The same with `strict`, which templates would print.
@@ -212,21 +200,6 @@ impl Conversation {
     /// Whether the response must be a tool call.
     pub(crate) const fn needs_call(&self) -> bool {
         matches!(self.choice, ToolChoice::Required | ToolChoice::Named(_))
-    }
-
-    /// Sets the tool names of results, which some templates print.
-    pub(crate) fn name_results(&mut self) {
-        let calls = self.turns.iter().flat_map(|turn| &turn.calls);
-        let names: Vec<(String, String)> = calls
-            .map(|call| (call.id.clone(), call.name.clone()))
-            .collect();
-        let unnamed =
-            |turn: &&mut ConversationTurn| turn.role == TurnRole::Tool && turn.name.is_none();
-        for turn in self.turns.iter_mut().filter(unnamed) {
-            let id = turn.answers.as_deref().unwrap_or_default();
-            let named = names.iter().rev().find(|(known, _)| known == id);
-            turn.name = named.map(|(_, name)| name.clone());
-        }
     }
 
     /// Lower bound of the prompt's bytes.
@@ -318,7 +291,9 @@ impl Conversation {
 }
 
 fn messages(turns: &[ConversationTurn]) -> Vec<ChatMessage> {
-    turns.iter().map(ConversationTurn::message).collect()
+    let mut messages: Vec<ChatMessage> = turns.iter().map(ConversationTurn::message).collect();
+    chat::name_results(&mut messages);
+    messages
 }
 
 /// Later system turns as user turns, in place.
@@ -354,27 +329,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_get_the_names_of_their_calls() {
-        let mut asked = ConversationTurn::new(TurnRole::Assistant, "");
-        asked.calls.push(TurnToolCall {
-            id: "c1".into(),
-            name: "add".into(),
-            arguments: json!({"a": 1}),
-        });
-        let mut conversation = Conversation {
-            turns: vec![
-                asked,
-                ConversationTurn::result("c1", "3"),
-                ConversationTurn::result("c2", "4"),
-            ],
-            ..Conversation::default()
-        };
-        conversation.name_results();
-        assert_eq!(conversation.turns[1].name.as_deref(), Some("add"));
-        assert_eq!(conversation.turns[2].name, None);
-    }
-
-    #[test]
     fn later_systems_become_users_and_neighbours_are_joined() {
         let turns = [
             ConversationTurn::new(TurnRole::System, "a"),
@@ -400,16 +354,5 @@ mod tests {
             [TurnRole::System, TurnRole::User, TurnRole::Assistant]
         );
         assert_eq!(joined[1].text, "b\n\nc");
-    }
-
-    #[test]
-    fn arguments_are_parsed_where_they_are_json() {
-        for (text, expected) in [
-            ("", json!({})),
-            (r#"{"a":[1]}"#, json!({"a": [1]})),
-            ("{broken", json!("{broken")),
-        ] {
-            assert_eq!(arguments(text), expected);
-        }
     }
 }

@@ -21,6 +21,16 @@ pub(crate) enum Endpoint {
     OllamaEmbeddings,
 }
 
+/// Whether a request at `path` names its model where several are served. llama-server's endpoints
+/// use the first.
+pub(crate) fn needs_model(path: &str) -> bool {
+    let endpoint = ENDPOINTS.iter().find(|(known, _)| *known == path);
+    endpoint.is_some_and(|(_, endpoint)| {
+        use Endpoint::{ApplyTemplate, Detokenize, Infill, Tokenize};
+        !matches!(endpoint, ApplyTemplate | Detokenize | Infill | Tokenize)
+    })
+}
+
 /// All endpoints with a request body, by path.
 pub(crate) const ENDPOINTS: [(&str, Endpoint); 14] = [
     ("/v1/chat/completions", Endpoint::Chat),

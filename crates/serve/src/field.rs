@@ -33,6 +33,8 @@ pub(crate) enum Kind {
     Object,
     /// An object with these fields, parsed elsewhere.
     Table(&'static [Field]),
+    /// A bound on tokens: -1 for none, or 1 to `max`. `1.0` is an integer, as in JSON Schema.
+    TokenLimit { max: i64 },
     /// Accepts only these values, written in JSON, which ask for the default behaviour. Others
     /// would change the response; `why` is the error text.
     Only {
@@ -83,8 +85,12 @@ impl FieldWarnings {
         if !self.is_lenient {
             return Err(Rejection::Unknown { param });
         }
-        self.warn(format!("{param} is unknown and was ignored"));
+        self.ignored(&param);
         Ok(())
+    }
+
+    fn ignored(&self, param: &str) {
+        self.warn(format!("{param} is unknown and was ignored"));
     }
 
     pub(crate) fn into_warnings(self) -> Vec<String> {
@@ -128,6 +134,13 @@ impl Field {
                 let contains = (i128::from(min)..=i128::from(max)).contains(&number);
                 in_range(contains, param, value, expected)
             }
+            Kind::TokenLimit { max } => {
+                let Some(number) = integer(value) else {
+                    return Err(wrong_type(param, value, "an integer"));
+                };
+                let is_in = number == -1 || (1..=i128::from(max)).contains(&number);
+                in_range(is_in, param, value, || format!("1 to {max}, or -1"))
+            }
             Kind::Boolean if value.is_boolean() => Ok(()),
             Kind::Boolean => Err(wrong_type(param, value, "true or false")),
             Kind::Text { min, max } => check_text(value, param, min, max),
@@ -154,6 +167,10 @@ impl Field {
             }
             Kind::Integer { min, max } => {
                 json!({"type": "integer", "minimum": min, "maximum": max})
+            }
+            Kind::TokenLimit { max } => {
+                let zero = json!({"const": 0});
+                json!({"type": "integer", "minimum": -1, "maximum": max, "not": zero})
             }
             Kind::Boolean => json!({"type": "boolean"}),
             Kind::Object => json!({"type": "object"}),
@@ -184,8 +201,7 @@ fn nullable(mut schema: Value) -> Value {
     if schema.as_object().is_some_and(Map::is_empty) {
         return schema;
     }
-    if let Some(Value::Array(values)) = schema.get_mut("enum") {
-        values.push(Value::Null);
+    if allow_null(&mut schema) {
         return schema;
     }
     if let Some(kind @ Value::String(_)) = schema.get_mut("type") {
@@ -193,6 +209,19 @@ fn nullable(mut schema: Value) -> Value {
         return schema;
     }
     json!({"anyOf": [schema, {"type": "null"}]})
+}
+
+/// Adds null to a schema's list of values; whether it has one.
+pub(crate) fn allow_null(schema: &mut Value) -> bool {
+    let values = schema.get_mut("enum").and_then(Value::as_array_mut);
+    values.map(|values| values.push(Value::Null)).is_some()
+}
+
+/// The schema of an object with these fields, in which others have no effect.
+pub(crate) fn open_schema(table: &[Field]) -> Value {
+    let mut schema = object_schema(table);
+    schema["additionalProperties"] = true.into();
+    schema
 }
 
 /// The schema of an object with these fields and no others.
@@ -296,11 +325,39 @@ impl FieldValues {
         place: &str,
         notes: &FieldWarnings,
     ) -> Result<Self, Rejection> {
+        Self::check(object, table, place, |param, _| notes.unknown(param))
+    }
+
+    /// As [`new`](Self::new), for what clients send back in each turn: unknown fields, which may
+    /// be those of another server's answer, have no effect and give a warning.
+    ///
+    /// # Errors
+    /// The first field that is invalid, else the first missing one.
+    pub(crate) fn open(
+        object: Map<String, Value>,
+        table: &[Field],
+        place: &str,
+        notes: &FieldWarnings,
+    ) -> Result<Self, Rejection> {
+        Self::check(object, table, place, |param, value| {
+            if !value.is_null() {
+                notes.ignored(&param);
+            }
+            Ok(())
+        })
+    }
+
+    fn check(
+        object: Map<String, Value>,
+        table: &[Field],
+        place: &str,
+        unknown: impl Fn(String, &Value) -> Result<(), Rejection>,
+    ) -> Result<Self, Rejection> {
         let mut values = Map::new();
         for (name, value) in object {
             let param = || format!("{place}{}", clip(&name));
             let Some(field) = table.iter().find(|field| field.name == name) else {
-                notes.unknown(param())?;
+                unknown(param(), &value)?;
                 continue;
             };
             if value.is_null() {

@@ -9,7 +9,7 @@ use axum::Extension;
 use axum::body::Bytes;
 use axum::extract::{Request, State};
 use axum::http::header::{
-    CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue,
+    CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue, ORIGIN,
 };
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
@@ -30,7 +30,7 @@ use crate::keys::{ClientKey, WatchedKeys};
 use crate::log;
 use crate::model::ServedModel;
 use crate::phase::ServerPhase;
-use crate::rejection::{ErrorStyle, Rejection};
+use crate::rejection::Rejection;
 use crate::render::anthropic::Anthropic;
 use crate::render::llama::Infill;
 use crate::render::ollama::Ollama;
@@ -154,18 +154,18 @@ fn warned(mut response: Response, warnings: &[String]) -> Response {
     response
 }
 
-/// Checks type, encoding and length. Ollama's clients, such as LiteLLM, may omit the content type;
-/// JSON is assumed.
+/// Checks type, encoding and length. Programs may call the body what they like, as `curl -d` does:
+/// JSON is assumed. Web pages, which send `Origin`, may not: a form of theirs needs no permission.
 ///
 /// # Errors
 /// [`Rejection::MediaType`], [`Rejection::Encoded`], [`Rejection::LongBody`].
 pub(super) fn check_head(config: &Config, request: &Request) -> Result<(), Rejection> {
     let headers = request.headers();
     let value = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
-    let is_untyped = value.is_none() && ErrorStyle::of(request.uri().path()) == ErrorStyle::Ollama;
+    let is_of_page = headers.contains_key(ORIGIN);
     let text = String::from_utf8_lossy(value.unwrap_or_default());
     let essence = text.split(';').next().unwrap_or_default().trim();
-    if !is_untyped && !essence.eq_ignore_ascii_case("application/json") {
+    if is_of_page && !essence.eq_ignore_ascii_case("application/json") {
         let got = crate::field::clip(&text);
         return Err(Rejection::MediaType { got });
     }

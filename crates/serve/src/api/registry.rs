@@ -28,6 +28,7 @@ use super::relay::{self, RelayTarget};
 use super::{App, OneOfSeveral, identify, json_response, no_model, resumption};
 use crate::access::{ClientIdentity, check_origin};
 use crate::config::{Config, StatusSource};
+use crate::endpoint::needs_model;
 use crate::journal::Journals;
 use crate::metrics::{END, OPEN_METRICS, facts_text, merged};
 use crate::phase::ServerPhase;
@@ -326,6 +327,10 @@ async fn route<'a>(
     let whole = Request::from_parts(parts.clone(), body);
     let body = body_in_time(config, whole).await?;
     let name = named_model(&body);
+    let is_named = resumed.is_some() || name.is_some();
+    if !is_named && doors.len() > 1 && needs_model(parts.uri.path()) {
+        return Err(relay::missing_model());
+    }
     let door = resumed.or(name.as_deref().and_then(called));
     let request = Request::from_parts(parts, Body::from(body));
     let refusal = name

@@ -152,15 +152,19 @@ async fn answer_node(
 #[derive(Clone, Copy)]
 struct OfNode;
 
+/// The rejection of a request that must name its model.
+pub(super) fn missing_model() -> Rejection {
+    Rejection::Missing {
+        param: "model".to_owned(),
+        expected: "the name of a model".to_owned(),
+    }
+}
+
 async fn answer(State(relay): State<Arc<Relay>>, request: Request) -> Result<Response, Rejection> {
     let target = request.extensions().get::<RelayTarget>().cloned();
     let own = target.as_ref().and_then(|target| target.own.clone());
     let model = target.and_then(|target| target.model);
-    let missing = || Rejection::Missing {
-        param: "model".to_owned(),
-        expected: "the name of a model".to_owned(),
-    };
-    let model = model.ok_or_else(missing)?;
+    let model = model.ok_or_else(missing_model)?;
     if request.method() == Method::GET {
         return relay.model(&model);
     }

@@ -206,6 +206,7 @@ fn operate(operation: &Operation, model: &ServedModel, has_keys: bool) -> Value 
     let mut schema = object_schema(operation.table);
     if schema["properties"]["model"].is_object() {
         schema["properties"]["model"]["enum"] = json!(model.names().collect::<Vec<_>>());
+        crate::field::allow_null(&mut schema["properties"]["model"]);
     }
     if operation.path == "/v1/responses" {
         narrow_tools(&mut schema, model);

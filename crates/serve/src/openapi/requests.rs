@@ -25,6 +25,7 @@ pub(super) fn schemas(config: &Config, model: &ServedModel) -> Map<String, Value
     let mut completion = object_schema(COMPLETION);
     for request in [&mut chat, &mut completion] {
         request["properties"]["model"]["enum"] = json!(names);
+        crate::field::allow_null(&mut request["properties"]["model"]);
     }
     chat["allOf"] = json!([
         needs("top_logprobs", "logprobs"),
@@ -93,7 +94,8 @@ fn messages() -> Vec<Value> {
             "type": "object",
             "properties": properties,
             "required": required,
-            "additionalProperties": false,
+            // Noted and passed over.
+            "additionalProperties": true,
         })
     };
     let is_common =

@@ -3,11 +3,11 @@
 //! A stream is `message_start`, then per block `content_block_start`, deltas and
 //! `content_block_stop`, then `message_delta` with the reason and the usage, and `message_stop`.
 
+use paceline_formats::chat::call_arguments;
 use serde_json::{Value, json};
 
 use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};
 use crate::choice::{ChoiceOutput, Delta, FinishReason, ResponsePart};
-use crate::conversation::arguments;
 use crate::rejection::{ErrorStyle, Rejection};
 
 /// The open content block.
@@ -190,7 +190,7 @@ impl DialectWriter for Anthropic {
             content.push(json!({"type": "text", "text": said.text}));
         }
         content.extend(said.calls.iter().map(|call| {
-            let input = arguments(&call.arguments);
+            let input = call_arguments(&call.arguments);
             json!({"type": "tool_use", "id": call.id, "name": call.name, "input": input})
         }));
         self.message(content.into(), said.ending, usage)

@@ -1,10 +1,10 @@
 //! `/api/chat` and `/api/generate`: a JSON object per line, the last with the statistics.
 
+use paceline_formats::chat::call_arguments;
 use serde_json::{Map, Value, json};
 
 use super::{DialectWriter, ResponseUsage, StreamFraming};
 use crate::choice::{ChoiceOutput, CompletedCall, Delta, FinishReason, ResponsePart};
-use crate::conversation::arguments;
 use crate::rejection::{ErrorStyle, Rejection};
 
 /// Which of the two endpoints.
@@ -132,7 +132,7 @@ fn message(text: &str, reasoning: &str, calls: &[CompletedCall], first: usize) -
     }
     if !calls.is_empty() {
         let call = |(i, call): (usize, &CompletedCall)| {
-            let arguments = arguments(&call.arguments);
+            let arguments = call_arguments(&call.arguments);
             let index = first + i;
             let function = json!({"index": index, "name": call.name, "arguments": arguments});
             json!({"id": call.id, "function": function})

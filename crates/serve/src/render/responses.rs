@@ -7,12 +7,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use paceline_formats::chat::call_arguments;
 use serde_json::{Map, Value, json};
 
 use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};
 use crate::access::ClientIdentity;
 use crate::choice::{ChoiceOutput, Delta, FinishReason, ResponsePart};
-use crate::conversation::{ConversationTurn, TurnRole, TurnToolCall, arguments};
+use crate::conversation::{ConversationTurn, TurnRole, TurnToolCall};
 use crate::rejection::Rejection;
 use crate::store::{ResponseStore, StoredResponse};
 
@@ -279,7 +280,7 @@ fn turn(said: &ChoiceOutput) -> ConversationTurn {
     let calls = said.calls.iter().map(|call| TurnToolCall {
         id: call.id.clone(),
         name: call.name.clone(),
-        arguments: arguments(&call.arguments),
+        arguments: call_arguments(&call.arguments),
     });
     turn.calls = calls.collect();
     turn

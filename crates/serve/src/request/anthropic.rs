@@ -101,7 +101,6 @@ impl RequestParser<'_> {
         if let Some(output) = fields.take("output_config") {
             self.output(output, &mut conversation)?;
         }
-        conversation.name_results();
         Ok(conversation)
     }
 
@@ -135,7 +134,7 @@ impl RequestParser<'_> {
     ) -> Result<(), Rejection> {
         let place = format!("messages[{i}]");
         let map = object(value, || place.clone())?;
-        let mut fields = self.fields(map, table::MESSAGE, &format!("{place}."))?;
+        let mut fields = self.kept_fields(map, table::MESSAGE, &format!("{place}."))?;
         let content = fields.take("content").unwrap_or_default();
         let param = format!("{place}.content");
         let role = match fields.text("role").unwrap_or_default() {
@@ -206,16 +205,16 @@ impl RequestParser<'_> {
         let owned = |fields: &FieldValues, name| fields.text(name).unwrap_or_default().to_owned();
         match kind {
             "text" => {
-                let fields = self.fields(map, table::TEXT_BLOCK, &dotted)?;
+                let fields = self.kept_fields(map, table::TEXT_BLOCK, &dotted)?;
                 blocks.texts.push(owned(&fields, "text"));
             }
             "thinking" => {
-                let fields = self.fields(map, table::THINKING_BLOCK, &dotted)?;
+                let fields = self.kept_fields(map, table::THINKING_BLOCK, &dotted)?;
                 blocks.thoughts.push(owned(&fields, "thinking"));
             }
-            "redacted_thinking" => drop(self.fields(map, table::REDACTED_BLOCK, &dotted)?),
+            "redacted_thinking" => drop(self.kept_fields(map, table::REDACTED_BLOCK, &dotted)?),
             "tool_use" => {
-                let mut fields = self.fields(map, table::USE_BLOCK, &dotted)?;
+                let mut fields = self.kept_fields(map, table::USE_BLOCK, &dotted)?;
                 let arguments = fields.take("input").unwrap_or_default();
                 let (id, name) = (owned(&fields, "id"), owned(&fields, "name"));
                 blocks.calls.push(TurnToolCall {
@@ -225,7 +224,7 @@ impl RequestParser<'_> {
                 });
             }
             "tool_result" => {
-                let fields = self.fields(map, table::RESULT_BLOCK, &dotted)?;
+                let fields = self.kept_fields(map, table::RESULT_BLOCK, &dotted)?;
                 self.result(fields, place, blocks)?;
             }
             _ => {

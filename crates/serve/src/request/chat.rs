@@ -44,7 +44,6 @@ impl RequestParser<'_> {
             ..Conversation::default()
         };
         self.read_tools(fields, &mut conversation)?;
-        conversation.name_results();
         Ok(conversation)
     }
 }
@@ -80,7 +79,7 @@ fn max_tokens(fields: &FieldValues) -> Result<usize, Rejection> {
         fields.count("max_completion_tokens"),
         fields.count("max_tokens"),
     );
-    if new.is_some() && old.is_some() {
+    if fields.has("max_completion_tokens") && fields.has("max_tokens") {
         let (param, condition) = ("max_tokens", "together with max_completion_tokens");
         return Err(Rejection::Conflict { param, condition });
     }

@@ -33,7 +33,10 @@ impl RequestParser<'_> {
         let n = self.choices(&fields)?;
         let stream = stream(&mut fields, self.notes)?;
         let (echo, logprobs) = (fields.is_true("echo"), fields.count("logprobs"));
-        let max_tokens = fields.count("max_tokens").unwrap_or(DEFAULT_MAX_TOKENS);
+        let max_tokens = match fields.integer("max_tokens") {
+            None => DEFAULT_MAX_TOKENS,
+            Some(limit) => usize::try_from(limit).unwrap_or(usize::MAX),
+        };
         let stop = stop(fields.take("stop"), "stop")?;
         let mut like = self.request(&mut fields, max_tokens, logprobs, stop)?;
         let (format, at) = self.guided(&mut fields, (AnswerFormat::Text, ""))?;

@@ -21,7 +21,7 @@ use paceline_formats::grammar::MAX_GRAMMAR_BYTES;
 
 use super::schema;
 use crate::field::Field;
-use crate::field::Kind::{Any, Boolean, Integer, Number, Object, Only, Own, Text};
+use crate::field::Kind::{Any, Boolean, Integer, Number, Object, Only, Own, Text, TokenLimit};
 
 /// Maximum count where the model's context is the real bound: 2^31 - 1, which all clients can
 /// write.
@@ -36,9 +36,8 @@ pub(super) const MAX_NOTE: usize = 512;
 pub(super) const MODEL: Field = Field::new(
     "model",
     Text { min: 1, max: 256 },
-    "The name of the model, one of /v1/models.",
-)
-.required();
+    "The name of the model, one of /v1/models. Default: the only one.",
+);
 pub(super) const TEMPERATURE: Field = Field::new(
     "temperature",
     Number { min: 0.0, max: 2.0 },
@@ -96,6 +95,7 @@ pub(super) const LOGIT_BIAS: Field = Field::new(
     Own(schema::logit_bias),
     "Added to the logits of tokens, by token id; at most 1024.",
 );
+/// A seed; -1 asks for a random one, as clients of llama-server, Ollama and LM Studio send it.
 pub(super) const SEED: Field = Field::new(
     "seed",
     Integer {
@@ -103,16 +103,8 @@ pub(super) const SEED: Field = Field::new(
         max: i64::MAX,
     },
     "Starts the random numbers: equal requests with equal seeds give equal answers while \
-     system_fingerprint is equal. Choice i of n is what seed + i gives alone. Default random.",
-);
-/// Seed of llama-server and Ollama; `drop_random_seed` drops a -1.
-pub(super) const SEED_OR_RANDOM: Field = Field::new(
-    "seed",
-    Integer {
-        min: i64::MIN,
-        max: i64::MAX,
-    },
-    "Starts the random numbers; -1 for a random one. Default random.",
+     system_fingerprint is equal. Choice i of n is what seed + i gives alone. -1 and the default: \
+     a random one.",
 );
 pub(super) const STOP: Field = Field::new(
     "stop",
@@ -267,18 +259,12 @@ pub(crate) const CHAT: &[Field] = &[
     STREAM_OPTIONS,
     Field::new(
         "max_completion_tokens",
-        Integer {
-            min: 1,
-            max: MAX_COUNT,
-        },
-        "Most tokens of a choice; the context bounds it as well. Default the context.",
+        TokenLimit { max: MAX_COUNT },
+        "Most tokens of a choice; the context bounds it as well. -1 and the default: the context.",
     ),
     Field::new(
         "max_tokens",
-        Integer {
-            min: 1,
-            max: MAX_COUNT,
-        },
+        TokenLimit { max: MAX_COUNT },
         "The older name of max_completion_tokens; not both.",
     ),
     Field::new(
@@ -472,10 +458,10 @@ pub(crate) const COMPLETION: &[Field] = &[
     Field::new(
         "max_tokens",
         Integer {
-            min: 0,
+            min: -1,
             max: MAX_COUNT,
         },
-        "Most tokens of a choice; the context bounds it as well. Default 16.",
+        "Most tokens of a choice; the context bounds it as well, alone if -1. Default 16.",
     ),
     Field::new(
         "logprobs",
@@ -561,14 +547,22 @@ pub(crate) const MESSAGE: &[Field] = &[
         },
         "For the role assistant: what it thought; given to templates that keep it.",
     ),
+    Field::new(
+        "reasoning",
+        Text {
+            min: 0,
+            max: MAX_TEXT,
+        },
+        "Another name of reasoning_content, which goes first. Not OpenAI's.",
+    ),
     CACHE_CONTROL,
     Field::new(
         "refusal",
-        Only {
-            values: &["\"\""],
-            why: "templates have no place for it",
+        Text {
+            min: 0,
+            max: MAX_TEXT,
         },
-        "",
+        "For the role assistant: what is said in place of content.",
     ),
     Field::new(
         "audio",
@@ -586,14 +580,7 @@ pub(crate) const MESSAGE: &[Field] = &[
         },
         "",
     ),
-    Field::new(
-        "annotations",
-        Only {
-            values: &["[]"],
-            why: "templates have no place for it",
-        },
-        "",
-    ),
+    Field::new("annotations", Any, "no effect"),
 ];
 
 /// Anthropic's cache marker, accepted in any dialect.

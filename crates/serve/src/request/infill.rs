@@ -8,7 +8,6 @@ use serde_json::{Map, Value};
 
 use super::bounds::MAX_EXTRA;
 use super::fields::llama::INFILL;
-use super::sampling::drop_random_seed;
 use super::{
     ApiDialect, ModelRequest, RequestParser, StreamOptions, array, object, stop, unsupported,
 };
@@ -93,7 +92,6 @@ impl RequestParser<'_> {
         self.check_model(&fields)?;
         let max_tokens = fields.count("n_predict").unwrap_or(usize::MAX);
         let stop = stop(fields.take("stop"), "stop")?;
-        drop_random_seed(&mut fields);
         let like = self.request(&mut fields, max_tokens, None, stop)?;
         let context = self.extra(fields.take("input_extra"))?;
         let text = |name| fields.text(name).unwrap_or_default();

@@ -3,18 +3,19 @@
 //! | role | content | besides |
 //! |---|---|---|
 //! | system, developer (read as system), user | text or parts | name |
-//! | assistant | text, parts, or none | name, tool_calls, reasoning_content |
+//! | assistant | text, parts, or none | name, tool_calls, reasoning_content, reasoning, refusal |
 //! | tool | text or parts | tool_call_id, name |
 //!
 //! Parts are joined by line ends, as in llama.cpp and vLLM. Templates reject roles and orders that
 //! they do not support.
 
-use serde_json::{Map, Value};
+use paceline_formats::chat::call_arguments;
+use serde_json::{Map, Value, json};
 
 use super::bounds::{MAX_PARTS, MAX_TOOL_CALLS};
 use super::fields::{FUNCTION, MESSAGE, PART, TOOL_CALL};
 use super::{RequestParser, array, object, unsupported};
-use crate::conversation::{ConversationTurn, TurnRole, TurnToolCall, arguments};
+use crate::conversation::{ConversationTurn, TurnRole, TurnToolCall};
 use crate::field::{FieldValues, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
@@ -44,7 +45,7 @@ impl RequestParser<'_> {
     fn message(&self, i: usize, value: Value) -> Result<ConversationTurn, Rejection> {
         let place = format!("messages[{i}]");
         let map = object(value, || place.clone())?;
-        let mut fields = self.fields(map, MESSAGE, &format!("{place}."))?;
+        let mut fields = self.kept_fields(map, MESSAGE, &format!("{place}."))?;
         let role = role(&fields, &place)?;
         for (field, owner) in [
             ("tool_calls", TurnRole::Assistant),
@@ -57,7 +58,9 @@ impl RequestParser<'_> {
             }
         }
         let may_be_silent = role == TurnRole::Assistant;
-        let text = self.content(fields.take("content"), &place, may_be_silent)?;
+        let content = fields.take("content");
+        let content = content.or_else(|| fields.take("refusal").filter(|_| may_be_silent));
+        let text = self.content(content, &place, may_be_silent)?;
         let calls = fields.take("tool_calls");
         let calls = calls.map_or(Ok(Vec::new()), |calls| self.tool_calls(calls, &place))?;
         let owned = |name: &str| fields.text(name).map(str::to_owned);
@@ -67,7 +70,9 @@ impl RequestParser<'_> {
             role,
             text,
             name: owned("name"),
-            reasoning: owned("reasoning_content").filter(reasons),
+            reasoning: owned("reasoning_content")
+                .or_else(|| owned("reasoning"))
+                .filter(reasons),
             calls,
             answers: owned("tool_call_id"),
         })
@@ -103,7 +108,7 @@ impl RequestParser<'_> {
                 let why = "messages are text";
                 return Err(unsupported(format!("{place}.type"), show(kind), why));
             }
-            let fields = self.fields(map, PART, &format!("{place}."))?;
+            let fields = self.kept_fields(map, PART, &format!("{place}."))?;
             Ok(fields.text("text").unwrap_or_default().to_owned())
         };
         let texts: Result<Vec<String>, Rejection> =
@@ -120,18 +125,28 @@ impl RequestParser<'_> {
 
     /// A call with parsed arguments: templates print them with `tojson`.
     fn tool_call(&self, value: Value, place: &str) -> Result<TurnToolCall, Rejection> {
-        let map = object(value, || place.into())?;
-        let mut fields = self.fields(map, TOOL_CALL, &format!("{place}."))?;
+        let mut map = object(value, || place.into())?;
+        if let Some(custom) = map.swap_remove("custom") {
+            map.insert("function".into(), custom_call(custom));
+            map.insert("type".into(), "function".into());
+        }
+        let mut fields = self.kept_fields(map, TOOL_CALL, &format!("{place}."))?;
         let place = format!("{place}.function");
         let function = fields.take("function").unwrap_or_default();
         let function: Map<String, Value> = object(function, || place.clone())?;
-        let function = self.fields(function, FUNCTION, &format!("{place}."))?;
+        let function = self.kept_fields(function, FUNCTION, &format!("{place}."))?;
         Ok(TurnToolCall {
             id: fields.text("id").unwrap_or_default().to_owned(),
             name: function.text("name").unwrap_or_default().to_owned(),
-            arguments: arguments(function.text("arguments").unwrap_or_default()),
+            arguments: call_arguments(function.text("arguments").unwrap_or_default()),
         })
     }
+}
+
+/// A custom tool's call as that of a function, whose argument is the text.
+fn custom_call(custom: Value) -> Value {
+    let arguments = json!({"input": custom["input"]}).to_string();
+    json!({"name": custom["name"], "arguments": arguments})
 }
 
 fn role_text(fields: &FieldValues) -> &str {

@@ -122,7 +122,17 @@ impl RequestParser<'_> {
         FieldValues::new(object, table, place, self.notes)
     }
 
-    /// The model's name as the client wrote it.
+    /// Fields of an object that clients send back in each turn.
+    fn kept_fields(
+        &self,
+        object: Map<String, Value>,
+        table: &[crate::field::Field],
+        place: &str,
+    ) -> Result<FieldValues, Rejection> {
+        FieldValues::open(object, table, place, self.notes)
+    }
+
+    /// The model's name as the client wrote it, or the served one's where it names none.
     ///
     /// # Errors
     /// [`Rejection::Model`].

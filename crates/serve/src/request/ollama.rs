@@ -1,13 +1,13 @@
 //! `POST /api/chat` and `/api/generate`.
 
+use paceline_formats::chat::call_arguments;
 use serde_json::{Map, Value, json};
 
 use super::fields::ollama as table;
 use super::infill::InfillGap;
-use super::sampling::drop_random_seed;
 use super::{ApiDialect, ParsedRequest, RequestParser, StreamOptions, array, object, stop};
 use crate::conversation::{
-    AnswerFormat, Conversation, ConversationTurn, Thinking, TurnRole, TurnToolCall, arguments,
+    AnswerFormat, Conversation, ConversationTurn, Thinking, TurnRole, TurnToolCall,
 };
 use crate::field::{FieldValues, wrong_type};
 use crate::rejection::Rejection;
@@ -38,7 +38,6 @@ impl RequestParser<'_> {
         if let Some(list) = fields.take("tools") {
             conversation.tools = self.ollama_tools(list)?;
         }
-        conversation.name_results();
         let like = self.options(&mut fields)?;
         let kind = Kind::Chat;
         let how = (ApiDialect::Ollama { kind, model }, stream(&fields));
@@ -126,7 +125,7 @@ impl RequestParser<'_> {
     fn ollama_message(&self, i: usize, value: Value) -> Result<ConversationTurn, Rejection> {
         let place = format!("messages[{i}]");
         let map = object(value, || place.clone())?;
-        let mut fields = self.fields(map, table::MESSAGE, &format!("{place}."))?;
+        let mut fields = self.kept_fields(map, table::MESSAGE, &format!("{place}."))?;
         let role = match fields.text("role").unwrap_or_default() {
             "system" | "developer" => TurnRole::System,
             "user" => TurnRole::User,
@@ -155,9 +154,9 @@ impl RequestParser<'_> {
 
     fn ollama_call(&self, value: Value, place: &str) -> Result<TurnToolCall, Rejection> {
         let map = object(value, || place.to_owned())?;
-        let mut fields = self.fields(map, table::CALL, &format!("{place}."))?;
+        let mut fields = self.kept_fields(map, table::CALL, &format!("{place}."))?;
         let function = object(fields.take("function").unwrap_or_default(), || place.into())?;
-        let mut function = self.fields(
+        let mut function = self.kept_fields(
             function,
             table::CALL_FUNCTION,
             &format!("{place}.function."),
@@ -166,7 +165,7 @@ impl RequestParser<'_> {
         Ok(TurnToolCall {
             id: fields.text("id").unwrap_or_default().to_owned(),
             name: function.text("name").unwrap_or_default().to_owned(),
-            arguments: given.as_str().map_or_else(|| given.clone(), arguments),
+            arguments: given.as_str().map_or_else(|| given.clone(), call_arguments),
         })
     }
 
@@ -191,7 +190,6 @@ impl RequestParser<'_> {
         let mut options = self.fields(map, table::OPTION, "options.")?;
         let max_tokens = options.count("num_predict").unwrap_or(usize::MAX);
         let stop = stop(options.take("stop"), "options.stop")?;
-        drop_random_seed(&mut options);
         self.request(&mut options, max_tokens, None, stop)
     }
 }

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 
+use paceline_formats::chat::call_arguments;
 use serde_json::{Map, Value, json};
 
 use super::bounds::{ITEM_PART_KINDS, MAX_ITEM_PARTS, MAX_ITEM_TOOLS};
@@ -15,11 +16,22 @@ use super::{
     ApiDialect, ModelRequest, RequestParser, StreamOptions, array, check_metadata, object, tools,
     unsupported,
 };
-use crate::conversation::{Conversation, ConversationTurn, TurnRole, TurnToolCall, arguments};
+use crate::conversation::{Conversation, ConversationTurn, TurnRole, TurnToolCall};
 use crate::field::{FieldValues, wrong_type};
 use crate::json::show;
 use crate::rejection::Rejection;
 use crate::render::responses::ResponsesEcho;
+
+/// Items of tools that a provider runs.
+const HOSTED_ITEMS: [&str; 7] = [
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_list_tools",
+    "mcp_call",
+    "tool_search_call",
+];
 
 impl RequestParser<'_> {
     /// Parses a response request.
@@ -57,7 +69,6 @@ impl RequestParser<'_> {
             self.read_choice(choice, &mut conversation)?;
         }
         self.response_text(&mut fields, &mut conversation)?;
-        conversation.name_results();
         let teller = ApiDialect::Responses(Box::new(ResponsesEcho { echo, spaces, keep }));
         self.converse(&conversation, 1, &like, "input", (teller, stream))
     }
@@ -127,28 +138,53 @@ impl RequestParser<'_> {
     ) -> Result<(), Rejection> {
         let dotted = format!("{place}.");
         let kind = map.get("type").cloned().unwrap_or_else(|| "message".into());
-        match kind.as_str().unwrap_or_default() {
+        let name = kind.as_str().unwrap_or_default();
+        match name {
             "message" => self.item_message(map, place, turns),
             "function_call" => {
-                let fields = self.fields(map, table::CALL, &dotted)?;
+                let fields = self.kept_fields(map, table::CALL, &dotted)?;
                 let owned = |name| fields.text(name).unwrap_or_default().to_owned();
                 assistant(turns).calls.push(TurnToolCall {
                     id: owned("call_id"),
                     name: owned("name"),
-                    arguments: arguments(fields.text("arguments").unwrap_or_default()),
+                    arguments: call_arguments(fields.text("arguments").unwrap_or_default()),
                 });
                 Ok(())
             }
-            "function_call_output" => {
-                let mut fields = self.fields(map, table::OUTPUT, &dotted)?;
+            "custom_tool_call" => {
+                let fields = self.kept_fields(map, table::CUSTOM_CALL, &dotted)?;
+                let owned = |name| fields.text(name).unwrap_or_default().to_owned();
+                assistant(turns).calls.push(TurnToolCall {
+                    id: owned("call_id"),
+                    name: owned("name"),
+                    arguments: json!({"input": owned("input")}),
+                });
+                Ok(())
+            }
+            "local_shell_call" | "shell_call" | "apply_patch_call" => {
+                let mut fields = self.kept_fields(map, table::ACTION_CALL, &dotted)?;
+                let action = fields.take("action").or(fields.take("operation"));
+                assistant(turns).calls.push(TurnToolCall {
+                    id: fields.text("call_id").unwrap_or_default().to_owned(),
+                    name: name.trim_end_matches("_call").to_owned(),
+                    arguments: action.unwrap_or_else(|| json!({})),
+                });
+                Ok(())
+            }
+            "function_call_output"
+            | "custom_tool_call_output"
+            | "local_shell_call_output"
+            | "shell_call_output"
+            | "apply_patch_call_output" => {
+                let mut fields = self.kept_fields(map, table::OUTPUT, &dotted)?;
                 let output = fields.take("output").unwrap_or_default();
-                let text = self.item_text(output, &format!("{place}.output"))?;
+                let text = self.output_text(output, name, &format!("{place}.output"))?;
                 let id = fields.text("call_id").unwrap_or_default();
                 turns.push(ConversationTurn::result(id, text));
                 Ok(())
             }
             "reasoning" => {
-                let mut fields = self.fields(map, table::REASONING, &dotted)?;
+                let mut fields = self.kept_fields(map, table::REASONING, &dotted)?;
                 let content = fields.take("content").filter(|list| *list != json!([]));
                 let said = content
                     .or(fields.take("summary"))
@@ -159,8 +195,15 @@ impl RequestParser<'_> {
                 }
                 Ok(())
             }
+            // The provider ran the tool, and its result is in the answer that follows.
+            hosted if HOSTED_ITEMS.contains(&hosted) => {
+                self.notes.warn(format!(
+                    "{place} of type {hosted} is hosted and was left out"
+                ));
+                Ok(())
+            }
             _ => {
-                let why = "items are messages, function calls and their outputs, and reasoning";
+                let why = "items are messages, calls and their outputs, and reasoning";
                 Err(unsupported(format!("{place}.type"), show(&kind), why))
             }
         }
@@ -172,7 +215,7 @@ impl RequestParser<'_> {
         place: &str,
         turns: &mut Vec<ConversationTurn>,
     ) -> Result<(), Rejection> {
-        let mut fields = self.fields(map, table::MESSAGE, &format!("{place}."))?;
+        let mut fields = self.kept_fields(map, table::MESSAGE, &format!("{place}."))?;
         let content = fields.take("content").unwrap_or_default();
         let text = self.item_text(content, &format!("{place}.content"))?;
         match fields.text("role").unwrap_or_default() {
@@ -196,6 +239,15 @@ impl RequestParser<'_> {
         Ok(())
     }
 
+    /// The text of a call's output. Parts of a shell's output, which have texts under names of
+    /// their own, are kept as JSON.
+    fn output_text(&self, output: Value, kind: &str, param: &str) -> Result<String, Rejection> {
+        match output {
+            Value::Array(_) if kind == "shell_call_output" => Ok(output.to_string()),
+            output => self.item_text(output, param),
+        }
+    }
+
     /// A text, or the joined parts.
     fn item_text(&self, value: Value, param: &str) -> Result<String, Rejection> {
         let parts = match value {
@@ -214,7 +266,7 @@ impl RequestParser<'_> {
                 let why = "messages are text";
                 return Err(unsupported(format!("{place}.type"), show(&kind), why));
             }
-            let fields = self.fields(map, table::PART, &format!("{place}."))?;
+            let fields = self.kept_fields(map, table::PART, &format!("{place}."))?;
             let text = fields.text("text").or(fields.text("refusal"));
             Ok(text.unwrap_or_default().to_owned())
         };

@@ -11,12 +11,8 @@ use crate::rejection::Rejection;
 /// Logit bias that makes an end token practically impossible.
 const NEVER: f32 = -100.0;
 
-/// Drops a seed of -1, which asks llama-server and Ollama for a random one.
-pub(super) fn drop_random_seed(fields: &mut FieldValues) {
-    if fields.integer("seed") == Some(-1) {
-        fields.take("seed");
-    }
-}
+/// The seed that asks for a random one.
+const RANDOM_SEED: i64 = -1;
 
 impl RequestParser<'_> {
     /// An engine request without its prompt.
@@ -74,6 +70,7 @@ impl RequestParser<'_> {
             penalty_window: fields.count("repeat_last_n").unwrap_or(own.penalty_window),
             seed: fields
                 .integer("seed")
+                .filter(|seed| *seed != RANDOM_SEED)
                 .map_or(self.fresh_seed, |seed| seed as u64),
             logit_bias: Vec::new(),
         };

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::bounds;
 use super::fields::responses as table;
 use super::fields::{FUNCTION, JSON_SCHEMA, PART, STREAM_OPTION, TOOL, TOOL_CALL, TOOL_FUNCTION};
-use crate::field::{Field, object_schema};
+use crate::field::{Field, object_schema, open_schema};
 
 /// Maximum entries of `logit_bias`: the engine's limit.
 const MAX_BIASES: usize = paceline_engine::MAX_LOGIT_BIAS;
@@ -51,7 +51,7 @@ pub(super) fn content() -> Value {
 }
 
 fn part() -> Value {
-    let mut part = object_schema(PART);
+    let mut part = open_schema(PART);
     part["properties"]["type"] = json!({"const": "text"});
     part
 }
@@ -66,12 +66,12 @@ pub(super) fn metadata() -> Value {
 }
 
 pub(super) fn tool_calls() -> Value {
-    let items = object_schema(TOOL_CALL);
+    let items = open_schema(TOOL_CALL);
     json!({"type": "array", "items": items, "maxItems": bounds::MAX_TOOL_CALLS})
 }
 
 pub(super) fn function() -> Value {
-    object_schema(FUNCTION)
+    open_schema(FUNCTION)
 }
 
 pub(super) fn tools() -> Value {
@@ -110,7 +110,10 @@ pub(super) fn response_format() -> Value {
 
 /// The schema of an object of these fields whose `type` is `kind`.
 fn typed(table: &[Field], kind: &str) -> Value {
-    let mut schema = object_schema(table);
+    typed_in(object_schema(table), kind)
+}
+
+fn typed_in(mut schema: Value, kind: &str) -> Value {
     schema["properties"]["type"] = json!({"const": kind});
     if let Some(required) = schema["required"].as_array_mut() {
         required.retain(|name| name != "type");
@@ -121,7 +124,7 @@ fn typed(table: &[Field], kind: &str) -> Value {
 
 /// A text, or parts of text, of the Responses API.
 fn response_text() -> Value {
-    let mut part = object_schema(table::PART);
+    let mut part = open_schema(table::PART);
     part["properties"]["type"] = json!({"enum": bounds::ITEM_PART_KINDS});
     let parts = json!({"type": "array", "items": part, "maxItems": bounds::MAX_ITEM_PARTS});
     json!({"anyOf": [{"type": "string"}, parts]})
@@ -132,14 +135,20 @@ pub(super) fn response_input() -> Value {
         item["properties"][field] = response_text();
         item
     };
-    let mut message = said(object_schema(table::MESSAGE), "content");
+    let mut message = said(open_schema(table::MESSAGE), "content");
     message["properties"]["type"] = json!({"const": "message"});
     message["properties"]["role"] = json!({"enum": ["user", "assistant", "system", "developer"]});
-    let call = typed(table::CALL, "function_call");
-    let output = said(typed(table::OUTPUT, "function_call_output"), "output");
-    let reasoning = said(typed(table::REASONING, "reasoning"), "content");
+    let call = typed_in(open_schema(table::CALL), "function_call");
+    let custom = typed_in(open_schema(table::CUSTOM_CALL), "custom_tool_call");
+    let mut output = said(typed_in(open_schema(table::OUTPUT), ""), "output");
+    output["properties"]["type"] =
+        json!({"enum": ["function_call_output", "custom_tool_call_output"]});
+    let reasoning = said(
+        typed_in(open_schema(table::REASONING), "reasoning"),
+        "content",
+    );
     let reasoning = said(reasoning, "summary");
-    let item = json!({"anyOf": [message, call, output, reasoning]});
+    let item = json!({"anyOf": [message, call, custom, output, reasoning]});
     json!({"anyOf": [{"type": "string"}, {"type": "array", "items": item, "minItems": 1}]})
 }
 

@@ -60,23 +60,31 @@ fn headers_that_do_not_come_are_given_up() {
 }
 
 #[test]
-fn what_is_no_json_by_declaration_is_refused() {
+fn what_a_page_sends_is_json_by_declaration() {
     let rig = Rig::new();
+    let origin = format!("Origin: http://localhost:{}\r\n", rig.addr.port());
     let body = chat_body("");
     for (kind, status) in [
-        ("", 415),
-        ("Content-Type: text/plain\r\n", 415),
-        ("Content-Type: application/x-www-form-urlencoded\r\n", 415),
+        ("", 200),
+        ("Content-Type: application/x-www-form-urlencoded\r\n", 200),
+        ("Content-Type:\r\n", 200),
+        ("ORIGIN", 415),
+        ("ORIGINContent-Type: text/plain\r\n", 415),
         (
-            "Content-Type: multipart/form-data; boundary=application/json\r\n",
+            "ORIGINContent-Type: application/x-www-form-urlencoded\r\n",
             415,
         ),
-        ("Content-Type: text/plain; application/json\r\n", 415),
-        ("Content-Type: application/json5\r\n", 415),
-        ("Content-Type: application/json\r\n", 200),
+        (
+            "ORIGINContent-Type: multipart/form-data; boundary=application/json\r\n",
+            415,
+        ),
+        ("ORIGINContent-Type: text/plain; application/json\r\n", 415),
+        ("ORIGINContent-Type: application/json5\r\n", 415),
+        ("ORIGINContent-Type: application/json\r\n", 200),
         ("Content-Type: Application/JSON ; charset=utf-8\r\n", 200),
     ] {
-        let response = rig.send("POST", CHAT, kind, &body);
+        let headers = kind.replace("ORIGIN", &origin);
+        let response = rig.send("POST", CHAT, &headers, &body);
         assert_eq!(response.status, status, "{kind}");
     }
 }

@@ -232,6 +232,11 @@ fn lenient_servers_pass_unknown_fields_with_a_warning() {
     // What is known and wrong stays wrong.
     assert_eq!(rig.chat(r#""temperature":"hot""#).status, 400);
     assert_eq!(rig.chat("").header("warning"), None);
+    // Notes in messages come back in each turn, so any server passes them.
+    let response = Rig::new().chat(r#""messages":[{"role":"user","content":"a","bar":2}]"#);
+    let expected = "299 paceline \"messages[0].bar is unknown and was ignored\"";
+    assert_eq!(response.header("warning"), Some(expected));
+    response.ok("notes");
 }
 
 #[test]

@@ -2,18 +2,15 @@
 
 use super::{
     CACHE_PROMPT, FREQUENCY, IGNORE_EOS, LOGIT_BIAS, MAX_COUNT, MAX_TEXT, MIN_P, MODEL, PRESENCE,
-    REPEAT_PENALTY, SEED_OR_RANDOM, STOP, STREAM, TEMPERATURE, TOP_K, TOP_P,
+    REPEAT_PENALTY, SEED, STOP, STREAM, TEMPERATURE, TOP_K, TOP_P,
 };
 use crate::field::Field;
 use crate::field::Kind::{Any, Boolean, Integer, Object, Own, Text};
 use crate::request::schema;
 
-/// The model is optional: there is one.
-const OPTIONAL_MODEL: Field = Field::new("model", Text { min: 1, max: 256 }, MODEL.about);
-
 /// Fields of `POST /tokenize`.
 pub(crate) const TOKENIZE: &[Field] = &[
-    OPTIONAL_MODEL,
+    MODEL,
     Field::new(
         "content",
         Text {
@@ -42,13 +39,13 @@ pub(crate) const TOKENIZE: &[Field] = &[
 
 /// Fields of `POST /detokenize`.
 pub(crate) const DETOKENIZE: &[Field] = &[
-    OPTIONAL_MODEL,
+    MODEL,
     Field::new("tokens", Own(schema::array), "Token ids.").required(),
 ];
 
 /// Fields of `POST /apply-template`.
 pub(crate) const APPLY: &[Field] = &[
-    OPTIONAL_MODEL,
+    MODEL,
     Field::new("messages", Own(schema::messages), "The conversation.").required(),
     Field::new(
         "tools",
@@ -80,7 +77,7 @@ pub(crate) const APPLY: &[Field] = &[
 
 /// Fields of `POST /infill`.
 pub(crate) const INFILL: &[Field] = &[
-    OPTIONAL_MODEL,
+    MODEL,
     Field::new(
         "input_prefix",
         Text {
@@ -127,7 +124,7 @@ pub(crate) const INFILL: &[Field] = &[
     REPEAT_PENALTY,
     IGNORE_EOS,
     LOGIT_BIAS,
-    SEED_OR_RANDOM,
+    SEED,
     STOP,
     STREAM,
     CACHE_PROMPT,

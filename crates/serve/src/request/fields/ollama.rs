@@ -1,8 +1,8 @@
 //! The fields of Ollama's API, as its Python client 0.6 and its server 0.13 have them.
 
 use super::{
-    FREQUENCY, KEEP_ALIVE, MAX_COUNT, MAX_TEXT, MIN_P, MODEL, NOT_YET, PRESENCE, SEED_OR_RANDOM,
-    TEMPERATURE, TOP_K, TOP_P,
+    FREQUENCY, KEEP_ALIVE, MAX_COUNT, MAX_TEXT, MIN_P, MODEL, NOT_YET, PRESENCE, SEED, TEMPERATURE,
+    TOP_K, TOP_P,
 };
 use crate::field::Field;
 use crate::field::Kind::{Any, Boolean, Integer, Number, Object, Only, Own, Text};
@@ -169,7 +169,7 @@ pub(crate) const OPTION: &[Field] = &[
         },
         "So many last tokens.",
     ),
-    SEED_OR_RANDOM,
+    SEED,
     Field::new("stop", Own(schema::stop), "Texts that end the answer."),
     Field::new(
         "num_predict",

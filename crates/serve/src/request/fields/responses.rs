@@ -3,7 +3,7 @@
 
 use super::{MAX_COUNT, MAX_NOTE, MAX_TEXT, MODEL, NOT_YET, TEMPERATURE, TOP_P};
 use crate::field::Field;
-use crate::field::Kind::{Any, Boolean, Integer, Object, Only, Own, Table, Text};
+use crate::field::Kind::{Any, Boolean, Object, Only, Own, Table, Text, TokenLimit};
 use crate::request::schema;
 
 /// Fields of `POST /v1/responses`.
@@ -35,11 +35,8 @@ pub(crate) const RESPONSE: &[Field] = &[
     ),
     Field::new(
         "max_output_tokens",
-        Integer {
-            min: 1,
-            max: MAX_COUNT,
-        },
-        "Most tokens of the answer; the context bounds it as well.",
+        TokenLimit { max: MAX_COUNT },
+        "Most tokens of the answer; the context bounds it as well. -1 and the default: the context.",
     ),
     TEMPERATURE,
     TOP_P,
@@ -215,6 +212,34 @@ pub(crate) const CALL: &[Field] = &[
         "JSON in a string",
     )
     .required(),
+];
+
+/// Fields of a call of a custom tool, whose argument is a text.
+pub(crate) const CUSTOM_CALL: &[Field] = &[
+    TYPE,
+    ID,
+    STATUS,
+    Field::new("call_id", Text { min: 1, max: 256 }, "the call's name").required(),
+    Field::new("name", Text { min: 1, max: 256 }, "the tool's name").required(),
+    Field::new(
+        "input",
+        Text {
+            min: 0,
+            max: MAX_TEXT,
+        },
+        "what the tool is given",
+    )
+    .required(),
+];
+
+/// Fields of a call of a shell or of a patch.
+pub(crate) const ACTION_CALL: &[Field] = &[
+    TYPE,
+    ID,
+    STATUS,
+    Field::new("call_id", Text { min: 1, max: 256 }, "the call's name").required(),
+    Field::new("action", Object, "what a shell runs"),
+    Field::new("operation", Object, "what a patch changes"),
 ];
 
 /// Fields of a call's result.
