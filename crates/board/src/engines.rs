@@ -12,6 +12,7 @@ use paceline_mlx::{
     DeviceKind, Dtype, Error, Library, LibraryPaths, ProductSizes, WeightForm, evaluation_us,
     operation_s, product_rates,
 };
+use paceline_node::fleet::lent_devices;
 use paceline_store::{MLX_VERSION, MlxBuild};
 use paceline_tensor::InstructionSet;
 use serde::{Deserialize, Serialize};
@@ -58,12 +59,20 @@ pub fn publish_devices(agent: &Agent, program: &Path) {
         device.engine == "cpu" || device.rates.is_some() || device.problem.is_some()
     };
     let is_measured = devices.iter().all(is_known);
-    agent.set_devices(devices);
+    publish(agent, devices);
     if is_measured {
         return;
     }
     if let Some(devices) = listed(program, &["engines", "--measure", "--json"]) {
-        agent.set_devices(devices);
+        publish(agent, devices);
+    }
+}
+
+/// Publishes listed devices, with the memory of this node's own models on them.
+fn publish(agent: &Agent, devices: Vec<EngineDevice>) {
+    if let Some(mut view) = agent.nodes().into_iter().next() {
+        view.facts.devices = devices;
+        agent.set_devices(lent_devices(&agent.map(), &view));
     }
 }
 
@@ -236,6 +245,7 @@ pub fn cpu() -> EngineStatus {
             backend: best.map_or("scalar", InstructionSet::name).into(),
             name: Some(counted(cores, "thread")),
             memory_bytes: memory.map(|memory| memory.available.unwrap_or(memory.total).0),
+            total_bytes: memory.and_then(|it| it.available.map(|_| it.total.0)),
             ..EngineDevice::default()
         }],
         problem: None,
@@ -281,6 +291,7 @@ fn device_row(library: &Library, device: DeviceKind) -> Option<EngineDevice> {
         let stream = library.stream(device)?;
         row.name = stream.device_name();
         row.memory_bytes = Some(stream.available()?.0);
+        row.total_bytes = stream.total().map(|total| total.0);
         Ok(row)
     };
     let row = EngineDevice {

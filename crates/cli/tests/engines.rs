@@ -7,6 +7,8 @@ use std::process::{Command, Output};
 use serde_json::Value;
 
 use crate::common::home;
+#[cfg(target_os = "linux")]
+use crate::nodes::fake::linked;
 
 /// paceline in a world of its own; no program is in its PATH.
 fn paceline(home: &Path, args: &[&str]) -> Command {
@@ -167,5 +169,34 @@ fn a_library_that_is_named_is_ready() {
     assert!(
         mlx["devices"][0]["memory_bytes"].as_u64().unwrap() > 1 << 20,
         "{mlx}"
+    );
+}
+
+/// A CUDA card states what is free, which the models of this machine lower: a node adds theirs.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_card_says_what_is_free_and_what_it_has() {
+    let name = "a_card_says_what_is_free_and_what_it_has";
+    let Some(library) = std::env::var_os("PACELINE_MLXC") else {
+        eprintln!("SKIPPED {name}: PACELINE_MLXC is not set (`cargo xtask mlx` names it)");
+        return;
+    };
+    let home = tempfile::tempdir().unwrap();
+    let Some(card) = linked(home.path(), Path::new(&library), "card.rs") else {
+        return eprintln!("SKIPPED {name}: no rustc");
+    };
+    let mut command = paceline(home.path(), &["engines", "--json"]);
+    let listed = object(command.env("PACELINE_MLXC", card));
+    let devices = listed["engines"][1]["devices"].as_array().unwrap();
+    let memory = |at: usize| {
+        (
+            devices[at]["memory_bytes"].as_u64(),
+            devices[at]["total_bytes"].as_u64(),
+        )
+    };
+    assert_eq!(memory(1), (Some(10_000_000_000), Some(24_000_000_000)));
+    assert!(
+        memory(0).0.is_some() && memory(0).1.is_none(),
+        "a limit: {listed}"
     );
 }

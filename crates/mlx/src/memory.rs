@@ -29,32 +29,49 @@ pub struct MemoryUse {
     pub peak: Bytes,
 }
 
-/// Names of a device's memory that a model may fill, best first: what Metal recommends, what is
-/// free on a CUDA card, all there is.
-const KEYS: [&str; 4] = [
+/// Names of the memory that models may fill: what Metal recommends, all there is. A device with
+/// the first lends it whatever is in use.
+const LIMITS: [&str; 3] = [
     "max_recommended_working_set_size",
-    "free_memory",
     "total_memory",
     "memory_size",
 ];
 
 impl Stream {
-    /// Memory that a model may fill. On the processor, MLX's own limit at its start, which is
-    /// a share of the machine's memory.
+    /// Memory that a model may fill. On a CUDA card, what is free and what this process keeps for
+    /// reuse. On the processor, MLX's own limit at its start, which is a share of the machine's
+    /// memory.
     ///
     /// # Errors
     /// [`Error::Call`].
     pub fn available(&self) -> Result<Bytes, Error> {
-        let known = match self.device() {
-            DeviceKind::Gpu => self.fact(&KEYS),
-            DeviceKind::Cpu => None,
-        };
-        match known {
-            Some(bytes) => Ok(Bytes(bytes)),
+        if let Some(free) = self.free() {
+            return Ok(Bytes(free.0 + self.library.memory_use()?.cache.0));
+        }
+        match self.gpu_fact(&LIMITS) {
+            Some(bytes) => Ok(bytes),
             None => self
                 .library
                 .number("mlx_get_memory_limit", |table| table.get_memory_limit),
         }
+    }
+
+    /// All memory of a device whose [`available`](Self::available) is what is free, so that models
+    /// of all processes lower it: a CUDA card. `None` for a device with a fixed limit.
+    pub fn total(&self) -> Option<Bytes> {
+        self.free().and_then(|_| self.gpu_fact(&LIMITS[1..]))
+    }
+
+    /// Free memory of a device that states no limit.
+    fn free(&self) -> Option<Bytes> {
+        let has_limit = self.gpu_fact(&LIMITS[..1]).is_some();
+        let free = self.gpu_fact(&["free_memory"]);
+        free.filter(|_| !has_limit)
+    }
+
+    fn gpu_fact(&self, keys: &[&str]) -> Option<Bytes> {
+        let is_gpu = self.device() == DeviceKind::Gpu;
+        is_gpu.then(|| self.fact(keys)).flatten().map(Bytes)
     }
 }
 

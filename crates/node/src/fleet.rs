@@ -104,7 +104,7 @@ use copies::ModelCopies;
 pub use copies::RepairReport;
 use durable_journals::DurableJournals;
 use hosts::NodeConnection;
-pub use hosts::placed_bytes;
+pub use hosts::{lent_devices, placed_bytes};
 pub use hub::{ByteSink, FetchProgress, HubOrigin, ModelHub};
 use ingress::IngressService;
 use journals::{Deaths, JournalCopier, JournalStore};

@@ -209,15 +209,9 @@ fn a_near_answer_ends_where_that_is_asked_for() {
     world.assert_clean();
 }
 
-/// A fake of `crates/mlx/tests/fake` that is linked with the library; `None` without a compiler.
+/// As [`fake::linked`], in the folder of the test.
 fn linked(world: &TestHome, library: &Path, name: &str) -> Option<PathBuf> {
-    let place = library.parent().unwrap().display();
-    let link = [
-        format!("-Lnative={place}"),
-        format!("-Clink-arg=-Wl,-rpath,{place}"),
-    ];
-    let link = link.each_ref().map(|argument| &**argument);
-    fake::build(&world.path("tmp"), name, &link)
+    fake::linked(&world.path("tmp"), library, name)
 }
 
 /// MLX's CUDA build aborts in its exit handlers. Neither the program nor its workers come to them.

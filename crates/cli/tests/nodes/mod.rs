@@ -15,7 +15,7 @@ mod crowded;
 mod drafted;
 pub(crate) mod embeddings;
 #[path = "../../../mlx/tests/fake/build.rs"]
-mod fake;
+pub(crate) mod fake;
 mod hostile;
 pub(crate) mod http;
 mod kept;

@@ -25,3 +25,15 @@ pub(crate) fn build(folder: &Path, source: &str, arguments: &[&str]) -> Option<P
     assert!(status.success(), "{source}: {status}");
     Some(library)
 }
+
+/// The library of `source` in `folder`, linked with the real `library`; `None` if there is no
+/// compiler.
+#[allow(dead_code, reason = "not each test links")]
+pub(crate) fn linked(folder: &Path, library: &Path, source: &str) -> Option<PathBuf> {
+    let place = library.parent()?.display();
+    let link = [
+        format!("-Lnative={place}"),
+        format!("-Clink-arg=-Wl,-rpath,{place}"),
+    ];
+    build(folder, source, &link.each_ref().map(|argument| &**argument))
+}

@@ -372,7 +372,7 @@ impl InstanceNodes {
         // The record counts the part of this instance at each of its nodes.
         let is_counted = self.nodes.contains(&id) && is_beside(self.wanted.is_on_mlx(id));
         let own = if is_counted { part(id) } else { 0 };
-        let held = held(map, view, is_on_mlx).saturating_sub(own);
+        let held = held(&all_records(map), view, is_on_mlx).saturating_sub(own);
         let held = here.fold(held, u64::saturating_add);
         let usable = usable(view, is_on_mlx);
         match fits(usable, held, shard) {
@@ -388,7 +388,7 @@ impl InstanceNodes {
     /// this instance's standbys.
     fn has_room(&self, rank: Rank, view: &NodeView, map: &Registers) -> bool {
         let is_on_mlx = self.is_on_mlx(rank);
-        let held = held(map, view, is_on_mlx);
+        let held = held(&all_records(map), view, is_on_mlx);
         let spares = lock(&self.spares);
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
         let shard = own_part(&self.wanted, self.nodes[rank.0 as usize]);
@@ -522,16 +522,21 @@ pub(super) fn room(view: &NodeView, is_on_mlx: bool, records: &[InstanceSpec]) -
     let held = records.map(|other| held_bytes(other, view.id));
     match usable(view, is_on_mlx) {
         0 => u64::MAX,
-        usable => usable.saturating_sub(held.fold(0, u64::saturating_add)),
+        usable => usable.saturating_sub(held(records, view, is_on_mlx)),
     }
 }
 
 /// Bytes of a node's parts by all records, in the memory of ranks on MLX or on the CPU.
-fn held(map: &Registers, view: &NodeView, is_on_mlx: bool) -> u64 {
-    let others = placement::wanted(map).map(|(.., other)| other);
-    let others = others.filter(|it| is_one_memory(view, is_on_mlx, it.is_on_mlx(view.id)));
-    let shards = others.map(|other| held_bytes(&other, view.id));
-    shards.fold(0, u64::saturating_add)
+fn held(records: &[InstanceSpec], view: &NodeView, is_on_mlx: bool) -> u64 {
+    let records = records.iter();
+    let records = records.filter(|it| is_one_memory(view, is_on_mlx, it.is_on_mlx(view.id)));
+    let held = records.map(|other| held_bytes(other, view.id));
+    held.fold(0, u64::saturating_add)
+}
+
+/// The records of all instances.
+fn all_records(map: &Registers) -> Vec<InstanceSpec> {
+    placement::wanted(map).map(|(.., wanted)| wanted).collect()
 }
 
 /// Bytes of a node's part by one record: as decode node, as prefill node, or 0.
@@ -557,8 +562,7 @@ pub(super) fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
 /// Bytes that the records of instances place on each device of a node, in the order of its facts.
 /// An engine computes on its GPU where it has one.
 pub fn placed_bytes(map: &Registers, view: &NodeView) -> Vec<u64> {
-    let records: Vec<InstanceSpec> = placement::wanted(map).map(|(.., wanted)| wanted).collect();
-    placed(&records, view)
+    placed(&all_records(map), view)
 }
 
 fn placed(records: &[InstanceSpec], view: &NodeView) -> Vec<u64> {
@@ -590,6 +594,25 @@ mod tests {
     use super::*;
 
     const GB: u64 = 1_000_000_000;
+
+/// The devices of a node as its facts have them. To what is free on a device belongs what its own
+/// models hold: what the records place there, at most what is not free. A model that a record has
+/// and that is still loading counts by the memory of other programs, until the next listing.
+pub fn lent_devices(map: &Registers, view: &NodeView) -> Vec<EngineDevice> {
+    lent(&all_records(map), view)
+}
+
+fn lent(records: &[InstanceSpec], view: &NodeView) -> Vec<EngineDevice> {
+    let lent = |device: &EngineDevice| {
+        let mut device = device.clone();
+        if let (Some(free), Some(total)) = (device.memory_bytes, device.total_bytes.take()) {
+            let held = held(records, view, device.engine == "mlx");
+            device.memory_bytes = Some(free.saturating_add(held).min(total));
+        }
+        device
+    };
+    view.facts.devices.iter().map(lent).collect()
+}
 
     fn node(number: u8, state: Life, numerics: u32) -> NodeView {
         NodeView {
@@ -697,6 +720,28 @@ mod tests {
         assert_eq!(measured(&nodes[..1], &same), []);
         let none = |_: NodeId, _: NodeId| None::<SocketAddr>;
         assert_eq!(measured(&nodes, &none), nodes, "known once, and down now");
+
+        // A card that states 24 GB in all and what is free: before the records' models, with them,
+        // with 3 GB of another program, while they load beside it, and under one that took all.
+        let card = |free: u64, records: &[InstanceSpec]| {
+            let mut view = view("cuda");
+            view.facts.devices[2].memory_bytes = Some(free * GB);
+            view.facts.devices[2].total_bytes = Some(24 * GB);
+            view.facts.devices = lent(records, &view);
+            let [.., gpu] = &view.facts.devices[..] else {
+                panic!("{:?}", view.facts.devices)
+            };
+            assert_eq!(gpu.total_bytes, None);
+            (
+                gpu.memory_bytes.unwrap() / GB,
+                room(&view, true, records) / GB,
+            )
+        };
+        assert_eq!(card(24, &[]), (24, 24));
+        assert_eq!(card(12, &records), (24, 12), "listed with its model");
+        assert_eq!(card(9, &records), (21, 9), "another program has 3 GB");
+        assert_eq!(card(24, &records), (24, 12), "still loading");
+        assert_eq!(card(2, &records), (14, 2), "another program has 10 GB");
         let moved = |from: NodeId, to: NodeId| {
             let over = if (from, to) == (nodes[0], nodes[2]) {
                 nodes[1]

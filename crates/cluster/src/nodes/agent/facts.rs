@@ -74,24 +74,16 @@ pub struct EngineDevice {
     pub name: Option<String>,
     /// Memory that the device lends to models, in bytes.
     pub memory_bytes: Option<u64>,
+    /// All memory of a device, if `memory_bytes` is what is free there. Absent in facts of a node,
+    /// where `memory_bytes` has the memory of its own models too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub total_bytes: Option<u64>,
     /// Why it cannot be used, if it cannot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
     /// As `paceline engines --measure` has measured it; absent before.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rates: Option<DeviceRates>,
-}
-
-/// Gives each of `devices` the memory that it has in `known`, if that is more.
-pub(super) fn keep_memory(devices: &mut [EngineDevice], known: &[EngineDevice]) {
-    for device in devices {
-        let is_it = |it: &&EngineDevice| {
-            let (engine, kind) = (it.engine == device.engine, it.kind == device.kind);
-            engine && kind && it.backend == device.backend && it.name == device.name
-        };
-        let memory = known.iter().find(is_it).and_then(|it| it.memory_bytes);
-        device.memory_bytes = device.memory_bytes.max(memory);
-    }
 }
 
 /// Measured rates of a device in whole numbers: facts are compared.
@@ -309,23 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_in_use_keeps_its_memory_and_one_with_a_problem_is_no_engine() {
-        let device = |name: &str, bytes| EngineDevice {
-            engine: "mlx".to_owned(),
-            kind: "gpu".to_owned(),
-            name: Some(name.to_owned()),
-            memory_bytes: bytes,
-            ..EngineDevice::default()
-        };
-        let known = [device("a", Some(8)), device("b", Some(2))];
-        let mut devices = [
-            device("a", Some(5)),
-            device("b", Some(3)),
-            device("c", None),
-        ];
-        keep_memory(&mut devices, &known);
-        assert_eq!(devices.map(|it| it.memory_bytes), [Some(8), Some(3), None]);
-
+    fn a_device_with_a_problem_is_no_engine() {
         let mut facts = NodeFacts {
             devices: vec![device("a", Some(8))],
             ..NodeFacts::default()

@@ -468,13 +468,9 @@ impl Agent {
         self.inner.write_facts();
     }
 
-    /// Publishes the devices of this node's engines. A device that was published before keeps the
-    /// larger memory, because CUDA states what is free. Returns before the other nodes have them.
-    pub fn set_devices(&self, mut devices: Vec<EngineDevice>) {
-        let mut state = lock(&self.inner.state);
-        facts::keep_memory(&mut devices, &state.devices);
-        state.devices = devices;
-        drop(state);
+    /// Publishes the devices of this node's engines. Returns before the other nodes have them.
+    pub fn set_devices(&self, devices: Vec<EngineDevice>) {
+        lock(&self.inner.state).devices = devices;
         self.inner.write_facts();
     }
 

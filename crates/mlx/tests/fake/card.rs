@@ -1,0 +1,66 @@
+//! MLX with a CUDA card of 24 GB, of which 10 are free. Its operations run on the processor. All
+//! else is from the library that this one is linked with.
+
+mod real;
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use real::Handle;
+
+const GPU: c_int = 1;
+
+#[unsafe(no_mangle)]
+pub extern "C" fn mlx_device_count(count: *mut c_int, _: c_int) -> c_int {
+    unsafe { *count = 1 };
+    0
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn mlx_device_new_type(_: c_int, index: c_int) -> *mut c_void {
+    type New = extern "C" fn(c_int, c_int) -> *mut c_void;
+    let new: New = unsafe { std::mem::transmute(real::function(c"mlx_device_new_type")) };
+    new(GPU - 1, index)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn mlx_device_info_get(_: *mut Handle, _: *mut c_void) -> c_int {
+    0
+}
+
+fn bytes(key: *const c_char) -> Option<usize> {
+    match unsafe { CStr::from_ptr(key) }.to_bytes() {
+        b"free_memory" => Some(10_000_000_000),
+        b"total_memory" => Some(24_000_000_000),
+        _ => None,
+    }
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn mlx_device_info_has_key(
+    has: *mut bool,
+    _: *mut c_void,
+    key: *const c_char,
+) -> c_int {
+    unsafe { *has = bytes(key).is_some() };
+    0
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn mlx_device_info_is_string(
+    is: *mut bool,
+    _: *mut c_void,
+    _: *const c_char,
+) -> c_int {
+    unsafe { *is = false };
+    0
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn mlx_device_info_get_size(
+    size: *mut usize,
+    _: *mut c_void,
+    key: *const c_char,
+) -> c_int {
+    unsafe { *size = bytes(key).unwrap() };
+    0
+}
