@@ -25,6 +25,10 @@ pub struct EngineConfig {
     /// Maximum rows of a step: decode rows, then prompt chunks; at least `max_running`. More rows
     /// speed up prefill and increase the latency of other answers.
     pub max_rows: usize,
+    /// Rows of a prompt that a pipeline's slowest stage computes in the time of a step's fixed part:
+    /// reading the weights, launching operations, waiting for its device.
+    #[serde(default = "fixed_rows")]
+    pub fixed_rows: usize,
     /// Limit of the step time while prompts are computed. Effective only if the owner reports step
     /// times ([`Engine::took`](crate::Engine::took)).
     pub pace: StepTimeTarget,
@@ -41,6 +45,18 @@ pub struct EngineConfig {
 /// full speed (two threads of an EPYC VM, November 2026). The default leaves room for more cores.
 /// The buffers of an 8B model are some 300 KB a row.
 const DEFAULT_ROWS: usize = 512;
+
+/// Default of [`EngineConfig::fixed_rows`]: processors prefill within a tenth of full speed from
+/// 128 rows on (see [`DEFAULT_ROWS`]).
+const FIXED_ROWS: usize = 14;
+
+/// Fewest prompt rows of a step of a pipeline, for the same reason. Shorter prompts are computed in
+/// one step, so that they have the bits of one machine on engines whose bits depend on rows.
+const STAGE_ROWS: usize = 128;
+
+const fn fixed_rows() -> usize {
+    FIXED_ROWS
+}
 
 /// Logit rows for prompt logprobs if drafts are disabled; otherwise the draft rows serve. Each is a
 /// row of logits, 0.2 MB for SmolLM2 and 1 MB for Gemma 3.
@@ -68,6 +84,7 @@ impl EngineConfig {
             max_running: 1,
             max_waiting: 1,
             max_rows: DEFAULT_ROWS,
+            fixed_rows: FIXED_ROWS,
             pace: StepTimeTarget::Auto,
             drafts: 0,
             strict: false,
@@ -83,6 +100,22 @@ impl EngineConfig {
         }
         self.max_rows = (self.max_rows / SMALLER).max(least);
         true
+    }
+
+    /// Prompt rows of a step with `stages` stages, for prompts of `prompt` tokens together: fewer
+    /// than the most, so that later stages start early.
+    ///
+    /// With chunks of c rows, a fixed part of k rows and p tokens, the stages take (p / c + stages -
+    /// 1) (c + k), which is least at c = sqrt(p k / (stages - 1)). The result is the next power of
+    /// two: times differ by 6 % at most, and small changes of a measured k change no chunk.
+    pub(crate) fn stage_rows(&self, prompt: usize, stages: usize) -> usize {
+        if stages < 2 {
+            return self.max_rows;
+        }
+        let best = (prompt * self.fixed_rows / (stages - 1)).max(1);
+        let power = (best as f64).log2() / 2.0;
+        let rows = 1_usize << (power.round() as u32).min(usize::BITS / 2);
+        rows.max(STAGE_ROWS).min(self.max_rows)
     }
 
     /// Maximum sequences in the resuming queue; further snapshots are refused.
@@ -163,4 +196,40 @@ fn check(
         got,
         expected,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Times in rows: of all possible chunks the chosen one is nearly the best.
+    #[test]
+    fn chunks_fill_the_stages() {
+        for (k, stages) in [4, 14, 40, 200]
+            .into_iter()
+            .flat_map(|k| [1, 2, 3, 8].map(|n| (k, n)))
+        {
+            let sizes = EngineConfig {
+                fixed_rows: k,
+                ..EngineConfig::single("", 8192)
+            };
+            for prompt in [1_usize, 64, 512, 2000, 8192] {
+                let time = |rows: usize| (prompt.div_ceil(rows) + stages - 1) * (rows + k);
+                let chosen = sizes.stage_rows(prompt, stages);
+                let best = (STAGE_ROWS..=sizes.max_rows).map(time).min().unwrap();
+                let ratio = time(chosen) as f64 / best as f64;
+                let is_whole = stages == 1 || prompt <= STAGE_ROWS;
+                assert!(
+                    ratio < 1.15 || is_whole,
+                    "{k} {stages} {prompt}: {chosen}, {ratio}"
+                );
+                assert!(
+                    !is_whole || chosen >= prompt.min(sizes.max_rows),
+                    "{prompt}: {chosen}"
+                );
+            }
+        }
+        let chunk = |prompt| EngineConfig::single("", 8192).stage_rows(prompt, 2);
+        assert_eq!([100, 2000, 4000, 8192].map(chunk), [128, 128, 256, 256]);
+    }
 }

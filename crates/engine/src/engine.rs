@@ -586,7 +586,9 @@ impl Engine {
         let prompts = self.prompts(&rows);
         let decoding = rows.iter().filter(|rows| **rows > 0).count() - prompts.len();
         let room = self.config.max_rows.saturating_sub(decoding);
-        let room = self.grant_forced(&mut rows, room);
+        let room = self
+            .grant_forced(&mut rows, room)
+            .min(self.stage_rows(&prompts));
         let (now, budget) = self.select_prompts(&prompts, (decoding, room));
         let left: Vec<usize> = now.iter().map(|index| rows[*index]).collect();
         prompts.iter().for_each(|index| rows[*index] = 0);
@@ -594,6 +596,14 @@ impl Engine {
             rows[index] = share;
         }
         rows
+    }
+
+    /// Rows of these prompts in a step that fills the stages of a pipeline. All of each prompt
+    /// counts, so that its chunks are alike.
+    fn stage_rows(&self, prompts: &[usize]) -> usize {
+        let of = |index: &usize| self.running[*index].unread();
+        let prompt = prompts.iter().map(of).sum();
+        self.config.stage_rows(prompt, self.compute.depth())
     }
 
     /// Limits a batch to its share of the `live` sequences, if several batches are in flight.

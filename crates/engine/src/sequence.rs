@@ -172,6 +172,11 @@ impl Sequence {
         self.prompt_len
     }
 
+    /// Tokens that no cache had when it began.
+    pub(crate) fn unread(&self) -> usize {
+        self.tokens.len().saturating_sub(self.reused)
+    }
+
     /// Tokens that are not in the cache yet.
     pub(crate) fn pending(&self) -> &[u32] {
         &self.tokens[self.computed..]

@@ -117,6 +117,10 @@ pub struct InstanceSpec {
     /// Relative parts of its nodes, as they were planned; equal if one of the nodes has none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub shares: BTreeMap<NodeId, u32>,
+    /// Bytes of each node's rank, as its worker admits it, where some ranks are on MLX. Empty on
+    /// the CPU; without effect for other nodes.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub needs: BTreeMap<NodeId, u64>,
 }
 
 #[allow(

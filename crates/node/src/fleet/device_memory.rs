@@ -2,7 +2,7 @@
 //! allows. A worker admits its rank by the same sum.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::iter::zip;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_cluster::nodes::placement::InstanceSpec;
@@ -12,7 +12,8 @@ use paceline_model::{Config, MlxRankBytes, ModelSource, Split, SplitKind};
 use paceline_tensor::KvType;
 
 use super::Inner;
-use super::hosts::weight_bytes;
+use super::engines::shares_by_memory;
+use super::hosts::{own_part, part_bytes, weight_bytes};
 use crate::PreparedModel;
 use crate::context_size::{ContextBudget, KvMemory, needed_positions};
 use crate::load::mlx_rank_bytes;
@@ -24,6 +25,9 @@ pub(super) struct DevicesTooSmall {
     model: String,
     nodes: Vec<NodeNeed>,
 }
+
+/// A model's files and its shape.
+pub(super) type OpenModel<'a> = (&'a ModelSource, &'a Config);
 
 /// Bytes that the ranks of a node take, and bytes to spare there.
 #[derive(Debug, PartialEq, Eq)]
@@ -51,16 +55,14 @@ fn told(nodes: &[NodeNeed]) -> String {
 
 /// Bytes of the weights, and of keys and values at the positions that it needs, of an instance with
 /// ranks on MLX. 0 on the CPU, and for a model without a cache.
-pub(super) fn device_bytes(path: &Path, record: &InstanceSpec) -> (u64, u64) {
+fn device_bytes((source, config): OpenModel<'_>, record: &InstanceSpec) -> (u64, u64) {
     let mut nodes = record.nodes.iter().chain(&record.prompts);
     let on_mlx = nodes.find(|id| record.is_on_mlx(**id));
     let class = on_mlx.and_then(|id| record.class_of(*id).parse().ok());
-    let source = class.and_then(|_| ModelSource::open(path).ok());
-    let read = source.and_then(|source| Some((Config::read(&source).ok()?, source)));
-    let planned = class.zip(read).and_then(|(class, (config, source))| {
-        let sizes = needed_sizes(&config, record);
-        let whole = (&Split::whole(&config), Rank(0), class);
-        mlx_rank_bytes((&source, &config), whole, &sizes).ok() // its load says why
+    let planned = class.and_then(|class| {
+        let sizes = needed_sizes(config, record);
+        let whole = (&Split::whole(config), Rank(0), class);
+        mlx_rank_bytes((source, config), whole, &sizes).ok() // its load says why
     });
     planned.map_or((0, 0), |bytes| (bytes.weights.0, bytes.cache.0))
 }
@@ -137,84 +139,145 @@ impl Inner {
         (id, wanted): (InstanceId, &InstanceSpec),
         prepared: &PreparedModel,
     ) -> Result<(), String> {
-        let rooms = self.rooms_beside(Some(id), wanted);
+        let rooms = self.rooms_named(Some(id), wanted);
         let groups = [
             Some((prepared, &wanted.nodes)),
             prepared.prompts().map(|prompts| (prompts, &wanted.prompts)),
         ];
         for (model, nodes) in groups.into_iter().flatten() {
             let bytes = model.device_bytes().map_err(|error| error.to_string())?;
-            let fit = self.fit_devices(&wanted.model, by_node(nodes, &bytes), &rooms);
+            let fit = fit_devices(&wanted.model, by_node(nodes, &bytes), &rooms);
             fit.map_err(|error| error.to_string())?;
         }
         Ok(())
     }
 
-    fn fit_devices(
-        &self,
-        model: &str,
-        needs: BTreeMap<NodeId, MlxRankBytes>,
-        rooms: &BTreeMap<NodeId, u64>,
-    ) -> Result<(), DevicesTooSmall> {
-        let need = |(node, needed)| NodeNeed {
-            name: self.name(node),
-            needed,
-            room: rooms.get(&node).copied().unwrap_or(u64::MAX),
-        };
-        let nodes: Vec<NodeNeed> = needs.into_iter().map(need).collect();
-        match nodes.iter().all(|it| it.needed.total().0 <= it.room) {
-            true => Ok(()),
-            false => Err(DevicesTooSmall {
-                model: model.to_owned(),
-                nodes,
-            }),
-        }
+    /// The room that each node has beside other instances.
+    pub(super) fn rooms_named(&self, id: Option<InstanceId>, wanted: &InstanceSpec) -> NodeRooms {
+        let rooms = self.rooms_beside(id, wanted).into_iter();
+        NodeRooms(
+            rooms
+                .map(|(id, room)| (id, (self.name(id), room)))
+                .collect(),
+        )
+    }
+}
+
+/// Names of nodes, and the bytes that each has for a further instance.
+pub(super) struct NodeRooms(BTreeMap<NodeId, (String, u64)>);
+
+impl NodeRooms {
+    /// Unlimited for an unknown node.
+    pub(super) fn of(&self, id: NodeId) -> (String, u64) {
+        let unknown = || (id.to_string(), u64::MAX);
+        self.0.get(&id).cloned().unwrap_or_else(unknown)
     }
 
-    /// Shares by which the ranks of an instance on MLX fit their devices, by what each will take.
-    /// The record's shares, else equal ones, where these fit. Stages of a pipeline then follow the
-    /// memory. None for an instance on the CPU, and for equal shares.
-    ///
-    /// # Errors
-    /// [`TooLarge`](super::engines::TooLarge) and [`DevicesTooSmall`] as text.
-    pub(super) fn fitting_shares(
-        &self,
-        path: &Path,
-        (id, wanted): (Option<InstanceId>, &InstanceSpec),
-    ) -> Result<Vec<u32>, String> {
-        let by_all = self.shares_by_memory(id, wanted);
-        let by_all = by_all.map_err(|error| error.to_string())?;
-        let Some(pipeline) = MlxPipeline::of(path, wanted) else {
-            return Ok(by_all);
+    /// Whether each node has room for all its ranks.
+    fn hold(&self, ranks: &[NodeId], bytes: &[u64]) -> bool {
+        let needed = |id: &NodeId| {
+            let own = zip(ranks, bytes).filter(|(rank, _)| *rank == id);
+            own.map(|(_, bytes)| *bytes).fold(0, u64::saturating_add)
         };
-        let rooms = self.rooms_beside(id, wanted);
-        let room = |id: &NodeId| rooms.get(id).copied().unwrap_or(u64::MAX);
-        let limits: Vec<u64> = wanted.nodes.iter().map(room).collect();
-        let fits = |shares: &[u32]| {
-            pipeline
-                .spare(shares, &limits)
-                .is_some_and(|it| it.is_fit())
-        };
-        if fits(&by_all) {
-            return Ok(by_all);
-        }
-        match pipeline.fitted(&limits) {
-            Some(shares) => Ok(shares),
-            None => {
-                let needs = by_node(&wanted.nodes, &pipeline.needed(&by_all).unwrap_or_default());
-                let fit = self.fit_devices(&wanted.model, needs, &rooms);
-                fit.map(|()| by_all).map_err(|error| error.to_string())
-            }
+        ranks.iter().all(|id| needed(id) <= self.of(*id).1)
+    }
+}
+
+fn fit_devices(
+    model: &str,
+    needs: BTreeMap<NodeId, MlxRankBytes>,
+    rooms: &NodeRooms,
+) -> Result<(), DevicesTooSmall> {
+    let need = |(node, needed)| {
+        let (name, room) = rooms.of(node);
+        NodeNeed { name, needed, room }
+    };
+    let nodes: Vec<NodeNeed> = needs.into_iter().map(need).collect();
+    match nodes.iter().all(|it| it.needed.total().0 <= it.room) {
+        true => Ok(()),
+        false => Err(DevicesTooSmall {
+            model: model.to_owned(),
+            nodes,
+        }),
+    }
+}
+
+/// Shares by which the ranks of an instance on MLX fit their devices, by what each will take. The
+/// record's shares, else equal ones, where these fit. Stages of a pipeline then follow the memory.
+/// None for an instance on the CPU, and for equal shares.
+///
+/// # Errors
+/// [`TooLarge`](super::engines::TooLarge) and [`DevicesTooSmall`] as text.
+pub(super) fn fitting_shares(
+    model: Option<OpenModel<'_>>,
+    wanted: &InstanceSpec,
+    rooms: &NodeRooms,
+) -> Result<Vec<u32>, String> {
+    let by_all = shares_by_memory(wanted, rooms).map_err(|error| error.to_string())?;
+    let Some(ranks) = model.and_then(|model| MlxRanks::of(model, wanted)) else {
+        return Ok(by_all);
+    };
+    let limits: Vec<u64> = wanted.nodes.iter().map(|id| rooms.of(*id).1).collect();
+    let fits = |shares: &[u32]| ranks.spare(shares, &limits).is_none_or(|it| it.is_fit());
+    if fits(&by_all) {
+        return Ok(by_all);
+    }
+    match ranks.fitted(&limits) {
+        Some(shares) => Ok(shares),
+        None => {
+            let needs = by_node(&wanted.nodes, &ranks.needed(&by_all).unwrap_or_default());
+            let fit = fit_devices(&wanted.model, needs, rooms);
+            fit.map(|()| by_all).map_err(|error| error.to_string())
         }
     }
 }
 
-/// A pipeline of one rank a stage, some of them on MLX.
-struct MlxPipeline {
-    source: ModelSource,
-    config: Config,
+/// States the memory of a record with engines and a split: bytes in all, shares by which its ranks
+/// fit, and the bytes of each. Loads and previews do, and placements count by it.
+///
+/// # Errors
+/// As [`fitting_shares`]; the bytes are then those of the shares that the record had.
+pub(super) fn plan_memory(
+    model: Option<OpenModel<'_>>,
+    record: &mut InstanceSpec,
+    rooms: &NodeRooms,
+) -> Result<(), String> {
+    let bytes = model.map(|model| device_bytes(model, record));
+    (record.weight_bytes, record.cache_bytes) = bytes.unwrap_or_default();
+    let shares = fitting_shares(model, record, rooms);
+    if let Ok(shares) = &shares {
+        record.shares = zip(record.nodes.iter().copied(), shares.iter().copied()).collect();
+    }
+    let ranks = model.and_then(|model| MlxRanks::of(model, record));
+    record.needs = ranks.map_or_else(BTreeMap::new, |ranks| ranks.needs(record));
+    shares.map(drop)
+}
+
+/// Bytes that each rank of a record needs, and whether the nodes have them: what a load of it and
+/// the placement of its ranks find.
+pub(super) fn verdict(
+    model: OpenModel<'_>,
+    record: &mut InstanceSpec,
+    rooms: &NodeRooms,
+) -> (Vec<u64>, bool) {
+    let is_planned = plan_memory(Some(model), record, rooms).is_ok();
+    let bytes: Vec<u64> = record
+        .nodes
+        .iter()
+        .map(|id| own_part(record, *id))
+        .collect();
+    let fits = is_planned && rooms.hold(&record.nodes, &bytes);
+    (bytes, fits)
+}
+
+/// Ranks of an instance, one a node, some of them on MLX.
+struct MlxRanks<'a> {
+    model: OpenModel<'a>,
+    kind: SplitKind,
     classes: Vec<KernelClass>,
     sizes: EngineConfig,
+    /// Bytes of the whole instance, of which a rank on the CPU takes its share.
+    whole: u64,
 }
 
 /// Bytes to spare of each rank, negative for a rank that does not fit.
@@ -226,50 +289,76 @@ impl SpareBytes {
     }
 }
 
-impl MlxPipeline {
-    /// That of a record, at the positions that it needs; `None` for another split, one node, and
-    /// files that cannot be read.
-    fn of(path: &Path, wanted: &InstanceSpec) -> Option<Self> {
-        let is_pipeline = matches!(wanted.split.as_str(), "auto" | "pipeline");
-        if !is_pipeline || !wanted.splits_on_mlx() {
+impl<'a> MlxRanks<'a> {
+    /// Those of a record, at the positions that it needs. `None` for one on the CPU alone, and for
+    /// workers of one machine, which are not nodes.
+    fn of(model: OpenModel<'a>, wanted: &InstanceSpec) -> Option<Self> {
+        let is_on_mlx = wanted.nodes.iter().any(|id| wanted.is_on_mlx(*id));
+        if !is_on_mlx || wanted.on_one_machine().is_some() {
             return None;
         }
-        let source = ModelSource::open(path).ok()?;
-        let config = Config::read(&source).ok()?;
         let class = |id: &NodeId| wanted.class_of(*id).parse().ok();
         Some(Self {
+            model,
+            kind: match wanted.split.parse().ok()? {
+                SplitKind::Auto => SplitKind::Pipeline,
+                kind => kind,
+            },
             classes: wanted.nodes.iter().map(class).collect::<Option<_>>()?,
-            sizes: needed_sizes(&config, wanted),
-            source,
-            config,
+            sizes: needed_sizes(model.1, wanted),
+            whole: part_bytes(wanted, 1),
         })
     }
 
     /// Bytes of each rank on MLX by these shares; none are equal ones.
     fn needed(&self, shares: &[u32]) -> Option<Vec<Option<MlxRankBytes>>> {
         let n = self.classes.len() as u32;
-        let split = Split::plan(&self.config, SplitKind::Pipeline, n, shares).ok()?;
+        let split = Split::plan(self.model.1, self.kind, n, shares).ok()?;
         let of = |(rank, class): (u32, &KernelClass)| {
-            let place = (&split, Rank(rank), *class);
-            let bytes = || mlx_rank_bytes((&self.source, &self.config), place, &self.sizes);
+            let bytes = || mlx_rank_bytes(self.model, (&split, Rank(rank), *class), &self.sizes);
             class.is_mlx().then(bytes).transpose().ok()
         };
         (0..).zip(&self.classes).map(of).collect()
     }
 
-    fn spare(&self, shares: &[u32], limits: &[u64]) -> Option<SpareBytes> {
-        let spare = |(bytes, limit): (Option<MlxRankBytes>, &u64)| {
-            let needed = bytes.map_or(0, |bytes| bytes.total().0);
-            i128::from(*limit) - i128::from(needed)
+    /// Bytes of each rank.
+    fn totals(&self, shares: &[u32]) -> Option<Vec<u64>> {
+        let ranks = self.classes.len();
+        let all: u32 = shares.iter().sum();
+        let part = |rank: usize| match shares.get(rank) {
+            Some(share) => self.whole as f64 * f64::from(*share) / f64::from(all.max(1)),
+            None => self.whole as f64 / ranks as f64,
         };
-        let needed = self.needed(shares)?.into_iter();
-        Some(SpareBytes(needed.zip(limits).map(spare).collect()))
+        let needed = self.needed(shares)?.into_iter().enumerate();
+        let total = |(rank, bytes): (usize, Option<MlxRankBytes>)| match bytes {
+            Some(bytes) => bytes.total().0,
+            None => part(rank) as u64,
+        };
+        Some(needed.map(total).collect())
+    }
+
+    /// Bytes of each node of a record, by its shares.
+    fn needs(&self, record: &InstanceSpec) -> BTreeMap<NodeId, u64> {
+        let shares = record.nodes.iter().map(|id| record.shares.get(id).copied());
+        let shares: Option<Vec<u32>> = shares.collect();
+        let totals = self.totals(&shares.unwrap_or_default());
+        zip(record.nodes.iter().copied(), totals.unwrap_or_default()).collect()
+    }
+
+    fn spare(&self, shares: &[u32], limits: &[u64]) -> Option<SpareBytes> {
+        let spare = |(needed, limit): (u64, &u64)| i128::from(*limit) - i128::from(needed);
+        let totals = self.totals(shares)?.into_iter();
+        Some(SpareBytes(totals.zip(limits).map(spare).collect()))
     }
 
     /// Numbers of layers in proportion to the limits; then layers move from ranks that do not fit
-    /// to the one with the most to spare. `None` if that does not help.
+    /// to the one with the most to spare. `None` if that does not help, and for a split that is no
+    /// pipeline.
     fn fitted(&self, limits: &[u64]) -> Option<Vec<u32>> {
-        let all = self.config.layers.len() as u32;
+        if self.kind != SplitKind::Pipeline {
+            return None;
+        }
+        let all = self.model.1.layers.len() as u32;
         let mut layers = in_proportion(all, limits)?;
         for _ in 0..2 * all {
             let SpareBytes(spare) = self.spare(&layers, limits)?;
@@ -319,6 +408,8 @@ fn by_node(nodes: &[NodeId], ranks: &[Option<MlxRankBytes>]) -> BTreeMap<NodeId,
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -336,11 +427,12 @@ mod tests {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/hf");
         let source = ModelSource::open(&golden.join("gemma3-bf16")).unwrap();
         let config = Config::read(&source).unwrap();
-        let pipeline = MlxPipeline {
+        let pipeline = MlxRanks {
+            model: (&source, &config),
+            kind: SplitKind::Pipeline,
             classes: vec![KernelClass::MlxF32; 3],
             sizes: EngineConfig::single("", 256),
-            source,
-            config,
+            whole: 0,
         };
         let total = |bytes: &Option<MlxRankBytes>| bytes.unwrap().total().0;
         let needed = |shares: &[u32]| -> Vec<u64> {
@@ -359,6 +451,62 @@ mod tests {
         assert_eq!(pipeline.fitted(&[layer / 2; 3]), None);
         assert_eq!(in_proportion(12, &[8, 16, 24]), Some(vec![2, 4, 6]));
         assert_eq!(in_proportion(2, &[8, 16, 24]), None);
+    }
+
+    /// One byte around what each rank takes: a worker admits what a preview and a load say.
+    #[test]
+    fn a_preview_a_load_and_an_admission_agree_at_the_limit() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/hf");
+        let source = ModelSource::open(&golden.join("gemma3-bf16")).unwrap();
+        let config = Config::read(&source).unwrap();
+        let nodes = [1, 2].map(|number| NodeId([number; 16]));
+        let mut verdicts = Vec::new();
+        for (split, class, n) in [
+            ("auto", "mlx-f32", 1),
+            ("pipeline", "mlx", 2),
+            ("tensor", "mlx-f32", 2),
+        ] {
+            let record = || InstanceSpec {
+                nodes: nodes[..n].to_vec(),
+                split: split.to_owned(),
+                class: class.to_owned(),
+                bytes: source.file_bytes().0,
+                ..InstanceSpec::default()
+            };
+            let judged = |rooms: &[u64]| {
+                let rooms = zip(nodes, rooms).map(|(id, room)| (id, (String::new(), *room)));
+                let (mut said, rooms) = (record(), NodeRooms(rooms.collect()));
+                let (bytes, fits) = verdict((&source, &config), &mut said, &rooms);
+                let load = plan_memory(Some((&source, &config)), &mut record(), &rooms);
+                assert_eq!(load.is_ok(), fits, "{split} in {bytes:?}: {load:?}");
+                (said, bytes, fits)
+            };
+            let (.., bytes, fits) = judged(&[u64::MAX; 2][..n]);
+            assert!(fits && bytes.len() == n);
+            let near = (0..n).flat_map(|rank| [0, 1, 2].map(|more| (rank, more)));
+            for (rank, more) in near {
+                let mut rooms = bytes.clone();
+                rooms[rank] += more;
+                rooms[rank] -= 1;
+                let (said, bytes, fits) = judged(&rooms);
+                let kind = said.split.parse().unwrap();
+                let kind = if n == 1 { SplitKind::Pipeline } else { kind };
+                let shares: Vec<u32> = said.shares.values().copied().collect();
+                let split = Split::plan(&config, kind, n as u32, &shares).unwrap();
+                let sizes = needed_sizes(&config, &said);
+                let class: KernelClass = said.class.parse().unwrap();
+                let admits = |rank: usize| {
+                    let place = (&split, Rank(rank as u32), class);
+                    let needed = mlx_rank_bytes((&source, &config), place, &sizes).unwrap();
+                    assert_eq!(needed.total().0, bytes[rank]);
+                    needed.total().0 <= rooms[rank]
+                };
+                assert_eq!((0..n).all(admits), fits, "{said:?} in {rooms:?}");
+                verdicts.push(fits);
+            }
+        }
+        assert_eq!(verdicts[..3], [false, true, true]);
+        assert!(verdicts[3..].contains(&false) && verdicts[3..].contains(&true));
     }
 
     #[test]

@@ -3,14 +3,17 @@
 use std::path::Path;
 
 use paceline_base::{Bytes, KernelClass, UnknownKernelClass};
+use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::NodeFacts;
 use paceline_cluster::nodes::placement::InstanceSpec;
-use paceline_cluster::nodes::{InstanceId, NodeId};
+use paceline_engine::EngineConfig;
 use paceline_model::{Config, ModelSource};
 
-use super::hosts::weight_bytes;
+use super::device_memory::NodeRooms;
+use super::hosts::{mlx_device, weight_bytes};
 use super::{Inner, LoadRequest};
 use crate::classes::{self, Classes, EngineChoice, Engines};
+use crate::forecast::devices::DeviceSpeed;
 use crate::prefill_classes::UnlikePrefill;
 
 /// Name of the engine MLX in a node's facts.
@@ -100,6 +103,26 @@ fn shares(
     Ok(rooms.iter().map(|room| share(room).max(1)).collect())
 }
 
+/// Shares of an instance that computes on MLX, by its record or by the memory of its nodes. None
+/// for one that the planner divides.
+///
+/// # Errors
+/// [`TooLarge`].
+pub(super) fn shares_by_memory(
+    wanted: &InstanceSpec,
+    rooms: &NodeRooms,
+) -> Result<Vec<u32>, TooLarge> {
+    let is_on_mlx = wanted.nodes.iter().any(|node| wanted.is_on_mlx(*node));
+    if !is_on_mlx || wanted.on_one_machine().is_some() {
+        return Ok(Vec::new());
+    }
+    let rooms = wanted.nodes.iter().map(|id| rooms.of(*id)).collect();
+    let recorded = wanted.nodes.iter().map(|id| wanted.shares.get(id).copied());
+    let recorded: Option<Vec<u32>> = recorded.collect();
+    let needed = (weight_bytes(wanted), wanted.cache_bytes);
+    shares(&wanted.model, needed, &recorded.unwrap_or_default(), rooms)
+}
+
 /// The kernel classes of nodes with these facts, in their order.
 ///
 /// Without an engine, a class and a prediction the nodes compute on MLX if each has a GPU for it,
@@ -158,14 +181,7 @@ impl Inner {
                 classes.map_err(|error| error.to_string())?
             }
         };
-        let first = classes[0].1;
-        record.class = match first == KernelClass::default() {
-            true => String::new(),
-            false => first.name().to_owned(),
-        };
-        let others = classes.into_iter().filter(|(_, class)| *class != first);
-        let named = others.map(|(id, class)| (id, class.name().to_owned()));
-        record.classes = named.collect();
+        state_classes(classes, record);
         Ok(())
     }
 
@@ -195,31 +211,29 @@ impl Inner {
             nodes: record.prompts.clone(),
             ..record.clone()
         };
-        let shares = self.shares_by_memory(None, &readers);
+        let shares = shares_by_memory(&readers, &self.rooms_named(None, &readers));
         shares.map(drop).map_err(|error| error.to_string())
     }
 
-    /// Shares of an instance that computes on MLX, by its record or by the memory of its nodes.
-    /// None for one that the planner divides.
-    ///
-    /// # Errors
-    /// [`TooLarge`].
-    pub(super) fn shares_by_memory(
+    /// Sizes of an engine whose prompt chunks suit the slowest device of a pipeline.
+    pub(super) fn with_chunks(
         &self,
-        id: Option<InstanceId>,
         wanted: &InstanceSpec,
-    ) -> Result<Vec<u32>, TooLarge> {
-        let is_on_mlx = wanted.nodes.iter().any(|node| wanted.is_on_mlx(*node));
-        if !is_on_mlx || wanted.on_one_machine().is_some() {
-            return Ok(Vec::new());
+        config: &Config,
+        sizes: EngineConfig,
+    ) -> EngineConfig {
+        let (views, n) = (self.agent.nodes(), wanted.nodes.len().max(1));
+        let stage = (config.layers.len() / n, weight_bytes(wanted) / n as u64);
+        let on_mlx = views.iter().filter(|view| {
+            let is_rank = wanted.nodes.contains(&view.id);
+            is_rank && wanted.is_on_mlx(view.id)
+        });
+        let devices = on_mlx.filter_map(|view| DeviceSpeed::of(mlx_device(&view.facts)?));
+        let rows = devices.map(|device| device.fixed_rows(stage)).max();
+        EngineConfig {
+            fixed_rows: rows.unwrap_or(sizes.fixed_rows),
+            ..sizes
         }
-        let all = self.rooms_beside(id, wanted);
-        let room = |id: &NodeId| (self.name(*id), all.get(id).copied().unwrap_or(u64::MAX));
-        let rooms = wanted.nodes.iter().map(room).collect();
-        let recorded = wanted.nodes.iter().map(|id| wanted.shares.get(id).copied());
-        let recorded: Option<Vec<u32>> = recorded.collect();
-        let needed = (weight_bytes(wanted), wanted.cache_bytes);
-        shares(&wanted.model, needed, &recorded.unwrap_or_default(), rooms)
     }
 
     /// The engines of a request on nodes of ranks.
@@ -279,6 +293,18 @@ impl Inner {
         nodes.sort_by_key(|id| named.iter().position(|it| it == id));
         nodes
     }
+}
+
+/// States the kernel classes of a record's nodes, at least one.
+pub(super) fn state_classes(classes: Vec<(NodeId, KernelClass)>, record: &mut InstanceSpec) {
+    let first = classes[0].1;
+    record.class = match first == KernelClass::default() {
+        true => String::new(),
+        false => first.name().to_owned(),
+    };
+    let others = classes.into_iter().filter(|(_, class)| *class != first);
+    let named = others.map(|(id, class)| (id, class.name().to_owned()));
+    record.classes = named.collect();
 }
 
 /// Whether a node has a GPU that an engine computes on.

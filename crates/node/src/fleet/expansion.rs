@@ -354,7 +354,9 @@ impl Inner {
         let best = |ranks: &[NodeId], kind| {
             let class = |id: &NodeId| wanted.class_of(*id).parse().unwrap_or_default();
             let engines = EngineChoice::Given(ranks.iter().map(class).collect());
-            self.fastest((&config, &forecast), (kind, &engines), (ranks, &machines))
+            let model = (&source, &config, &forecast);
+            let like = (Some(owned.id), wanted);
+            self.fastest(model, (kind, &engines), (ranks, &machines), like)
         };
         let then = match wanted.predicted.is_empty() {
             true => best(nodes, kind)?,
@@ -376,11 +378,12 @@ impl Inner {
     /// The predictions for splits over `nodes`, the fastest that fits first.
     fn fastest(
         &self,
-        model: (&Config, &Forecast),
+        model: (&ModelSource, &Config, &Forecast),
         wishes: Wishes<'_>,
         nodes: proposals::Nodes<'_>,
+        like: proposals::Like<'_>,
     ) -> Result<Vec<Proposal>, String> {
-        let (proposals, mut reasons) = self.proposals(model, wishes, nodes);
+        let (proposals, mut reasons) = self.proposals(model, wishes, nodes, like);
         match proposals.first().is_some_and(|first| first.fits) {
             true => Ok(proposals),
             false => Err(reasons.pop().unwrap_or_else(|| "no split fits".to_owned())),
@@ -409,7 +412,7 @@ fn open(instance: &Instance) -> usize {
     }
 }
 
-fn open_model(path: &Path) -> Result<(ModelSource, Config), String> {
+pub(super) fn open_model(path: &Path) -> Result<(ModelSource, Config), String> {
     let source = ModelSource::open(path).map_err(|error| error.to_string())?;
     let config = Config::read(&source).map_err(|error| error.to_string())?;
     Ok((source, config))
@@ -424,6 +427,7 @@ fn next_record(wanted: &InstanceSpec, nodes: &[NodeId], then: &[Proposal]) -> In
         next.predicted = predictions(then);
     }
     next.shares = then[0].shares_of(nodes);
+    next.needs = BTreeMap::new(); // of the former split
     let new = nodes[1..]
         .iter()
         .filter(|id| !wanted.successors.contains(id));

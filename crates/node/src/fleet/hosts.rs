@@ -517,9 +517,6 @@ fn is_one_memory(view: &NodeView, is_on_mlx: bool, other: bool) -> bool {
 /// Free bytes for a rank on MLX or on the CPU of a node after the parts of `records`. Unlimited if
 /// the node does not report its memory.
 pub(super) fn room(view: &NodeView, is_on_mlx: bool, records: &[InstanceSpec]) -> u64 {
-    let records = records.iter();
-    let records = records.filter(|it| is_one_memory(view, is_on_mlx, it.is_on_mlx(view.id)));
-    let held = records.map(|other| held_bytes(other, view.id));
     match usable(view, is_on_mlx) {
         0 => u64::MAX,
         usable => usable.saturating_sub(held(records, view, is_on_mlx)),
@@ -547,8 +544,13 @@ fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
     decodes.unwrap_or(0).saturating_add(reads.unwrap_or(0))
 }
 
-/// Bytes of the part of one of a record's nodes, by the shares of the record.
+/// Bytes of the part of one of a record's nodes: as planned for these nodes, else by its shares.
 pub(super) fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
+    let is_planned = |id: &NodeId| wanted.needs.contains_key(id);
+    let are_all = wanted.needs.len() == wanted.nodes.len() && wanted.nodes.iter().all(is_planned);
+    if let Some(bytes) = wanted.needs.get(&id).filter(|_| are_all) {
+        return *bytes;
+    }
     let shares = wanted.nodes.iter().map(|id| wanted.shares.get(id).copied());
     let all = shares.sum::<Option<u32>>().filter(|all| *all > 0);
     match (all, wanted.shares.get(&id)) {
@@ -577,24 +579,6 @@ fn placed(records: &[InstanceSpec], view: &NodeView) -> Vec<u64> {
     facts.devices.iter().map(bytes).collect()
 }
 
-/// Whether a shard fits into `usable` bytes in addition to `held` ones; true for a node that does
-/// not report its memory.
-const fn fits(usable: u64, held: u64, shard: u64) -> bool {
-    usable == 0 || held.saturating_add(shard) <= usable
-}
-
-impl fmt::Debug for InstanceNodes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} nodes", self.nodes.len())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GB: u64 = 1_000_000_000;
-
 /// The devices of a node as its facts have them. To what is free on a device belongs what its own
 /// models hold: what the records place there, at most what is not free. A model that a record has
 /// and that is still loading counts by the memory of other programs, until the next listing.
@@ -613,6 +597,24 @@ fn lent(records: &[InstanceSpec], view: &NodeView) -> Vec<EngineDevice> {
     };
     view.facts.devices.iter().map(lent).collect()
 }
+
+/// Whether a shard fits into `usable` bytes in addition to `held` ones; true for a node that does
+/// not report its memory.
+const fn fits(usable: u64, held: u64, shard: u64) -> bool {
+    usable == 0 || held.saturating_add(shard) <= usable
+}
+
+impl fmt::Debug for InstanceNodes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} nodes", self.nodes.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GB: u64 = 1_000_000_000;
 
     fn node(number: u8, state: Life, numerics: u32) -> NodeView {
         NodeView {
@@ -702,24 +704,6 @@ fn lent(records: &[InstanceSpec], view: &NodeView) -> Vec<EngineDevice> {
 
         let placed = placed(&records, &view("cuda"));
         assert_eq!(placed, [24 * GB, 0, 12 * GB]);
-    }
-
-    #[test]
-    fn only_ways_that_are_new_or_lead_elsewhere_are_measured() {
-        let nodes = [1, 2, 3].map(|number| NodeId([number; 16]));
-        let way = |from: NodeId, to: NodeId| SocketAddr::from(([10, 0, from.0[0], to.0[0]], 52416));
-        let known: PairRoutes = ordered_pairs(&nodes)
-            .map(|(from, to)| ((from, to), way(from, to)))
-            .collect();
-        assert_eq!(known.len(), 6);
-        let measured = |nodes: &[NodeId], route: &dyn Fn(NodeId, NodeId) -> Option<SocketAddr>| {
-            ends_of_new(nodes, &known, route)
-        };
-        let same = |from: NodeId, to: NodeId| Some(way(from, to));
-        assert_eq!(measured(&nodes, &same), []);
-        assert_eq!(measured(&nodes[..1], &same), []);
-        let none = |_: NodeId, _: NodeId| None::<SocketAddr>;
-        assert_eq!(measured(&nodes, &none), nodes, "known once, and down now");
 
         // A card that states 24 GB in all and what is free: before the records' models, with them,
         // with 3 GB of another program, while they load beside it, and under one that took all.
@@ -742,6 +726,24 @@ fn lent(records: &[InstanceSpec], view: &NodeView) -> Vec<EngineDevice> {
         assert_eq!(card(9, &records), (21, 9), "another program has 3 GB");
         assert_eq!(card(24, &records), (24, 12), "still loading");
         assert_eq!(card(2, &records), (14, 2), "another program has 10 GB");
+    }
+
+    #[test]
+    fn only_ways_that_are_new_or_lead_elsewhere_are_measured() {
+        let nodes = [1, 2, 3].map(|number| NodeId([number; 16]));
+        let way = |from: NodeId, to: NodeId| SocketAddr::from(([10, 0, from.0[0], to.0[0]], 52416));
+        let known: PairRoutes = ordered_pairs(&nodes)
+            .map(|(from, to)| ((from, to), way(from, to)))
+            .collect();
+        assert_eq!(known.len(), 6);
+        let measured = |nodes: &[NodeId], route: &dyn Fn(NodeId, NodeId) -> Option<SocketAddr>| {
+            ends_of_new(nodes, &known, route)
+        };
+        let same = |from: NodeId, to: NodeId| Some(way(from, to));
+        assert_eq!(measured(&nodes, &same), []);
+        assert_eq!(measured(&nodes[..1], &same), []);
+        let none = |_: NodeId, _: NodeId| None::<SocketAddr>;
+        assert_eq!(measured(&nodes, &none), nodes, "known once, and down now");
         let moved = |from: NodeId, to: NodeId| {
             let over = if (from, to) == (nodes[0], nodes[2]) {
                 nodes[1]

@@ -19,7 +19,8 @@ use paceline_engine::Draft;
 use paceline_model::{Config, ModelSource, SplitKind};
 
 use super::copies::ModelIdentity;
-use super::device_memory::device_bytes;
+use super::device_memory::{OpenModel, plan_memory};
+use super::expansion::open_model;
 use super::hosts::no_path;
 use super::preview::Proposal;
 use super::proposals::predictions;
@@ -155,7 +156,9 @@ impl Inner {
         record: &mut InstanceSpec,
     ) -> Result<(), String> {
         let engines = self.engine_choice(ask, &record.nodes)?;
-        let planned = self.planned(ask, path, (&record.nodes, &engines));
+        let opened = open_model(path).ok(); // an encoder has no engine to choose
+        let model = opened.as_ref().map(|(source, config)| (source, config));
+        let planned = model.and_then(|model| self.planned(ask, model, (&*record, &engines)));
         let best = planned.as_ref().map(|(best, _)| best);
         let classes = best.map(|best| best.classes_of(&record.nodes));
         self.set_classes(ask, classes, record)?;
@@ -166,10 +169,8 @@ impl Inner {
                 record.split = best.split;
             }
         }
-        (record.weight_bytes, record.cache_bytes) = device_bytes(path, record);
+        plan_memory(model, record, &self.rooms_named(None, record))?;
         self.check_readers(path, record)?;
-        let shares = self.fitting_shares(path, (None, record))?;
-        record.shares = record.nodes.iter().copied().zip(shares).collect();
         record.width = u16::try_from(record.nodes.len()).ok();
         Ok(())
     }
@@ -190,10 +191,10 @@ impl Inner {
     fn planned(
         &self,
         ask: &LoadRequest,
-        path: &Path,
-        (nodes, engines): (&[NodeId], &EngineChoice),
+        model: OpenModel<'_>,
+        (record, engines): (&InstanceSpec, &EngineChoice),
     ) -> Option<(Proposal, BTreeMap<String, u64>)> {
-        let views = self.agent.nodes();
+        let (nodes, views) = (&record.nodes, self.agent.nodes());
         let mut gpus = views.iter().filter(|view| nodes.contains(&view.id));
         let has_gpu = gpus.any(|view| engines::has_gpu(&view.facts));
         let is_split_open = ask.split == SplitKind::Auto && nodes.len() > 1;
@@ -202,7 +203,7 @@ impl Inner {
             return None;
         }
         let told = |line: &str| (self.spec.tell)(&format!("{}: {line}", ask.model));
-        match self.best_of(ask, path, (nodes, engines)) {
+        match self.best_of(ask, model, (record, engines)) {
             Ok(all) => {
                 let best = all.first()?.clone();
                 let (split, tok_s) = (&best.split, best.decode_tok_s);
@@ -222,15 +223,15 @@ impl Inner {
     fn best_of(
         &self,
         ask: &LoadRequest,
-        path: &Path,
-        (nodes, engines): (&[NodeId], &EngineChoice),
+        (source, config): OpenModel<'_>,
+        (record, engines): (&InstanceSpec, &EngineChoice),
     ) -> Result<Vec<Proposal>, String> {
-        let source = ModelSource::open(path).map_err(|error| error.to_string())?;
-        let config = Config::read(&source).map_err(|error| error.to_string())?;
-        let forecast = self.forecast(&source, &config, self.threads(ask))?;
+        let nodes = &record.nodes;
+        let forecast = self.forecast(source, config, self.threads(ask))?;
         let (wishes, machines) = ((ask.split, engines), self.machines(nodes));
+        let model = (source, config, &forecast);
         let (proposals, mut reasons) =
-            self.proposals((&config, &forecast), wishes, (nodes, &machines));
+            self.proposals(model, wishes, (nodes, &machines), (None, record));
         match proposals.is_empty() {
             true => Err(reasons.pop().unwrap_or_else(|| "no split fits".into())),
             false => Ok(proposals),

@@ -21,6 +21,7 @@ use paceline_tensor::UnknownKvType;
 
 use super::cables::CablePlan;
 use super::copies::CheckRange;
+use super::device_memory::fitting_shares;
 use super::flaps::{Flaps, NamedInstance};
 use super::hosts::InstanceNodes;
 use super::unused_nodes::UnusedNodes;
@@ -319,7 +320,12 @@ impl OwnedInstance {
             },
             shares: match machine {
                 Some(options) => options.shares.clone(),
-                None => inner.fitting_shares(path, (Some(self.id), &self.wanted))?,
+                None => {
+                    let config = Config::read(&source).ok(); // the model's own error follows
+                    let model = config.as_ref().map(|config| (&source, config));
+                    let rooms = inner.rooms_named(Some(self.id), &self.wanted);
+                    fitting_shares(model, &self.wanted, &rooms)?
+                }
             },
             backend: machine.map_or(Ok(Backend::Any), one_machine::backend)?,
             probed: machine.map_or(Ok(Backend::Tcp), one_machine::probed)?,
@@ -327,7 +333,8 @@ impl OwnedInstance {
         let record = (self.id, &self.wanted);
         let sizes = |config: &_| {
             let sizes = (inner.spec.sizes)(path, config, &self.wanted);
-            inner.within_nodes(record, config, sizes)
+            let sizes = inner.within_nodes(record, config, sizes);
+            inner.with_chunks(&self.wanted, config, sizes)
         };
         let prepared = PreparedModel::new(Arc::new(source), options, sizes);
         let mut prepared = prepared.map_err(|error| error.to_string())?;

@@ -14,7 +14,7 @@ use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
-use paceline_cluster::nodes::placement::NODES_MAX;
+use paceline_cluster::nodes::placement::{InstanceSpec, NODES_MAX};
 use paceline_comm::Backend;
 use paceline_model::{Config, ModelSource};
 use serde::Serialize;
@@ -155,7 +155,9 @@ impl Inner {
                 }
             };
             let wishes = (ask.split, &engines);
-            let (proposals, reasons) = self.proposals((&config, &forecast), wishes, of_set);
+            let model = (&source, &config, &forecast);
+            let like = (None, &unnamed_record(ask, &source));
+            let (proposals, reasons) = self.proposals(model, wishes, of_set, like);
             let reasons = reasons.into_iter().chain(why(&proposals));
             placements.extend(proposals);
             let new = reasons.filter(|it| !notes.contains(it));
@@ -321,6 +323,17 @@ impl Inner {
         receive_message::<Option<Speed>>(&line, speed::LIMIT)
             .ok()?
             .flatten()
+    }
+}
+
+/// What decides the memory of a request's instance, as its record will have it.
+pub(super) fn unnamed_record(ask: &LoadRequest, source: &ModelSource) -> InstanceSpec {
+    InstanceSpec {
+        model: ask.model.clone(),
+        bytes: source.file_bytes().0,
+        options: ask.options,
+        machine: ask.machine.clone(),
+        ..InstanceSpec::default()
     }
 }
 

@@ -5,16 +5,19 @@
 //! a better placement. So the running split is the one that a preview names.
 
 use std::collections::BTreeMap;
+use std::iter::zip;
 use std::sync::Arc;
 
 use paceline_base::KernelClass;
-use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::paths::Path;
 use paceline_cluster::nodes::placement::InstanceSpec;
+use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_comm::Backend;
 use paceline_model::{Config, ModelSource, Split, SplitKind};
 
 use super::Inner;
+use super::device_memory::{OpenModel, verdict};
+use super::engines::state_classes;
 use super::preview::{CPU, Proposal, pairs};
 use crate::PreparedModel;
 use crate::classes::EngineChoice;
@@ -27,6 +30,9 @@ use crate::instance::{SpeedObserver, SpeedSample};
 /// Nodes of an instance's ranks, and the known machines.
 pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, RemoteMachine)]);
 
+/// A record like that of the instance, but for nodes, split and engines; its id, if it is loaded.
+pub(super) type Like<'a> = (Option<InstanceId>, &'a InstanceSpec);
+
 /// The open choices of an instance: its split and its engines.
 pub(super) type Wishes<'a> = (SplitKind, &'a EngineChoice);
 
@@ -35,9 +41,10 @@ impl Inner {
     /// Also returns why others were refused.
     pub(super) fn proposals(
         &self,
-        (config, forecast): (&Config, &Forecast),
+        (source, config, forecast): (&ModelSource, &Config, &Forecast),
         (kind, engines): Wishes<'_>,
         (ranks, machines): Nodes<'_>,
+        like: Like<'_>,
     ) -> (Vec<Proposal>, Vec<String>) {
         let mut machines = match self.machines_of(ranks, machines) {
             Ok(machines) => machines,
@@ -53,7 +60,11 @@ impl Inner {
             }
             let (ranked, refused) = forecast.ranked(config, kind, &machines);
             let ranked = ranked.into_iter();
-            proposals.extend(ranked.map(|said| self.proposal(ranks, &machines, said)));
+            proposals.extend(ranked.map(|said| {
+                let mut said = self.proposal(ranks, &machines, said);
+                self.fit((source, config), (ranks, engines), like, &mut said);
+                said
+            }));
             reasons.extend(
                 refused
                     .into_iter()
@@ -92,15 +103,34 @@ impl Inner {
             load_s: said.load_s,
             crossings: said.crossings.count,
             crossings_ms: said.crossings.seconds * 1e3,
-            fits: prediction.fits(),
-            bytes: prediction
-                .nodes
-                .iter()
-                .map(|it| it.usage.total() as u64)
-                .collect(),
+            fits: true,
+            bytes: Vec::new(),
             paths: self.ways_told(&each_once(ranks).0),
             replicas: Vec::new(),
         }
+    }
+
+    /// States the bytes of a proposal's nodes, and whether these have them, as a load of it would.
+    fn fit(
+        &self,
+        model: OpenModel<'_>,
+        (ranks, engines): (&[NodeId], &EngineChoice),
+        (id, like): Like<'_>,
+        said: &mut Proposal,
+    ) {
+        let mut record = InstanceSpec {
+            nodes: ranks.to_vec(),
+            split: said.split.clone(),
+            shares: said.shares_of(ranks),
+            ..like.clone()
+        };
+        let classes = match engines {
+            EngineChoice::Given(classes) => zip(ranks.to_vec(), classes.clone()).collect(),
+            EngineChoice::Fastest => said.classes_of(ranks),
+        };
+        state_classes(classes, &mut record);
+        let rooms = self.rooms_named(id, &record);
+        (said.bytes, said.fits) = verdict(model, &mut record, &rooms);
     }
 
     /// The machines of `ranks`, each once, and the links between them.
@@ -200,9 +230,38 @@ impl Inner {
             };
             let path = self.way(from, to).ok_or_else(unknown)?;
             let ends = (at(from).unwrap_or(0), at(to).unwrap_or(0));
-            Ok(link_of(ends, &path))
+            let direct = || self.way(from, to).map(|path| link_of(ends, &path));
+            let relayed = || self.relayed_link((from, to), nodes, ends);
+            let link = match self.is_apart(from, to) {
+                true => relayed(),
+                false => direct(),
+            };
+            link.ok_or_else(unknown)
         };
         pairs(nodes).map(way).collect()
+    }
+
+    /// Whether no path between two nodes answers.
+    pub(super) fn is_apart(&self, a: NodeId, b: NodeId) -> bool {
+        self.way(a, b).is_none() || !self.agent.broken_pairs(&[a, b]).is_empty()
+    }
+
+    /// The link of two nodes through the first of `nodes` that reaches both.
+    fn relayed_link(
+        &self,
+        (from, to): (NodeId, NodeId),
+        nodes: &[NodeId],
+        ends: (usize, usize),
+    ) -> Option<MachineLink> {
+        let reaches = |id: &&NodeId| !self.is_apart(**id, from) && !self.is_apart(**id, to);
+        let hub = nodes.iter().find(reaches)?;
+        let [one, other] = [from, to].map(|end| self.way(*hub, end));
+        let (one, other) = (link_of(ends, &one?), link_of(ends, &other?));
+        Some(MachineLink {
+            round_trip: one.round_trip + other.round_trip,
+            bytes_per_s: one.bytes_per_s.min(other.bytes_per_s),
+            ..one
+        })
     }
 }
 

@@ -15,7 +15,7 @@ use paceline_model::{Config, ModelSource};
 
 use super::assignment::{Need, Short, check, deal, share_out};
 use super::hosts::room;
-use super::preview::{COUNT_MAX, Proposal};
+use super::preview::{COUNT_MAX, Proposal, unnamed_record};
 use super::{Inner, LoadRequest, encoders};
 use crate::context_size::needed_positions;
 use crate::forecast::Forecast;
@@ -81,7 +81,7 @@ impl Inner {
         each: std::ops::RangeInclusive<usize>,
     ) -> Result<(Vec<ReplicaPlacement>, Vec<String>), String> {
         let path = self.copies.of_user(&ask.model)?;
-        let (config, forecast) = self.opened(ask, &path)?;
+        let (source, config, forecast) = self.opened(ask, &path)?;
         let each = match pool {
             NodePool::Named(groups) => groups[0].len()..=groups[0].len(),
             NodePool::Any(_) => each,
@@ -93,7 +93,9 @@ impl Inner {
             let machines = self.machines(first);
             let engines = self.engine_choice(ask, first)?;
             let wishes = (ask.split, &engines);
-            let (said, reasons) = self.proposals((&config, &forecast), wishes, (first, &machines));
+            let model = (&source, &config, &forecast);
+            let (nodes, like) = ((first, &machines[..]), unnamed_record(ask, &source));
+            let (said, reasons) = self.proposals(model, wishes, nodes, (None, &like));
             let placed = said.into_iter().map(|said| self.place(ask, pool, said));
             for placed in placed.chain(reasons.into_iter().map(Err)) {
                 match placed {
@@ -108,7 +110,11 @@ impl Inner {
     }
 
     /// The model's shape, with the context that it needs, and its forecast.
-    fn opened(&self, ask: &LoadRequest, path: &Path) -> Result<(Config, Forecast), String> {
+    fn opened(
+        &self,
+        ask: &LoadRequest,
+        path: &Path,
+    ) -> Result<(ModelSource, Config, Forecast), String> {
         if encoders::is_encoder(path) {
             return Err(format!(
                 "{} makes vectors: every node that has it answers, so it has no replicas",
@@ -119,7 +125,7 @@ impl Inner {
         let mut config = Config::read(&source).map_err(|error| error.to_string())?;
         let forecast = self.forecast(&source, &config, self.threads(ask))?;
         config.context = needed_positions(&config, &ask.options);
-        Ok((config, forecast))
+        Ok((source, config, forecast))
     }
 
     /// The nodes available to the replicas.

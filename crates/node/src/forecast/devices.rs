@@ -4,9 +4,11 @@ use paceline_cluster::nodes::agent::{DeviceRates, EngineDevice, FormRates};
 use paceline_plan::calibration::family;
 use paceline_plan::{Backend, Catalogue, ClusterNode};
 
-/// Launched operations of our graphs over those that the planner counts for a layer: 33 of a dense
-/// layer (`model/src/mlx/step.rs`) over 18.
-const OPERATIONS: f64 = 33.0 / 18.0;
+/// Launched operations of a dense layer (`model/src/mlx/step.rs`).
+const LAYER_OPERATIONS: f64 = 33.0;
+
+/// Launched operations of our graphs over those that the planner counts for a layer.
+const OPERATIONS: f64 = LAYER_OPERATIONS / 18.0;
 
 /// Bits of a weight below which MLX holds it in 8 bits: it has no form for blocks of 2 and 3 bits.
 const BITS_MIN: f64 = 4.2;
@@ -79,6 +81,16 @@ impl DeviceSpeed {
     /// Operations a second in products with many rows.
     pub(super) fn computes(&self, weights: WeightBits) -> f64 {
         1.0 / self.between(weights, |form| 1.0 / form.computes.max(1) as f64)
+    }
+
+    /// Rows of a prompt that it computes in the time of a step's fixed part, as a stage of `layers`
+    /// layers with `bytes` of weights: it reads them, launches operations, and is waited for.
+    pub(crate) fn fixed_rows(&self, (layers, bytes): (usize, u64)) -> usize {
+        let (reads, computes) = self.usual_rates();
+        let weights = bytes as f64 * 8.0 / USUAL_BITS;
+        let launches = layers as f64 * LAYER_OPERATIONS * self.rates.operation_ns as f64 / 1e9;
+        let fixed = bytes as f64 / reads + launches + self.crossing_s();
+        (fixed * computes / (2.0 * weights.max(1.0))).round() as usize // saturates
     }
 
     /// Seconds of one of the operations that the planner counts.
@@ -228,6 +240,18 @@ mod tests {
         let other = speed("metal", "Apple M9").unwrap();
         assert_eq!((other.range, other.crossing_s()), (Some(METAL.1), 180e-6));
         assert_eq!(speed("cpu", "Xeon"), None);
+    }
+
+    /// Half of an 8B model in 4 bits: on a slow GPU a row takes longer beside the fixed part.
+    #[test]
+    fn the_fixed_part_of_a_step_is_some_rows_of_a_prompt() {
+        let rows = |name| {
+            let speed = DeviceSpeed::of(&device("metal", name, None)).unwrap();
+            speed.fixed_rows((16, 2_250_000_000))
+        };
+        let [plain, ultra] = ["Apple M4", "Apple M3 Ultra"].map(rows);
+        assert!((5..40).contains(&plain), "{plain}");
+        assert!((5..40).contains(&ultra), "{ultra}");
     }
 
     #[test]

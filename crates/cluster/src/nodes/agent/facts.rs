@@ -303,7 +303,11 @@ mod tests {
     #[test]
     fn a_device_with_a_problem_is_no_engine() {
         let mut facts = NodeFacts {
-            devices: vec![device("a", Some(8))],
+            devices: vec![EngineDevice {
+                engine: "mlx".to_owned(),
+                kind: "gpu".to_owned(),
+                ..EngineDevice::default()
+            }],
             ..NodeFacts::default()
         };
         assert!(facts.has_engine("mlx") && facts.gpu("mlx").is_some());

@@ -29,6 +29,7 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
         max_running,
         max_waiting: 100,
         max_rows,
+        fixed_rows: 14,
         pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,

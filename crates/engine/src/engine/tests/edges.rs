@@ -23,6 +23,7 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 4,
         max_rows: 16,
+        fixed_rows: 14,
         pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,

@@ -211,6 +211,24 @@ fn chunks_of_one_prompt_follow_each_other() {
     );
 }
 
+/// A step has room for the whole prompt, and the second stage would wait for all of it.
+#[test]
+fn a_prompt_is_cut_for_the_stages_of_a_pipeline() {
+    let tiny = TinyModel::new(1);
+    let sizes = EngineConfig {
+        max_rows: 512,
+        ..sizes()
+    };
+    let mut rig = rig(&tiny, sizes, 2);
+    let id = rig.submit(&long(prompt(170, 1), 5));
+    rig.step();
+    assert_eq!(rig.engine.running[0].computed, 128);
+    assert_eq!(rig.engine.in_flight.len(), 1);
+    rig.drain();
+    let expected = alone(&tiny, &long(prompt(170, 1), 5), CONTEXT);
+    assert_eq!(rig.outcomes[&id], expected);
+}
+
 /// Its chunks may be in consecutive batches, but others get their rows as well.
 #[test]
 fn a_long_prompt_takes_no_turn_of_others() {

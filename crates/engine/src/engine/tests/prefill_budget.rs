@@ -218,6 +218,7 @@ fn nothing_starves_and_no_answer_changes() {
             max_running: 4,
             max_waiting: 100,
             max_rows: 40,
+            fixed_rows: 14,
             pace,
             ..EngineConfig::single("tiny", CONTEXT)
         };

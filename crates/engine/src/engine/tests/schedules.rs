@@ -56,6 +56,7 @@ fn sizes() -> impl Strategy<Value = EngineConfig> {
             max_running,
             max_waiting,
             max_rows: max_running + rows,
+            fixed_rows: 14,
             pace: StepTimeTarget::Auto,
             drafts,
             strict: false,

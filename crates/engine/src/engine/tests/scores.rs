@@ -19,6 +19,7 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
         max_running,
         max_waiting: 100,
         max_rows,
+        fixed_rows: 14,
         pace: StepTimeTarget::Auto,
         drafts: max_rows % 2,
         ..EngineConfig::single("tiny", CONTEXT)

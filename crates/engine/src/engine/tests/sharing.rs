@@ -20,6 +20,7 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 20,
         max_rows: 40,
+        fixed_rows: 14,
         pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,

@@ -19,6 +19,7 @@ fn other_sizes() -> EngineConfig {
         max_running: 3,
         max_waiting: 2,
         max_rows: 17,
+        fixed_rows: 14,
         pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,

@@ -28,6 +28,7 @@ fn sizes() -> EngineConfig {
         max_running: 4,
         max_waiting: 100,
         max_rows: 19,
+        fixed_rows: 14,
         pace: StepTimeTarget::Auto,
         drafts: 0,
         strict: false,
