@@ -8,6 +8,7 @@ mod awake;
 pub mod connection;
 mod environment;
 pub mod host;
+mod relay;
 pub mod remote;
 
 use std::ffi::OsString;

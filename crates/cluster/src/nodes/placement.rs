@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::agent::NodeFacts;
 use super::member::Life;
+use super::reach::BrokenPairs;
 pub use super::registers::EPOCH_UNWANTED;
 use super::{InstanceId, NodeId, RegisterKey, Registers};
 
@@ -63,6 +64,9 @@ pub struct InstanceSpec {
     pub named: bool,
     /// The split, as `--split` names it.
     pub split: String,
+    /// Whether the owner relays between nodes that cannot speak: a pipeline on nodes that it reaches.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub relayed: bool,
     /// Decode tokens in a thousand seconds that each split of `nodes` is predicted to give, where
     /// the user left the split open; empty otherwise.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -337,6 +341,14 @@ impl InstanceSpec {
     pub fn is_on_mlx(&self, node: NodeId) -> bool {
         let class: Result<KernelClass, _> = self.class_of(node).parse();
         class.is_ok_and(KernelClass::is_mlx)
+    }
+
+    /// The most of `nodes` that can have ranks of it together, with the first of them.
+    pub fn together(&self, broken: &BrokenPairs, nodes: &[NodeId]) -> Vec<NodeId> {
+        match self.relayed {
+            true => broken.reached(nodes),
+            false => broken.group(nodes),
+        }
     }
 
     /// Whether it has several nodes and MLX computes on one of them, which allows no split of a

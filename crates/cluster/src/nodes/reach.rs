@@ -1,7 +1,8 @@
 //! Which nodes can speak to each other: a graph, by the paths that each node measures.
 //!
 //! A node may reach two others that do not reach each other. Ranks of a group connect each to each,
-//! so an instance runs on a set of nodes without a broken pair.
+//! so an instance runs on a set of nodes without a broken pair. A pipeline may also run on a
+//! [`star`](BrokenPairs::star), whose first node relays between the others.
 
 use std::collections::BTreeSet;
 
@@ -66,6 +67,41 @@ impl BrokenPairs {
             &mut sets,
         );
         best
+    }
+
+    /// The nodes that the first of `nodes` can speak to, after it, in order.
+    pub fn reached(&self, nodes: &[NodeId]) -> Vec<NodeId> {
+        let Some(first) = nodes.first() else {
+            return Vec::new();
+        };
+        let is_reached = |id: &&NodeId| !self.contains(*first, **id);
+        nodes.iter().filter(is_reached).copied().collect()
+    }
+
+    /// `count` of `nodes`, of which the first can speak to all others: it is the earliest such
+    /// node. Each further one can speak to the one before it where an earlier choice allows that.
+    /// Prefers nodes that can all speak. `None` if no node reaches as many.
+    pub fn star(&self, nodes: &[NodeId], count: usize) -> Option<Vec<NodeId>> {
+        let of = |hub: &NodeId| {
+            let others = nodes.iter().filter(|id| *id != hub);
+            let all: Vec<NodeId> = std::iter::once(hub).chain(others).copied().collect();
+            self.reached(&all)
+        };
+        let all = nodes.iter().map(of).find(|all| all.len() >= count)?;
+        let mut left = self.group(&all);
+        left.extend(
+            all.iter()
+                .filter(|id| !left.contains(id))
+                .collect::<Vec<_>>(),
+        );
+        left.truncate(count);
+        let mut order = Vec::with_capacity(count);
+        while !left.is_empty() {
+            let speaks = |id: &NodeId| order.last().is_none_or(|last| !self.contains(*last, *id));
+            let next = left.iter().position(speaks).unwrap_or(0);
+            order.push(left.remove(next));
+        }
+        Some(order)
     }
 
     /// Removes nodes of `set` until no broken pair is left; `best` becomes the largest result.
@@ -136,6 +172,21 @@ mod tests {
         assert_eq!(group(3, &[(0, 1)]), [0, 2], "the first one stays");
         assert_eq!(group(3, &[(0, 1), (0, 2)]), [0]);
         assert_eq!(group(6, &[(1, 2), (2, 3), (3, 4), (4, 5)]), [0, 1, 3, 5]);
+    }
+
+    #[test]
+    fn a_star_has_the_node_that_reaches_the_others_first() {
+        let star = |count: usize, pairs: &[(usize, usize)], wanted: usize| {
+            let broken: BrokenPairs = pairs.iter().map(|(a, b)| (node(*a), node(*b))).collect();
+            let nodes: Vec<NodeId> = (0..count).map(node).collect();
+            let star = broken.star(&nodes, wanted)?;
+            Some(star.into_iter().map(|id| id.0[0]).collect::<Vec<_>>())
+        };
+        assert_eq!(star(3, &[(0, 2)], 3), Some(vec![1, 0, 2]), "three in a row");
+        assert_eq!(star(3, &[(1, 2)], 3), Some(vec![0, 1, 2]));
+        assert_eq!(star(3, &[(0, 1), (0, 2)], 3), None, "0 is alone");
+        assert_eq!(star(4, &[(1, 2)], 4), Some(vec![0, 1, 3, 2]), "neighbours");
+        assert_eq!(star(4, &[(1, 2)], 3), Some(vec![0, 1, 3]), "all can speak");
     }
 
     /// All subsets of up to eight nodes, from 500 seeds.

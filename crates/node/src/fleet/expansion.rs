@@ -247,7 +247,7 @@ impl Inner {
         };
         let speaks = |nodes: &[NodeId]| {
             let broken = self.agent.broken_pairs(nodes);
-            broken.group(nodes).len() == nodes.len()
+            wanted.together(&broken, nodes).len() == nodes.len()
         };
         let mut nodes = wanted.nodes.clone();
         if homes.any(is_back) {

@@ -96,8 +96,8 @@ impl InstanceNodes {
         all
     }
 
-    /// The live nodes of the instance that can all speak to each other and to this one, which
-    /// comes first. `further` ones may run ranks of it, too.
+    /// The live nodes of the instance that can have ranks together with this one, which comes
+    /// first: all can speak, or this one relays. `further` ones may run ranks of it, too.
     fn speaking(&self, further: &[NodeId]) -> Vec<NodeId> {
         let own = self.agent.id();
         let mut all = vec![own];
@@ -106,7 +106,12 @@ impl InstanceNodes {
                 all.push(*id);
             }
         }
-        self.broken_pairs(&all).group(&all)
+        self.wanted.together(&self.broken_pairs(&all), &all)
+    }
+
+    /// Whether no path between two nodes answers.
+    fn is_apart(&self, a: NodeId, b: NodeId) -> bool {
+        self.route(a, b).is_none() || !self.broken_pairs(&[a, b]).is_empty()
     }
 
     /// The pairs of `nodes` that cannot speak, as measured. A pair that failed and has no measured
@@ -223,6 +228,13 @@ impl WorkerHosts for InstanceNodes {
         self.agent.route(from, to)
     }
 
+    fn relays_at(&self, from: NodeId, to: NodeId) -> Option<IpAddr> {
+        let own = self.agent.id();
+        let is_between = self.wanted.relayed && from != own && to != own && from != to;
+        let is_needed = is_between && self.is_apart(from, to);
+        is_needed.then(|| self.route(from, own))?.map(|it| it.ip())
+    }
+
     fn is_trusted(&self, nodes: &[NodeId]) -> bool {
         let views = self.agent.nodes();
         let trusts = |id: NodeId, interface: &String| {
@@ -272,7 +284,8 @@ impl WorkerHosts for InstanceNodes {
         if nodes.iter().any(|id| doubted.contains(id)) {
             self.agent.measure(nodes, paths::PathProbe::Latency);
             let until = Instant::now() + TOLD_LIMIT;
-            while self.broken_pairs(nodes).is_empty() && Instant::now() < until {
+            let is_relayed = self.wanted.relayed;
+            while !is_relayed && self.broken_pairs(nodes).is_empty() && Instant::now() < until {
                 std::thread::sleep(TOLD_LIMIT / 20);
             }
         } else {
@@ -336,7 +349,10 @@ impl InstanceNodes {
         let mut both = speaking.clone();
         both.extend(&all);
         let broken = self.broken_pairs(&both);
-        all.retain(|id| broken.suits(*id, &speaking));
+        all.retain(|id| match self.wanted.relayed {
+            true => !broken.contains(*id, self.agent.id()),
+            false => broken.suits(*id, &speaking),
+        });
         let spares = lock(&self.spares);
         let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
         all.sort_by_key(|id| {

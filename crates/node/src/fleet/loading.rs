@@ -35,6 +35,9 @@ const FACTS_WAIT: Duration = Duration::from_secs(5);
 /// Longest wait for paths that answer again. Both ends find that out by pings some seconds apart.
 const PATHS_WAIT: Duration = Duration::from_secs(10);
 
+/// How long a load waits for these paths where an instance can do without them, by a relay.
+const RELAY_AFTER: Duration = Duration::from_secs(2);
+
 /// Time between two looks at these paths.
 const PATHS_EVERY: Duration = Duration::from_millis(200);
 
@@ -78,7 +81,7 @@ impl Inner {
         }
         self.check_apart(&readers, &all)?;
         for nodes in &groups {
-            self.measure_unknown(nodes);
+            self.measure_rates(nodes);
             for way in self.ways_told(nodes) {
                 (self.spec.tell)(&format!("{}: {way}", ask.model));
             }
@@ -126,7 +129,14 @@ impl Inner {
                 replica,
                 ..one.clone()
             };
-            self.plan_record(ask, path, &mut record)?;
+            match self.relayed(ask, &record.nodes) {
+                Some(ask) => {
+                    record.relayed = true;
+                    record.split = ask.split.to_string();
+                    self.plan_record(&ask, path, &mut record)?;
+                }
+                None => self.plan_record(ask, path, &mut record)?,
+            }
             Ok::<_, String>(record)
         };
         let records: Result<Vec<InstanceSpec>, String> =
@@ -434,32 +444,64 @@ impl Inner {
         if each.len() != nodes.len() {
             return Err("a node is named twice".to_owned());
         }
-        let broken = self.broken_unless(&nodes, BrokenPairs::is_empty);
-        match broken.iter().next() {
-            None => Ok(nodes),
-            Some((a, b)) => Err(no_path(&self.name(a), &self.name(b))),
+        let star = |broken: &BrokenPairs| broken.star(&nodes, nodes.len());
+        let is_relayed = |broken: &BrokenPairs| may_relay(ask) && star(broken).is_some();
+        let broken = self.broken_unless(&nodes, BrokenPairs::is_empty, is_relayed);
+        match (broken.iter().next(), star(&broken)) {
+            (None, _) => Ok(nodes),
+            (Some(_), Some(star)) if may_relay(ask) => Ok(star),
+            (Some((a, b)), _) => Err(no_path(&self.name(a), &self.name(b))),
         }
     }
 
-    /// Pairs of `nodes` that cannot speak. Measures again what was broken before, for some seconds.
+    /// The request for a pipeline, where the owner has to relay between two of `nodes`; the first
+    /// one is the owner.
+    fn relayed(&self, ask: &LoadRequest, nodes: &[NodeId]) -> Option<LoadRequest> {
+        let (a, b) = preview::pairs(nodes).find(|(a, b)| self.is_apart(*a, *b))?;
+        let owner = nodes.first().filter(|_| may_relay(ask))?;
+        let names = [a, b, *owner].map(|id| self.name(id));
+        (self.spec.tell)(&format!(
+            "{}: a pipeline; {} relays: {}",
+            ask.model,
+            names[2],
+            no_path(&names[0], &names[1])
+        ));
+        Some(LoadRequest {
+            split: SplitKind::Pipeline,
+            ..ask.clone()
+        })
+    }
+
+    /// Pairs of `nodes` that cannot speak. Measures again what was broken before, and what never
+    /// answered, for some seconds.
     pub(super) fn broken_now(&self, nodes: &[NodeId]) -> BrokenPairs {
-        let known = self.agent.broken_pairs(nodes);
-        if !known.is_empty() {
-            self.agent.measure(nodes, PathProbe::Latency);
-            return self.agent.broken_pairs(nodes);
+        let known = || -> BrokenPairs {
+            let pairs = preview::pairs(nodes);
+            pairs.filter(|(a, b)| self.is_apart(*a, *b)).collect()
+        };
+        let before = known();
+        if before.is_empty() {
+            return before;
         }
-        known
+        self.agent.measure(nodes, PathProbe::Latency);
+        known()
     }
 
-    /// As [`broken_now`](Self::broken_now), but measures again until `enough`, for [`PATHS_WAIT`].
+    /// As [`broken_now`](Self::broken_now), but measures again until `enough`, for [`PATHS_WAIT`];
+    /// for [`RELAY_AFTER`] if `is_relayed`.
     fn broken_unless(
         &self,
         nodes: &[NodeId],
         enough: impl Fn(&BrokenPairs) -> bool,
+        is_relayed: impl Fn(&BrokenPairs) -> bool,
     ) -> BrokenPairs {
-        let until = Instant::now() + PATHS_WAIT;
+        let began = Instant::now();
         let mut broken = self.broken_now(nodes);
-        while !enough(&broken) && Instant::now() < until {
+        let waits = |broken: &BrokenPairs| match is_relayed(broken) {
+            true => RELAY_AFTER,
+            false => PATHS_WAIT,
+        };
+        while !enough(&broken) && began.elapsed() < waits(&broken) {
             std::thread::sleep(PATHS_EVERY);
             broken = self.broken_now(nodes);
         }
@@ -481,9 +523,14 @@ impl Inner {
             return Err(format!("{count} nodes are wanted and {live} live{notes}"));
         }
         let suffice = |broken: &BrokenPairs| broken.group(&order).len() >= count;
-        let broken = self.broken_unless(&order, suffice);
+        let star = |broken: &BrokenPairs| broken.star(&order, count);
+        let is_relayed = |broken: &BrokenPairs| may_relay(ask) && star(broken).is_some();
+        let broken = self.broken_unless(&order, suffice, is_relayed);
         let mut speaking = broken.group(&order);
         if speaking.len() < count {
+            if let Some(star) = star(&broken).filter(|_| may_relay(ask)) {
+                return Ok(star);
+            }
             let told = |(a, b)| format!("; {}", no_path(&self.name(a), &self.name(b)));
             let (live, paths) = (speaking.len(), broken.iter().map(told).collect::<String>());
             return Err(format!(
@@ -569,4 +616,10 @@ impl Inner {
         }
         Ok(ids.len())
     }
+}
+
+/// Whether an instance may run on nodes that cannot all speak: a tensor split would send each of
+/// its sums over the relay.
+fn may_relay(ask: &LoadRequest) -> bool {
+    matches!(ask.split, SplitKind::Auto | SplitKind::Pipeline) && ask.replicas < 2
 }

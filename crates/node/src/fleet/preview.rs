@@ -234,7 +234,17 @@ impl Inner {
         let is_known = |(from, to): (NodeId, NodeId)| {
             let way = self.way(from, to);
             way.is_some_and(|way| way.bytes_per_s.is_some())
-        };
+        });
+    }
+
+    /// As [`measure_unknown`](Self::measure_unknown), but pairs without a route were measured
+    /// before.
+    pub(super) fn measure_rates(&self, nodes: &[NodeId]) {
+        self.measure_unless(nodes, |way| way.is_none_or(|way| way.bytes_per_s.is_some()));
+    }
+
+    fn measure_unless(&self, nodes: &[NodeId], is_enough: impl Fn(Option<paths::Path>) -> bool) {
+        let is_known = |(from, to): (NodeId, NodeId)| is_enough(self.way(from, to));
         if pairs(nodes).all(is_known) {
             return;
         }

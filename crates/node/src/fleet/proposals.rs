@@ -50,6 +50,10 @@ impl Inner {
             Ok(machines) => machines,
             Err(reason) => return (Vec::new(), vec![reason]),
         };
+        let kind = match pairs(&each_once(ranks).0).any(|(a, b)| self.is_apart(a, b)) {
+            true if kind == SplitKind::Auto => SplitKind::Pipeline,
+            _ => kind,
+        };
         machines.wide = engines.is_wide() || config.family.needs_wide_activations();
         let (mut proposals, mut reasons) = (Vec::new(), Vec::new());
         for on_mlx in engine_sets((config, forecast), engines, &machines) {
@@ -228,7 +232,6 @@ impl Inner {
                     "no way from {from} to {to} answers: `paceline doctor --peer {to}` on {from}"
                 )
             };
-            let path = self.way(from, to).ok_or_else(unknown)?;
             let ends = (at(from).unwrap_or(0), at(to).unwrap_or(0));
             let direct = || self.way(from, to).map(|path| link_of(ends, &path));
             let relayed = || self.relayed_link((from, to), nodes, ends);

@@ -74,8 +74,13 @@ impl Inner {
         let left: Vec<NodeId> = wanted.nodes.iter().copied().filter(lives).collect();
         let mut others = self.others(wanted, &left.iter().copied().collect());
         let broken = self.agent.broken_pairs(&[&left[..], &others].concat());
-        let left = broken.group(&left);
-        others.retain(|id| broken.suits(*id, &left));
+        let left = wanted.together(&broken, &left);
+        others.retain(|id| match wanted.relayed {
+            true => !left
+                .first()
+                .is_some_and(|first| broken.contains(*first, *id)),
+            false => broken.suits(*id, &left),
+        });
         let rooms = self.rooms_beside(Some(id), wanted);
         let part = |n: usize| part_bytes(wanted, n);
         match filled(&left, &others, &rooms, part) {
@@ -209,7 +214,7 @@ fn over(wanted: &InstanceSpec, nodes: Vec<NodeId>) -> InstanceSpec {
     let mut next = wanted.clone();
     if nodes.len() < wanted.nodes.len() {
         next.split = split_of_fewer(next.split);
-    } else if nodes.len() > wanted.nodes.len() {
+    } else if nodes.len() > wanted.nodes.len() && !wanted.relayed {
         // A layer may have too few leaves for this number of nodes.
         next.split = SPLIT_ANY.to_owned();
     }

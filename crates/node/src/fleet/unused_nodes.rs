@@ -92,9 +92,17 @@ impl OwnedInstance {
             Life::Left => return Some("it left the cluster".to_owned()),
             Life::Alive | Life::Suspect => {}
         }
-        let both: Vec<NodeId> = now.iter().copied().chain([id]).collect();
+        let both: Vec<NodeId> = now
+            .iter()
+            .copied()
+            .chain([id, self.wanted.nodes[0]])
+            .collect();
         let broken = inner.agent.broken_pairs(&both);
-        let other = now.iter().find(|other| broken.contains(id, **other));
+        let others = match self.wanted.relayed {
+            true => &self.wanted.nodes[..1],
+            false => now,
+        };
+        let other = others.iter().find(|other| broken.contains(id, **other));
         match other {
             Some(other) => Some(no_path(&inner.name(id), &inner.name(*other))),
             None if self.unused.is_lacking(id) => Some("it could not get the model".to_owned()),

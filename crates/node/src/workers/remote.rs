@@ -8,7 +8,7 @@ mod spare;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -22,6 +22,7 @@ use super::connection::{
     ConnectionError, MessageConnection, SilenceTimer, receive_message, send_message,
 };
 use super::host::{BEAT, FromHost, ModelName, SILENCE, ToHost};
+use super::relay::Relay;
 use super::{InstanceWorkers, WorkerSite};
 use crate::Error;
 use crate::messages::{FromWorker, RankCables, ToWorker};
@@ -67,6 +68,12 @@ pub trait WorkerHosts: Send + Sync + fmt::Debug {
     /// The best measured address at which a worker on `from` reaches one on `to`; the port has no
     /// meaning.
     fn route(&self, from: NodeId, to: NodeId) -> Option<SocketAddr>;
+
+    /// This machine's address for ranks on `from` if they reach those on `to` through it alone.
+    fn relays_at(&self, from: NodeId, to: NodeId) -> Option<IpAddr> {
+        let (_, _) = (from, to);
+        None
+    }
 
     /// Whether all routes between `nodes`, as [`route`](Self::route) returns them, are on networks
     /// trusted for plaintext. False if a route is missing.
@@ -120,6 +127,8 @@ pub struct RemoteWorkers {
     /// Number of the next spare worker.
     next_spare: AtomicU64,
     epochs: Mutex<Epochs>,
+    /// By the rank that dials and the other one, where their machines cannot speak.
+    relays: Mutex<BTreeMap<(Rank, Rank), Relay>>,
     /// Set before the workers are ended, so that a standby that starts meanwhile is ended too.
     over: AtomicBool,
 }
@@ -206,6 +215,7 @@ impl RemoteWorkers {
             inbox: Arc::new(inbox),
             next_spare: AtomicU64::new(SPARE_STEP),
             epochs: Mutex::default(),
+            relays: Mutex::default(),
             over: AtomicBool::new(false),
         }
     }
@@ -476,7 +486,30 @@ impl RemoteWorkers {
             place.set_port(addr.port());
             place
         };
-        addrs.iter().enumerate().map(seen).collect()
+        let seen = addrs.iter().enumerate().map(seen);
+        let relayed = |(to, seen): (u32, SocketAddr)| {
+            let relay = self.relay(rank, Rank(to), addrs[to as usize]);
+            relay.unwrap_or(seen)
+        };
+        (0..).zip(seen).map(relayed).collect()
+    }
+
+    /// The address of a new relay where the machines of two ranks cannot speak. The higher rank
+    /// dials. `addr` is the listen address of the lower one. `None` also if the system refuses a
+    /// relay: the ranks then do not join, and the epoch fails.
+    fn relay(&self, rank: Rank, to: Rank, mut addr: SocketAddr) -> Option<SocketAddr> {
+        let ends = self.node_of(rank).zip(self.node_of(to));
+        let (from, there) = ends.filter(|_| rank > to)?;
+        let at = self.places.relays_at(from, there);
+        let mut relays = lock(&self.relays);
+        relays.remove(&(rank, to)); // of an earlier epoch
+        let at = at?;
+        if addr.ip().is_unspecified() {
+            let told = lock(self.seat(to)).as_ref().and_then(|seat| seat.listen);
+            addr.set_ip(told?.ip());
+        }
+        let relay = Relay::start(at, addr).ok()?;
+        Some(relays.entry((rank, to)).or_insert(relay).addr())
     }
 }
 
@@ -609,6 +642,7 @@ impl InstanceWorkers for RemoteWorkers {
     fn end(&self, _grace: Duration) {
         self.over.store(true, Ordering::SeqCst);
         (0..self.seats.len() as u32).for_each(|rank| self.stop(Rank(rank)));
+        lock(&self.relays).clear();
         let spares = self.spares.iter().filter_map(|slot| lock(slot).take());
         let spares: Vec<Spare> = spares.collect(); // the locks are free again
         spares.into_iter().for_each(|spare| spare.seat.end());
@@ -803,6 +837,8 @@ impl Inbox {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
+    use std::net::{TcpListener, TcpStream};
     use std::path::PathBuf;
 
     use paceline_base::testing::Stopwatch;
@@ -844,6 +880,12 @@ mod tests {
             seventh
                 .map(|id| (*id, "no path answers".to_owned()))
                 .collect()
+        }
+
+        /// The third machine and the first one speak through this one alone.
+        fn relays_at(&self, from: NodeId, to: NodeId) -> Option<IpAddr> {
+            let ends = [from.0[0], to.0[0]];
+            (ends == [1, 3] || ends == [3, 1]).then_some(Ipv4Addr::LOCALHOST.into())
         }
 
         fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String> {
@@ -1136,6 +1178,26 @@ mod tests {
                 .iter()
                 .all(|(_, it)| it.rank() != Rank(0))
         );
+    }
+
+    #[test]
+    fn the_higher_rank_dials_a_relay_where_two_machines_cannot_speak() {
+        let (crew, hosts, _) = crew_of::<3>(3);
+        for (rank, host) in (0..3).map(Rank).zip(&hosts) {
+            send_message(host, &started()).unwrap();
+            crew.start(rank).unwrap();
+        }
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let addrs = [listener.local_addr().unwrap(); 3];
+        assert_eq!(crew.seen_by(Rank(0), &addrs), addrs, "it dials none");
+        assert_eq!(crew.seen_by(Rank(1), &addrs), addrs, "it reaches both");
+        let seen = crew.seen_by(Rank(2), &addrs);
+        assert_eq!(seen[1..], addrs[1..]);
+        assert_ne!(seen[0], addrs[0]);
+        let mut dialled = TcpStream::connect(seen[0]).unwrap();
+        listener.accept().unwrap();
+        crew.end(Duration::ZERO);
+        assert_eq!(dialled.read(&mut [0]).unwrap_or(0), 0, "the relay is gone");
     }
 
     #[test]
