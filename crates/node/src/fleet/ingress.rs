@@ -36,11 +36,15 @@ const REPLIES_MAX: usize = 16_384;
 const OPEN_MAX: usize = 1024;
 
 /// Interval at which a thread checks whether it is still needed.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Longest time without an owner before answers are lost: detection, a new placement and the load
 /// of a large model from disk.
 const OWNERLESS_LIMIT: Duration = Duration::from_secs(120);
+
+/// Longest time without a path to an owner that lives before new requests are refused. A cut path
+/// is known, and another one found, within seconds.
+const CUT_OFF_LIMIT: Duration = Duration::from_secs(10);
 
 /// Time after which an owner that returned a request, and still answers, is not shutting down. A
 /// departing owner returns its requests first; it checks every [`LOOK_EVERY`] whether it still owns
@@ -51,9 +55,11 @@ const SETTLED_AFTER: Duration = Duration::from_secs(1);
 const AGAIN_MAX: u8 = 3;
 
 #[derive(Serialize, Deserialize)]
-enum ToOwner {
+pub(super) enum ToOwner {
     /// The first message.
     Instance(u64),
+    /// The first message to a third node, which passes the others on to the owner.
+    Through(u64),
     Submit {
         ticket: Ticket,
         request: Box<GenerationRequest>,
@@ -83,6 +89,7 @@ pub(super) fn parse(bytes: &[u8]) {
 pub(super) fn answer(inner: &Arc<Inner>, line: &Arc<dyn MessageConnection>) {
     let id = match receive_message(&**line, LOOK_EVERY * 10) {
         Ok(Some(ToOwner::Instance(id))) => InstanceId(id),
+        Ok(Some(ToOwner::Through(id))) => return inner.pass_on(line, InstanceId(id)),
         _ => return line.close(),
     };
     if let Some(instance) = inner.ready_instance(id) {
@@ -181,7 +188,7 @@ fn listen(
                     instance.cancel(own);
                 }
             }
-            Some(ToOwner::Instance(_)) => {
+            Some(ToOwner::Instance(_) | ToOwner::Through(_)) => {
                 return Err(ConnectionError::new("the entry said it twice"));
             }
             None => {}
@@ -487,6 +494,10 @@ impl Ingress {
             } else if since.elapsed() > OWNERLESS_LIMIT {
                 let said = report(&inner.agent.map(), self.id).and_then(|it| it.reason);
                 self.lose(&said.unwrap_or_else(|| "no node owns the model any more".to_owned()));
+            } else if since.elapsed() > CUT_OFF_LIMIT
+                && let Some(reason) = inner.why_cut_off(self.id)
+            {
+                self.refuse(&reason);
             }
             drop(inner);
             std::thread::sleep(LOOK_EVERY);
@@ -499,7 +510,6 @@ impl Ingress {
     /// Connects to the owner, if it has the instance, and submits all open requests.
     fn connect(&self, inner: &Arc<Inner>) -> Option<Arc<dyn MessageConnection>> {
         let line = inner.reach_owner(self.id)?;
-        send_message(&*line, &ToOwner::Instance(self.id.0)).ok()?;
         let Ok(Some(ToIngress::Ready)) = receive_message(&*line, LOOK_EVERY * 10) else {
             return None;
         };
@@ -623,6 +633,20 @@ impl Ingress {
         }
     }
 
+    /// Fails the requests whose answers have not begun; the others wait for the owner.
+    fn refuse(&self, reason: &str) {
+        let mut state = lock(&self.state);
+        let all = std::mem::take(&mut state.requests).into_iter();
+        let (begun, new): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            all.partition(|(_, asked)| asked.has_begun());
+        state.requests = begun;
+        drop(state);
+        for mut sink in new.into_values().filter_map(|asked| asked.sink) {
+            let reason = reason.to_owned();
+            sink(Reply::Failed(RequestFailure::Unavailable { reason }));
+        }
+    }
+
     fn lose(&self, reason: &str) {
         let all = std::mem::take(&mut lock(&self.state).requests);
         for mut sink in all.into_values().filter_map(|asked| asked.sink) {
@@ -713,7 +737,7 @@ pub(super) mod testing {
                     Some(format!("submit {} after {tokens:?}", ticket.0))
                 }
                 Ok(Some(ToOwner::Cancel(ticket))) => Some(format!("cancel {}", ticket.0)),
-                Ok(Some(ToOwner::Instance(_))) => Some("instance".to_owned()),
+                Ok(Some(ToOwner::Instance(_) | ToOwner::Through(_))) => Some("instance".to_owned()),
                 Ok(None) => None,
                 Err(_) => Some("closed".to_owned()),
             }

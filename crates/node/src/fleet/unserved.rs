@@ -74,7 +74,7 @@ impl Inner {
     }
 
     /// Addresses of the HTTP API of an instance's owner.
-    fn api_of(&self, wanted: &InstanceSpec) -> Vec<SocketAddr> {
+    pub(super) fn api_of(&self, wanted: &InstanceSpec) -> Vec<SocketAddr> {
         let mut views = self.agent.nodes().into_iter();
         let owner = views.find(|view| view.id == wanted.nodes[0]);
         owner.map_or_else(Vec::new, |owner| owner.facts.api)
