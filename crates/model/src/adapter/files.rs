@@ -158,9 +158,11 @@ impl Adapter {
             "model"
         };
         let mut tensors = tensors::read(&weights)?;
-        if form == Form::Mlx {
-            tensors = tensors.into_iter().map(from_mlx).collect();
-        }
+        tensors = match form {
+            Form::Mlx => tensors.into_iter().map(from_mlx).collect(),
+            Form::Peft | Form::Gguf => without_adapter_name(tensors)
+                .map_err(|reason| Error::malformed(&weights, reason))?,
+        };
         tensors.sort_by(|a, b| order(&a.0).cmp(&order(&b.0)));
         let adapter = Self {
             rank,
@@ -304,6 +306,17 @@ impl Adapter {
 
     /// Whether all tensors are pairs that fit each other.
     fn check(&self, path: &Path) -> Result<(), Error> {
+        let other = self
+            .tensors
+            .iter()
+            .find(|(name, ..)| matrix_of(name).is_none());
+        if let Some((name, ..)) = other {
+            let reason = format!(
+                "tensor {name} is not supported: an adapter has pairs of \
+                 {PREFIX}MATRIX.lora_A.weight and .lora_B.weight"
+            );
+            return Err(Error::malformed(path, reason));
+        }
         let (twos, rest) = self.tensors.as_chunks::<2>();
         if let Some((name, _, _)) = rest.first() {
             return Err(Error::malformed(
@@ -314,7 +327,7 @@ impl Adapter {
         for [a, b] in twos {
             let halves = a.0.ends_with("lora_A.weight") && b.0.ends_with("lora_B.weight");
             if !halves || matrix_of(&a.0) != matrix_of(&b.0) {
-                let reason = format!("tensors {} and {} are no pair of LoRA", a.0, b.0);
+                let reason = format!("tensors {} and {} are of different matrices", a.0, b.0);
                 return Err(Error::malformed(path, reason));
             }
             let fits =
@@ -393,6 +406,40 @@ fn matrix_of(name: &str) -> Option<&str> {
     let stem = name.strip_prefix(PREFIX)?;
     stem.strip_suffix(".lora_A.weight")
         .or_else(|| stem.strip_suffix(".lora_B.weight"))
+}
+
+/// Tensors by PEFT's names. `state_dict()` and DeepSpeed leave the adapter's own name in them, such
+/// as `lora_A.default.weight`.
+///
+/// # Errors
+/// Adapters of several names.
+fn without_adapter_name(tensors: Vec<Named>) -> Result<Vec<Named>, String> {
+    let own_name = |name: &str| {
+        let (_, rest) = name
+            .split_once(".lora_A.")
+            .or(name.split_once(".lora_B."))?;
+        Some(rest.strip_suffix(".weight")?.to_owned())
+    };
+    let mut names: Vec<String> = tensors.iter().filter_map(|t| own_name(&t.0)).collect();
+    names.sort_unstable();
+    names.dedup();
+    let [own] = names.as_slice() else {
+        return match names.is_empty() {
+            true => Ok(tensors),
+            false => Err(format!(
+                "has the adapters {}, expected one",
+                names.join(", ")
+            )),
+        };
+    };
+    let shorter = |name: String| match name.strip_suffix(&format!(".{own}.weight")) {
+        Some(stem) => format!("{stem}.weight"),
+        None => name,
+    };
+    let tensors = tensors.into_iter();
+    Ok(tensors
+        .map(|(name, shape, values)| (shorter(name), shape, values))
+        .collect())
 }
 
 /// Layers by number, and in them the order of names.
