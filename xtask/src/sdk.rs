@@ -14,6 +14,8 @@
 //!   +--starts--> tools_python.py, tools_js.mjs, openapi_fuzz.py
 //!   +--starts--> agents.py --> Claude Code, Codex, OpenCode (the long run only)
 //!   +--starts--> langchain_python.py, litellm_python.py, ... (the long run only)
+//!
+//! xtask --starts--> scripts/cases/run.py --starts--> paceline up with tiny models, and commands
 //! ```
 //!
 //! The shell ends the server when its standard input does: also when this program is killed.
@@ -50,6 +52,7 @@ pub(crate) fn run(
     }
     let binary = binary.map_or_else(|| build(see), Ok)?;
     let (tools, others): (Vec<_>, Vec<_>) = clients.iter().partition(|client| client.wants_tools);
+    tally.add(drive_cases(&binary, &model, see)?);
     let server = TestServer::start(&binary, &model)?;
     tally.add(drive_all(&others, server, extent, see)?);
     let scripted = build_target(&["--workspace", "--example", "scripted"], see)?;
@@ -65,6 +68,16 @@ pub(crate) fn run(
         tally.add(drive_libraries(&scripted, see)?);
     }
     Ok(tally)
+}
+
+/// Runs the cases of users of other programs, which start a server of their own.
+fn drive_cases(binary: &Path, model: &Path, see: &mut impl FnMut(&str)) -> Result<TestTally> {
+    see("-- cases");
+    let mut command = Command::new("python3");
+    command.arg(repo::root().join("scripts/cases/run.py"));
+    command.arg(binary).env("PACELINE_MODEL", model);
+    command.env("PYTHONDONTWRITEBYTECODE", "1");
+    stream("cases", command, see)
 }
 
 /// Runs the available libraries against the scripted server; missing ones are skipped by name.
