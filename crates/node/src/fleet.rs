@@ -55,6 +55,7 @@ mod manifest;
 mod node_connection;
 mod one_machine;
 mod owner;
+mod owner_routes;
 pub(crate) mod partial_file;
 pub(crate) mod prefixes;
 mod preview;
@@ -1134,23 +1135,6 @@ impl Inner {
 
     fn is_wanted(&self, id: InstanceId) -> bool {
         placement::wanted(&self.agent.map()).any(|(other, ..)| other == id)
-    }
-
-    /// Opens a connection to the owner of an instance, which may be this node.
-    fn reach_owner(self: &Arc<Self>, id: InstanceId) -> Option<Arc<dyn MessageConnection>> {
-        let map = self.agent.map();
-        let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
-        let owner = wanted.nodes[0];
-        if owner == self.agent.id() {
-            return ingress::here(self);
-        }
-        // A frozen machine still accepts connections: a request would cost the whole limit while
-        // its successor gets ready.
-        if !matches!(self.agent.life(owner), Life::Alive | Life::Suspect) {
-            return None;
-        }
-        let channel = self.agent.open(owner, ANSWERS, OWNER_LIMIT).ok()?;
-        Some(Arc::new(NodeConnection(channel)))
     }
 
     /// Kind and kernel classes of an instance.

@@ -231,8 +231,7 @@ impl Inner {
 
     /// Makes all of `nodes` measure their routes unless every pair is known.
     pub(super) fn measure_unknown(&self, nodes: &[NodeId]) {
-        let is_known = |(from, to): (NodeId, NodeId)| {
-            let way = self.way(from, to);
+        self.measure_unless(nodes, |way| {
             way.is_some_and(|way| way.bytes_per_s.is_some())
         });
     }
