@@ -1,4 +1,4 @@
-//! Two machines with two cables:
+//! Two machines with two cables, and three in a row:
 //!
 //! - which cable is used;
 //! - what happens when it is pulled or its addresses change;
@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{TestMachine, live::join_by_token, machines, said, train, until, until_ready};
 use crate::common::namespaces::{NamespaceNetwork, ip};
@@ -60,6 +60,33 @@ fn asked(host: &TestMachine) -> Value {
     let (answer, said) = host.answer(MODEL, &[]);
     assert!(said.contains("asking the instance"), "{said}");
     answer["tokens"].clone()
+}
+
+/// The first and the last machine never reach each other. They compute together as a pipeline, and
+/// the last one answers with an instance of the first.
+#[test]
+fn three_machines_in_a_row_compute_and_answer() {
+    let test = "three machines in a row";
+    let network = NamespaceNetwork::new(&format!("pr{}x", std::process::id()), 3, test);
+    let Some(network) = network else { return };
+    let Some(mut hosts) = machines(&network, test) else {
+        return;
+    };
+    network.part(&[0, 2]).unwrap();
+    FAMILIES[0].write(&hosts[0].home.path().join(MODEL));
+    form(&mut hosts, &[]);
+    hosts[0].told(&["load", MODEL, "--nodes", "3", "--threads", "1"]);
+    until_ready(&hosts[0], &hosts[2]);
+    let shown: Value = serde_json::from_str(&hosts[2].told(&["ps", "--json"])).unwrap();
+    assert_eq!(shown[0]["nodes"], json!(["n1", "n0", "n2"]), "n1 relays");
+    assert_eq!(shown[0]["split"], "pipeline");
+    let by_three = asked(&hosts[0]);
+    assert_eq!(asked(&hosts[2]), by_three);
+
+    hosts[0].told(&["unload", MODEL]);
+    hosts[0].told(&["load", MODEL, "--nodes", "n0", "--threads", "1"]);
+    until_ready(&hosts[0], &hosts[2]);
+    assert_eq!(asked(&hosts[2]), by_three, "through n1");
 }
 
 #[test]

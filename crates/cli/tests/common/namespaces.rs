@@ -79,6 +79,15 @@ impl NamespaceNetwork {
         hosts.try_for_each(|host| ip(&[&["netns", "exec", host.as_str()][..], &shape[..]].concat()))
     }
 
+    /// Has the first network pass nothing on between these hosts.
+    pub(crate) fn part(&self, hosts: &[usize]) -> Result<(), String> {
+        let bridge = &self.names[self.names.len() - 1];
+        let mut ports = hosts.iter().map(|host| format!("p{host}"));
+        let set = ["-n", bridge, "link", "set", "dev"];
+        let isolated = ["type", "bridge_slave", "isolated", "on"];
+        ports.try_for_each(|port| ip(&[&set[..], &[&port], &isolated].concat()))
+    }
+
     /// Has the first network pass no multicast on to a host.
     pub(crate) fn drop_multicast(&self, host: usize) -> Result<(), String> {
         let bridge = &self.names[self.names.len() - 1];
