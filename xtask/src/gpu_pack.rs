@@ -2,7 +2,7 @@
 //! else. `cargo xtask mlx --gpu` runs the same on this machine.
 //!
 //! ```text
-//! target/gpu-pack/run.sh       unpacks the parts, and runs the self-test and MLX's tests
+//! target/gpu-pack/run.sh       unpacks the parts, and runs the self-test, MLX's tests and `gpu`'s
 //! target/gpu-pack/part.aa ...  at most 60 MiB each, one archive together:
 //!   bin/paceline  tests/*      programs, stripped
 //!   mlx/VERSION                MLX's wheel with its C layer, as `engines install mlx` puts it
@@ -27,7 +27,12 @@ const SCRIPT: &str = include_str!("gpu_pack/run.sh");
 const PART_BYTES: u64 = 60 << 20;
 
 /// Test programs: name in the pack, arguments of cargo that build it, name of its target.
-const PROGRAMS: [(&str, &[&str], &str); 3] = [
+const PROGRAMS: [(&str, &[&str], &str); 4] = [
+    (
+        "gpu",
+        &["-p", "paceline-gpu", "--features", "wgpu", "--lib"],
+        "paceline_gpu",
+    ),
     (
         "mlx",
         &["-p", "paceline-mlx", "--test", "library"],

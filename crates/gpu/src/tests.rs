@@ -7,7 +7,7 @@ use paceline_base::exact::ExactSum;
 use crate::{Column, Error, Gpu, KeyWidth, RowRange, Scalar, ScalarFunction, Software};
 
 /// The device of this machine, printed with its label; prints a skipped test if there is none.
-fn device(test: &str) -> Option<Gpu> {
+pub(crate) fn device(test: &str) -> Option<Gpu> {
     match Gpu::open(Software::Allowed) {
         Ok(gpu) => {
             eprintln!("{test} runs on {}", gpu.label());

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Proves paceline's MLX engine on this machine: `paceline selftest`, then every MLX test of the
-# models. Needs sh, tar, gzip and coreutils; no cargo, no network.
+# models. Then come the tests of the crate gpu, and the rates of its products, on Vulkan: its
+# loader, libvulkan.so.1, must be there. Needs sh, tar, gzip and coreutils; no cargo, no network.
 #
 #   sh run.sh [SECONDS]     [default: 570]
 #
@@ -120,6 +121,11 @@ tests() {
     [ $# -eq 0 ] || batch "$program" "$@"
 }
 
+# What the test of rates measured; without a card nothing.
+rates() {
+    within "$BATCH_LIMIT" "$tree/tests/gpu" rates_of_products --nocapture 2>&1 | grep 'the rate'
+}
+
 main() {
     unpack || { echo "FAILED to unpack the parts beside run.sh"; return 1; }
     prepare
@@ -127,6 +133,8 @@ main() {
     tests mlx ''
     tests model ''
     tests train mlx::
+    tests gpu ''
+    rates
     seconds=$(($(date +%s) - began))
     echo "$passed passed, $failed failed, $skipped skipped, $late not run in $seconds s"
     [ $((failed + late)) -eq 0 ]

@@ -12,6 +12,7 @@ use half::f16;
 use paceline_base::{BlockType, tree};
 
 mod fp8;
+mod gpu_layer;
 mod latent;
 mod rounded;
 
