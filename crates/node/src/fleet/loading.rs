@@ -546,7 +546,7 @@ impl Inner {
         let find = |name: &String| {
             let node = self.agent.find(name).map_err(|error| error.to_string())?;
             match node.facts.leaving {
-                true => Err(preview::takes_none(&node.facts.name)),
+                true => Err(preview::takes_none(&node)),
                 false => Ok(node.id),
             }
         };
@@ -575,7 +575,7 @@ impl Inner {
             let node = self.agent.find(name).map_err(|error| error.to_string())?;
             let (name, facts) = (&node.facts.name, &node.facts);
             if facts.leaving {
-                return Err(preview::takes_none(name));
+                return Err(preview::takes_none(&node));
             }
             let kind = facts.kind();
             if own.as_ref().is_some_and(|own| *own != kind) {

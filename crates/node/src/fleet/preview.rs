@@ -200,7 +200,7 @@ impl Inner {
         let paths = self.agent.paths(self.agent.id());
         for view in all.into_iter().filter(|node| node.state == Life::Alive) {
             if view.facts.leaving {
-                notes.push(takes_none(&view.facts.name));
+                notes.push(takes_none(&view));
                 continue;
             }
             let (kind, name) = (view.facts.kind(), &view.facts.name);
@@ -361,9 +361,14 @@ pub(super) fn pairs(nodes: &[NodeId]) -> impl Iterator<Item = (NodeId, NodeId)> 
     nodes.iter().enumerate().flat_map(later)
 }
 
-/// Message for a draining node, which takes no work. A node also drains while its battery is low.
-pub(super) fn takes_none(name: &str) -> String {
-    format!("{name} takes no work: it leaves, or its battery is low")
+/// Message for a draining node, which takes no work. A node also drains while its battery is low,
+/// and before its end.
+pub(super) fn takes_none(node: &NodeView) -> String {
+    let reason = match node.state {
+        Life::Dead | Life::Left => "it was ended",
+        Life::Alive | Life::Suspect => "it leaves, or its battery is low",
+    };
+    format!("{} takes no work: {reason}", node.facts.name)
 }
 
 /// Why a placement is no tensor split, if crossings cost that more time than a tensor split won.
