@@ -316,6 +316,7 @@ def opening(hub: Hub, one: Machine, two: Machine) -> str:
     invited = code(one)
     lacks(has(two.run(f"paceline join {invited}"), "it has met mach1"), "warning")
     has(one.run("paceline load smollm2 --nodes 2"), "answers, on mach1, mach2")
+    until("mach2 hears of it", lambda: any(it["state"] == "ready" for it in two.json("paceline ps --json")))
     has(two.run(PROMPT), "asking the instance on mach1, mach2")
     waited = time.monotonic() - began
     print(f"6 commands, {waited:.0f} s with a download of {(hub.sent - sent) >> 20} MiB\n")
@@ -426,6 +427,8 @@ def models(hub: Hub, one: Machine, two: Machine) -> None:
     with Check("F9: a copy from the cluster is a model"):
         one.run("paceline unload smollm2")
         two.down()
+        load = "paceline load smollm2 --nodes mach1,mach2"
+        until("mach1 says why mach2 takes no work", lambda: "mach2 takes no work: it was ended" in one.refused(load))
         before = len(hub.asked)
         two.up("paceline up smollm2", "(?s)answering as smollm2")
         assert len(hub.asked) == before, hub.asked[before:]
