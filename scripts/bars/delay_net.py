@@ -1,13 +1,18 @@
-"""Namespaces on a network with a one-way delay, where the kernel has no netem: a switch in user space over TAP devices.
+"""Namespaces on one network whose links delay, limit, lose or drop frames: a switch in user space over TAP devices.
 
-    delay_net.py MILLISECONDS NAMESPACE..       the switch: makes `eth0` in each namespace, prints `ready`, runs until it is ended
+    delay_net.py MILLISECONDS NAMESPACE..       the switch: makes `eth0` in each namespace, prints `ready`
 
-`DelayNet(count, ms)` has the machines 10.77.0.1 and on, as common31.Net, for common31.Machine. Frames of up to 9,000 bytes; the
-delay is that of the wire alone, and every frame has it (20 to 60 microseconds of Python come on top). Wants root and /dev/net/tun.
+The kernel's netem is not everywhere. A line `FROM TO MILLISECONDS LOSS KBIT_S` on standard input sets a link, in one direction:
+numbers of namespaces, a loss from 0 to 1 (1 cuts the link), and a rate (0 for no limit). The switch ends with its input.
+
+`paceline chaos --namespaces` runs this program. For scripts, `DelayNet(count, ms)` has the machines 10.77.0.1 and on, as
+common31.Net, for common31.Machine. Frames of up to 9,000 bytes; the delay is that of the wire alone (20 to 60 microseconds of
+Python come on top). Wants root and /dev/net/tun.
 """
-import ctypes, fcntl, heapq, os, select, struct, subprocess, sys, time
+import ctypes, fcntl, heapq, os, random, select, struct, subprocess, sys, time
 
 FRAMES_MAX = 100_000  # on their way; further ones are lost
+QUEUE_S = 0.1  # of frames before a link with a rate, as in a switch of 128 KB at 10 Mbit/s; further ones are lost
 
 
 def tap(namespace):
@@ -26,8 +31,24 @@ def tap(namespace):
         os.close(other)
 
 
-def switch(delay, fds):
-    known, waiting, number = {}, [], 0
+class Link:
+    def __init__(self, delay_s, loss=0.0, kbit_s=0.0):
+        self.delay_s, self.loss, self.byte_s, self.free_at = delay_s, loss, kbit_s * 125, 0.0
+
+    def arrival(self, now, size):
+        """When a frame of `size` bytes arrives; None if it is lost."""
+        if self.loss and random.random() < self.loss:
+            return None
+        if self.byte_s:
+            if self.free_at > now + QUEUE_S:
+                return None
+            self.free_at = now = max(now, self.free_at) + size / self.byte_s
+        return now + self.delay_s
+
+
+def switch(delay_s, fds):
+    known, waiting, number, said = {}, [], 0, b""
+    links = {(a, b): Link(delay_s) for a in fds for b in fds if a != b}
     while True:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
@@ -37,18 +58,29 @@ def switch(delay, fds):
             except OSError:
                 pass  # its queue is full, or it is down
         left = max(0, waiting[0][0] - time.monotonic()) if waiting else None
-        for fd in select.select(fds, [], [], left)[0]:
+        for fd in select.select([0, *fds], [], [], left)[0]:
+            if fd == 0:
+                more = os.read(0, 4096)
+                if not more:
+                    return
+                *lines, said = (said + more).split(b"\n")
+                for line in lines:
+                    a, b, ms, loss, kbit_s = map(float, line.split())
+                    links[fds[int(a)], fds[int(b)]] = Link(ms / 1e3, loss, kbit_s)
+                continue
             for _ in range(64):
                 try:
                     frame = os.read(fd, 16384)
                 except OSError:
                     break
                 known[frame[6:12]] = fd
-                to = known.get(frame[:6]) if not frame[0] & 1 else None
+                to, now = known.get(frame[:6]) if not frame[0] & 1 else None, time.monotonic()
                 for each in [to] if to is not None else fds:
                     if each != fd and len(waiting) < FRAMES_MAX:
-                        number += 1
-                        heapq.heappush(waiting, (time.monotonic() + delay, number, each, frame))
+                        at = links[fd, each].arrival(now, len(frame))
+                        if at is not None:
+                            number += 1
+                            heapq.heappush(waiting, (at, number, each, frame))
 
 
 class DelayNet:
@@ -68,7 +100,8 @@ class DelayNet:
         for ns in self.hosts:
             ip("netns", "add", ns)
             ip("-n", ns, "link", "set", "lo", "up")
-        self.child = start([sys.executable, os.path.abspath(__file__), ms, *self.hosts], stdout=subprocess.PIPE, text=True)
+        self.child = start([sys.executable, os.path.abspath(__file__), ms, *self.hosts],
+                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self.child.stdout.readline().strip() != "ready":
             sys.exit("no TAP devices: root and /dev/net/tun are needed")
         for n, ns in enumerate(self.hosts):

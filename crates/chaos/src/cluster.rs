@@ -1,8 +1,10 @@
 //! A cluster of node processes on this machine, each with its own home and ports.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::os::unix::fs::{DirEntryExt as _, FileExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -11,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use paceline_cluster::nodes::agent::local;
 use paceline_model::SplitKind;
 use rustix::process::{Pid, Signal, kill_process};
@@ -20,7 +22,7 @@ use tempfile::TempDir;
 
 use super::faults::Fault;
 use super::memory::MemoryCgroup;
-use super::spaces::{self, Spaces};
+use super::spaces::{self, Link, Spaces};
 use super::streams::{ApiEndpoint, ClientRequest};
 use super::{ProgramPaths, ProgressSink, streams};
 
@@ -39,12 +41,36 @@ const FLAPS: u32 = 3;
 /// Pause between two kills of a worker.
 const FLAP_PAUSE: Duration = Duration::from_millis(500);
 
-/// Length of a partition. A node is silent after 1.5 s and dead some 2 s later; then another node
-/// owns its models.
+/// Folder of the model. In namespaces the first node alone sees it, and others fetch copies.
+const MODEL: &str = "model";
+
+/// Length of a partition, and of bad links. A node is silent after 1.5 s and dead some 2 s later;
+/// then another node owns its models.
 const SPLIT_FOR: Duration = Duration::from_secs(5);
 
 /// Time limit for detection of a worker's loss and recovery of the model.
 const FLAP_LIMIT: Duration = Duration::from_secs(60);
+
+/// A path between continents, which is a hundred times as slow as the model.
+const DELAYED: Link = Link {
+    delay_ms: 50,
+    ..Link::GOOD
+};
+
+/// A bad DSL line.
+const LIMITED: Link = Link {
+    rate_kbit_s: 1000,
+    ..Link::GOOD
+};
+
+/// A bad wireless network.
+const LOSSY: Link = Link {
+    loss_percent: 5,
+    ..Link::GOOD
+};
+
+/// Distance of changed bytes in a file with bit rot: each group of a hash tree has some.
+const ROT_EVERY: u64 = 32 << 10;
 
 /// Time limit for the kernel to kill a worker without memory. It took 0.03 to 0.11 s, for busy and
 /// idle workers (SmolLM2 over two and three nodes, two cores of an EPYC, 2026-11-26).
@@ -64,6 +90,8 @@ pub(crate) struct Cluster {
     spaces: Option<Spaces>,
     /// Disconnected nodes.
     cut: Vec<usize>,
+    /// Links without traffic.
+    cut_links: Vec<(usize, usize)>,
     folder: TempDir,
     program: ProgramPaths,
     tell: ProgressSink,
@@ -112,6 +140,7 @@ impl Cluster {
     ) -> Result<Self> {
         tell(&format!("{count} nodes form a cluster on this machine"));
         let folder = tempfile::Builder::new().prefix("pl-chaos").tempdir()?;
+        fs::create_dir(folder.path().join(MODEL))?;
         let mut spaces = disk.map(|_| Spaces::new(count)).transpose()?;
         let nodes = (0..count)
             .map(|number| NodeProcess::new(folder.path(), number, spaces.as_ref()))
@@ -127,6 +156,7 @@ impl Cluster {
             stopped: Vec::new(),
             spaces,
             cut: Vec::new(),
+            cut_links: Vec::new(),
             folder,
             program,
             tell,
@@ -219,6 +249,10 @@ impl Cluster {
             "{}: a cluster loads models of one GGUF file",
             model.display()
         );
+        let model = match &self.spaces {
+            Some(_) => self.place(&model)?,
+            None => model,
+        };
         self.wanted = json!({
             "model": model.to_str().context("the model's path is not UTF-8")?,
             "count": self.nodes.len(),
@@ -229,6 +263,17 @@ impl Cluster {
             "spare": spare,
         });
         self.load_wanted()
+    }
+
+    /// Gives the model to the first node.
+    fn place(&self, model: &Path) -> Result<PathBuf> {
+        let name = model.file_name().context("the model has no name")?;
+        let place = self.folder.path().join(MODEL).join(name);
+        if fs::hard_link(model, &place).is_err() {
+            let copied = fs::copy(model, &place); // another file system
+            copied.with_context(|| format!("cannot copy to {}", place.display()))?;
+        }
+        Ok(place)
     }
 
     fn load_wanted(&self) -> Result<()> {
@@ -253,11 +298,11 @@ impl Cluster {
         Ok(self.entry().request("ps", json!({}))?[0].clone())
     }
 
-    /// Nodes of the instance: the one selected by `choice`, and another one.
+    /// Nodes of the instance: one that `fault` can hit, selected by `choice`, and another one.
     ///
     /// # Errors
     /// An instance of one node.
-    pub(crate) fn victims(&self, choice: usize) -> Result<[usize; 2]> {
+    pub(crate) fn victims(&self, fault: Fault, choice: usize) -> Result<[usize; 2]> {
         let nodes = self.instance()?["nodes"].clone();
         let has = |node: &NodeProcess| {
             let all = nodes.as_array();
@@ -266,8 +311,15 @@ impl Cluster {
         let all = 0..self.nodes.len();
         let able: Vec<usize> = all.filter(|number| has(&self.nodes[*number])).collect();
         ensure!(able.len() > 1, "one node alone computes the model");
-        let first = choice % able.len();
-        Ok([able[first], able[(first + 1) % able.len()]])
+        let can_be_hit = |number: &usize| match fault {
+            Fault::LoseInLoad => *number > 0, // the first node's command loads
+            _ => !fault.is_of_copy() || !self.nodes[*number].copies().is_empty(),
+        };
+        let hit: Vec<usize> = able.iter().copied().filter(can_be_hit).collect();
+        ensure!(!hit.is_empty(), "no node has a copy of the model");
+        let first = hit[choice % hit.len()];
+        let others: Vec<usize> = able.into_iter().filter(|it| *it != first).collect();
+        Ok([first, others[choice / hit.len() % others.len()]])
     }
 
     /// Starts to poll a node other than `victims` for the moment at which it reports a fault.
@@ -301,14 +353,24 @@ impl Cluster {
         Ok(FaultWatch { thread, over })
     }
 
-    /// Applies `fault` to a node.
+    /// Applies `fault` to a node, and to its link to `other`.
     ///
     /// # Errors
     /// A failed system call, or a node without a worker.
-    pub(crate) fn hit(&mut self, fault: Fault, victim: usize) -> Result<()> {
+    pub(crate) fn hit(&mut self, fault: Fault, [victim, other]: [usize; 2]) -> Result<()> {
         let node = &mut self.nodes[victim];
         match fault {
-            Fault::KillNode => node.kill(),
+            Fault::CutPair => self.cut_links(&[(victim, other), (other, victim)]),
+            Fault::CutOneWay => self.cut_links(&[(victim, other)]),
+            Fault::DelayLinks => self.slow_links(victim, DELAYED),
+            Fault::LimitLinks => self.slow_links(victim, LIMITED),
+            Fault::LossyLinks => self.slow_links(victim, LOSSY),
+            Fault::BitRot => node.damage(rot),
+            Fault::CutFile => node.damage(|file| {
+                let bytes = file.metadata()?.len();
+                file.set_len(bytes / 2)
+            }),
+            Fault::KillNode | Fault::LoseInLoad => node.kill(),
             Fault::LeaveNode => {
                 node.leaves = true;
                 signal(&[node.pid()?], Signal::TERM)
@@ -316,11 +378,7 @@ impl Cluster {
             Fault::Flap => self.flap(victim),
             Fault::CutNode => {
                 self.cut.push(victim);
-                let spaces = self
-                    .spaces
-                    .as_ref()
-                    .context("no node has a network of its own")?;
-                spaces.connect(victim, false)
+                self.spaces()?.connect(victim, false)
             }
             Fault::SplitNode => self.split(victim),
             Fault::FillDisk => node.fill(),
@@ -343,15 +401,75 @@ impl Cluster {
         }
     }
 
+    fn spaces(&self) -> Result<&Spaces> {
+        let spaces = self.spaces.as_ref();
+        spaces.context("no node has a network of its own")
+    }
+
     /// Disconnects the node for a while: both halves declare the other one dead.
     fn split(&self, victim: usize) -> Result<()> {
-        let spaces = self
-            .spaces
-            .as_ref()
-            .context("no node has a network of its own")?;
-        spaces.connect(victim, false)?;
+        self.spaces()?.connect(victim, false)?;
         thread::sleep(SPLIT_FOR);
-        spaces.connect(victim, true)
+        self.spaces()?.connect(victim, true)
+    }
+
+    /// Makes all links of the node bad for a while.
+    fn slow_links(&self, victim: usize, link: Link) -> Result<()> {
+        self.spaces()?.set_all(victim, link)?;
+        thread::sleep(SPLIT_FOR);
+        self.spaces()?.set_all(victim, Link::GOOD)
+    }
+
+    fn cut_links(&mut self, links: &[(usize, usize)]) -> Result<()> {
+        self.cut_links.extend(links);
+        let spaces = self.spaces()?;
+        links
+            .iter()
+            .try_for_each(|link| spaces.set(*link, Link::CUT))
+    }
+
+    /// Unloads the model and loads it again; `after` the load began, the node `victim` is hit: its
+    /// worker if it has one, and its process in every other case. Returns how long the load took.
+    ///
+    /// # Errors
+    /// A load that fails, or takes longer than `limit`.
+    pub(crate) fn lose_in_load(
+        &mut self,
+        (victim, after): (usize, Duration),
+        spares_node: bool,
+        limit: Duration,
+    ) -> Result<Duration> {
+        self.unload(limit)?;
+        let (home, wanted) = (self.nodes[0].home.clone(), self.wanted.clone());
+        let begun = Instant::now();
+        let load = thread::spawn(move || local::ask(&home, "load", wanted, limit, |_| {}));
+        thread::sleep(after);
+        let workers = self.nodes[victim].workers().unwrap_or_default();
+        match spares_node && !workers.is_empty() {
+            true => signal(&workers, Signal::KILL)?,
+            false => {
+                self.nodes[victim].is_hit = true;
+                self.nodes[victim].kill()?;
+            }
+        }
+        let loaded = load.join().map_err(|_| anyhow!("a load panicked"))?;
+        loaded.context("a node was lost while the model loaded")?;
+        until(limit, "the model is ready", || {
+            let instance = self.instance()?;
+            if instance["state"] == "failed" {
+                bail!("the model cannot be loaded: {}", instance["reason"]);
+            }
+            Ok(instance["state"] == "ready")
+        })?;
+        Ok(begun.elapsed())
+    }
+
+    fn unload(&self, limit: Duration) -> Result<()> {
+        let name = self.instance()?["id"].clone();
+        self.entry().request("unload", json!({ "model": name }))?;
+        until(limit, "the model is unloaded", || {
+            Ok(self.instance()?.is_null())
+        })
     }
 
     /// Kills the node's worker until the node is left out.
@@ -406,11 +524,10 @@ impl Cluster {
             let _ = kill_process(pid, Signal::CONT); // some were killed meanwhile
         }
         for victim in std::mem::take(&mut self.cut) {
-            let spaces = self
-                .spaces
-                .as_ref()
-                .context("no node has a network of its own")?;
-            spaces.connect(victim, true)?;
+            self.spaces()?.connect(victim, true)?;
+        }
+        for link in std::mem::take(&mut self.cut_links) {
+            self.spaces()?.set(link, Link::GOOD)?;
         }
         for number in 0..self.nodes.len() {
             let _ = fs::remove_file(self.nodes[number].filler()); // most have none
@@ -431,11 +548,7 @@ impl Cluster {
         if whole(&instance) && instance["reason"].is_null() && all_compute {
             return self.ready(limit);
         }
-        let name = self.instance()?["id"].clone();
-        self.entry().request("unload", json!({ "model": name }))?;
-        until(limit, "the model is unloaded", || {
-            Ok(self.instance()?.is_null())
-        })?;
+        self.unload(limit)?;
         self.load_wanted()
     }
 }
@@ -465,7 +578,9 @@ impl NodeProcess {
         Ok(Self {
             name,
             home,
-            around: spaces.map_or_else(Vec::new, |spaces| spaces.around(number)),
+            around: spaces.map_or_else(Vec::new, |spaces| {
+                spaces.around(number, &folder.join(MODEL))
+            }),
             api: ApiEndpoint {
                 port: free_port()?,
                 space: space.map(Arc::new),
@@ -504,6 +619,36 @@ impl NodeProcess {
         while file.write_all(&piece).is_ok() {}
         // The last write may have been too long for the remaining space.
         while file.write_all(&piece[..512]).is_ok() {}
+        Ok(())
+    }
+
+    /// Its copies of models' files, whole and partial, by inode: a copy may have both names.
+    fn copies(&self) -> BTreeMap<u64, PathBuf> {
+        let entries = fs::read_dir(self.home.join("copies")).into_iter().flatten();
+        let files = entries.flatten().map(|entry| (entry.ino(), entry.path()));
+        let is_copy = |(_, file): &(u64, PathBuf)| {
+            let ending = file.extension().unwrap_or_default();
+            ending == "gguf" || ending == "shard"
+        };
+        files.filter(is_copy).collect()
+    }
+
+    /// Kills its workers, and changes its copies before others read them: a running worker would
+    /// see the change at once, as it would see none of a disk's.
+    fn damage(&self, change: impl Fn(&File) -> io::Result<()>) -> Result<()> {
+        let copies = self.copies();
+        let workers = self.workers()?;
+        signal(&workers, Signal::KILL)?;
+        until(FLAP_LIMIT, "a worker ends", || {
+            Ok(!workers
+                .iter()
+                .any(|pid| is_worker(pid.as_raw_nonzero().get())))
+        })?;
+        for copy in copies.values() {
+            let file = File::options().read(true).write(true).open(copy);
+            let changed = file.and_then(|file| change(&file));
+            changed.with_context(|| format!("cannot damage {}", copy.display()))?;
+        }
         Ok(())
     }
 
@@ -603,6 +748,17 @@ fn children(of: Pid) -> Result<Vec<Pid>> {
         found.extend(pids.filter_map(|pid| Pid::from_raw(pid.parse().ok()?)));
     }
     Ok(found)
+}
+
+/// Flips a bit of every [`ROT_EVERY`] bytes of a file; the length and the time stay.
+fn rot(file: &File) -> io::Result<()> {
+    let facts = file.metadata()?;
+    for at in (0..facts.len()).step_by(ROT_EVERY as usize) {
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at)?;
+        file.write_all_at(&[byte[0] ^ 4], at)?;
+    }
+    file.set_modified(facts.modified()?)
 }
 
 /// Whether a child is a worker: neither ended nor the interpreter of a chat template.

@@ -33,11 +33,27 @@ pub enum Fault {
     FillDisk,
     /// A worker without memory.
     OutOfMemory,
+    /// A disk that changes bits of a copy.
+    BitRot,
+    /// A copy that lost its second half.
+    CutFile,
+    /// A node that is lost while the model loads.
+    LoseInLoad,
+    /// Two nodes that cannot speak, while others reach both.
+    CutPair,
+    /// A node that cannot send to another one.
+    CutOneWay,
+    /// Links with a long delay.
+    DelayLinks,
+    /// Links with little bandwidth.
+    LimitLinks,
+    /// Links that lose frames.
+    LossyLinks,
 }
 
 impl Fault {
     /// All of them.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 19] = [
         Self::KillNode,
         Self::KillWorker,
         Self::FreezeNode,
@@ -49,6 +65,14 @@ impl Fault {
         Self::SplitNode,
         Self::FillDisk,
         Self::OutOfMemory,
+        Self::BitRot,
+        Self::CutFile,
+        Self::LoseInLoad,
+        Self::CutPair,
+        Self::CutOneWay,
+        Self::DelayLinks,
+        Self::LimitLinks,
+        Self::LossyLinks,
     ];
 
     /// Its name on the command line.
@@ -65,6 +89,14 @@ impl Fault {
             Self::SplitNode => "split-node",
             Self::FillDisk => "fill-disk",
             Self::OutOfMemory => "out-of-memory",
+            Self::BitRot => "bit-rot",
+            Self::CutFile => "cut-file",
+            Self::LoseInLoad => "lose-in-load",
+            Self::CutPair => "cut-pair",
+            Self::CutOneWay => "cut-one-way",
+            Self::DelayLinks => "delay-links",
+            Self::LimitLinks => "limit-links",
+            Self::LossyLinks => "lossy-links",
         }
     }
 
@@ -103,7 +135,56 @@ impl Fault {
                 "The node's worker gets no further page of memory, and the kernel kills it; with \
                  --namespaces"
             }
+            Self::BitRot => {
+                "Bits of the node's copy of the model change, and its worker is killed, so that \
+                 they are read; with --namespaces"
+            }
+            Self::CutFile => {
+                "The node's copy of the model loses its second half, and its worker is killed; with \
+                 --namespaces"
+            }
+            Self::LoseInLoad => {
+                "The model is unloaded and loaded again; meanwhile SIGKILL to a worker or a node"
+            }
+            Self::CutPair => {
+                "The node and another one cannot speak until the answers ended; with --namespaces"
+            }
+            Self::CutOneWay => {
+                "Nothing that the node sends to another one arrives until the answers ended; with \
+                 --namespaces"
+            }
+            Self::DelayLinks => {
+                "All that the node sends and receives arrives 50 ms later, for 5 s; with \
+                 --namespaces"
+            }
+            Self::LimitLinks => {
+                "The node's links carry 1 Mbit/s each way, for 5 s; with --namespaces"
+            }
+            Self::LossyLinks => "The node's links lose 5 % of frames, for 5 s; with --namespaces",
         }
+    }
+
+    /// Whether it damages a copy of the model.
+    pub(crate) const fn is_of_copy(self) -> bool {
+        matches!(self, Self::BitRot | Self::CutFile)
+    }
+
+    /// Whether it needs a network, a disk or a control group of the node's own.
+    const fn needs_namespaces(self) -> bool {
+        matches!(
+            self,
+            Self::CutNode
+                | Self::SplitNode
+                | Self::FillDisk
+                | Self::OutOfMemory
+                | Self::BitRot
+                | Self::CutFile
+                | Self::CutPair
+                | Self::CutOneWay
+                | Self::DelayLinks
+                | Self::LimitLinks
+                | Self::LossyLinks
+        )
     }
 
     /// Whether it hits a worker and spares its node, so that two faults leave copies of all tokens.
@@ -115,6 +196,15 @@ impl Fault {
         )
     }
 
+    /// Whether a second fault has no place beside it: it takes the second node, or has none with a
+    /// worker.
+    const fn is_alone(self) -> bool {
+        matches!(
+            self,
+            Self::Flap | Self::LoseInLoad | Self::CutPair | Self::CutOneWay
+        )
+    }
+
     /// Checks whether it is available here. It may need a list of a node's processes, networks and
     /// disks of the nodes' own, or a bound on a worker's memory.
     ///
@@ -123,14 +213,12 @@ impl Fault {
     fn check(self, namespaces: bool) -> Result<()> {
         match self {
             Self::KillNode | Self::LeaveNode => Ok(()),
-            Self::CutNode | Self::SplitNode | Self::FillDisk | Self::OutOfMemory if !namespaces => {
-                bail!("{self} needs --namespaces")
-            }
-            Self::CutNode | Self::SplitNode | Self::FillDisk => Ok(()),
+            _ if self.needs_namespaces() && !namespaces => bail!("{self} needs --namespaces"),
             Self::OutOfMemory => {
                 let made = MemoryCgroup::new().map(drop);
                 made.with_context(|| format!("{self} needs a control group"))
             }
+            _ if self.needs_namespaces() => Ok(()),
             _ if cfg!(target_os = "linux") => Ok(()),
             _ => bail!("{self} needs Linux, which tells the processes of a node"),
         }
@@ -203,7 +291,7 @@ pub(crate) fn schedule(seed: u64, rounds: u32, faults: &[Fault], tokens: u32) ->
             // Early enough that all answers are running, with half of their tokens to come.
             at_token: 2 + random.below((tokens as usize / 2).max(1)) as u32,
             second: after
-                .filter(|_| !workers.is_empty() && fault != Fault::Flap)
+                .filter(|_| !workers.is_empty() && !fault.is_alone())
                 .map(|after| (workers[other % workers.len()], after)),
         }
     };
@@ -231,13 +319,7 @@ mod tests {
 
     #[test]
     fn a_fault_that_cannot_be_had_says_what_it_needs() {
-        let own = [
-            Fault::CutNode,
-            Fault::SplitNode,
-            Fault::FillDisk,
-            Fault::OutOfMemory,
-        ];
-        for fault in own {
+        for fault in Fault::ALL.into_iter().filter(|it| it.needs_namespaces()) {
             let error = of(&[Fault::KillNode, fault], false).unwrap_err();
             assert_eq!(error.to_string(), format!("{fault} needs --namespaces"));
             assert!(!of(&[], false).unwrap().contains(&fault));

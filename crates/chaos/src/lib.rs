@@ -43,6 +43,9 @@ pub type ProgressSink = Arc<dyn Fn(&str) + Send + Sync>;
 /// Time limit for an instance to recover after a round: a model's load and a node's return.
 const HEAL_LIMIT: Duration = Duration::from_secs(120);
 
+/// Pause after which a client counts as hung: a user gives up.
+const HUNG_AFTER: Duration = Duration::from_secs(30);
+
 /// The program `paceline`.
 #[derive(Clone, Debug)]
 pub struct ProgramPaths {
@@ -204,7 +207,11 @@ fn play(
     requests: &[ClientRequest],
     undisturbed: &[ClientResponse],
 ) -> Result<RoundResult> {
-    let victims = cluster.victims(round.victim)?;
+    let victims = cluster.victims(round.fault, round.victim)?;
+    if round.fault == Fault::LoseInLoad {
+        return play_load(cluster, (round, victims[0]), requests, undisturbed);
+    }
+    let [first, other] = victims;
     let clients = cluster.clients(requests);
     let (mut watch, mut missed) = (None, false);
     let (hit, found) = answers_at(&clients, round.at_token, || {
@@ -212,17 +219,17 @@ fn play(
         let begun = Instant::now();
         match round.second {
             Some((second, after)) if after.is_zero() => {
-                cluster.hit(second, victims[1])?;
-                cluster.hit(round.fault, victims[0])
+                cluster.hit(second, [other, first])?;
+                cluster.hit(round.fault, victims)
             }
             Some((second, after)) => {
-                cluster.hit(round.fault, victims[0])?;
+                cluster.hit(round.fault, victims)?;
                 thread::sleep(after.saturating_sub(begun.elapsed()));
                 // It may have no worker at this moment.
-                missed = cluster.hit(second, victims[1]).is_err();
+                missed = cluster.hit(second, [other, first]).is_err();
                 Ok(())
             }
-            None => cluster.hit(round.fault, victims[0]),
+            None => cluster.hit(round.fault, victims),
         }
     })?;
     let detected = watch.context("no answer got as far as the fault's token")?;
@@ -240,21 +247,41 @@ fn play(
             second: round.second.filter(|_| !missed),
             ..round
         },
-        victim: cluster.name(victims[0]),
         detected,
         resumed: longest(false),
         moved_resumed: longest(true),
         pause: found.iter().filter_map(|answer| answer.pause(at)).max(),
         tokens: found.iter().map(|answer| answer.pieces_at(at)).sum(),
-        answers: found.len(),
-        moved: found.iter().map(|answer| answer.moves).sum(),
-        lost: found.iter().filter(|answer| answer.is_lost()).count(),
-        altered: found
+        hung: found
             .iter()
-            .zip(undisturbed)
-            .filter(|(answer, right)| answer.is_altered(right))
+            .filter(|answer| hangs(answer.pause(at)))
             .count(),
-        reason: found.into_iter().find_map(|answer| answer.error),
+        ..RoundResult::of(round, cluster.name(first), &found, undisturbed)
+    })
+}
+
+/// Whether a client waits too long.
+fn hangs(pause: Option<Duration>) -> bool {
+    pause > Some(HUNG_AFTER)
+}
+
+/// Runs a round in which a node is lost while the model loads. Then the requests follow.
+fn play_load(
+    cluster: &mut Cluster,
+    (round, victim): (Round, usize),
+    requests: &[ClientRequest],
+    undisturbed: &[ClientResponse],
+) -> Result<RoundResult> {
+    let name = cluster.name(victim);
+    // From the first moment to one at which a small model is loaded.
+    let after = Duration::from_millis(5 * u64::from(round.at_token));
+    let spares_node = round.at_token.is_multiple_of(2);
+    let took = cluster.lose_in_load((victim, after), spares_node, HEAL_LIMIT)?;
+    let (_, found) = answers_at(&cluster.clients(requests), u32::MAX, || Ok(()))?;
+    Ok(RoundResult {
+        pause: Some(took),
+        hung: if hangs(Some(took)) { found.len() } else { 0 },
+        ..RoundResult::of(round, name, &found, undisturbed)
     })
 }
 

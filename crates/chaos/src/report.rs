@@ -7,6 +7,7 @@ use paceline_base::printable;
 use serde_json::{Value, json};
 
 use super::faults::Round;
+use super::streams::ClientResponse;
 
 /// The outcome of a round.
 #[derive(Debug)]
@@ -30,6 +31,8 @@ pub(crate) struct RoundResult {
     pub(crate) moved: u32,
     pub(crate) lost: usize,
     pub(crate) altered: usize,
+    /// Answers, or a load, with a pause of over 30 s.
+    pub(crate) hung: usize,
     /// The reason in the first lost answer.
     pub(crate) reason: Option<String>,
 }
@@ -62,11 +65,11 @@ impl Report {
         if self.rounds.is_empty() {
             text.push_str(
                 "FAULT          SECOND         VICTIM  AT TOKEN  DETECTED AFTER  NEXT TOKEN AFTER  \
-                 LONGEST PAUSE  MOVED  LOST  ALTERED\n",
+                 LONGEST PAUSE  MOVED  LOST  ALTERED  HUNG\n",
             );
         }
         text += &format!(
-            "{:<13}  {:<13}  {:<6}  {:>8}  {:>14}  {:>16}  {:>13}  {:>5}  {:>4}  {:>7}",
+            "{:<13}  {:<13}  {:<6}  {:>8}  {:>14}  {:>16}  {:>13}  {:>5}  {:>4}  {:>7}  {:>4}",
             seen.round.fault,
             second(&seen.round),
             printable(&seen.victim),
@@ -77,6 +80,7 @@ impl Report {
             seen.moved,
             seen.lost,
             seen.altered,
+            seen.hung,
         );
         if let Some(reason) = &seen.reason {
             text += &format!("\n  {}", printable(reason));
@@ -86,10 +90,10 @@ impl Report {
 
     /// The totals as a sentence.
     pub fn total(&self) -> String {
-        let [answers, lost, altered] = self.totals();
+        let [answers, lost, altered, hung] = self.totals();
         format!(
-            "{} faults, {answers} answers: {lost} lost, {altered} altered; median pause {}, \
-             longest {} (seed {})",
+            "{} faults, {answers} answers: {lost} lost, {altered} altered, {hung} hung over 30 s; \
+             median pause {}, longest {} (seed {})",
             self.rounds.len(),
             seconds(median(self.pauses())),
             seconds(self.pauses().into_iter().max()),
@@ -99,7 +103,7 @@ impl Report {
 
     /// All rounds and the totals, as JSON.
     pub fn json(&self) -> Value {
-        let [answers, lost, altered] = self.totals();
+        let [answers, lost, altered, hung] = self.totals();
         let rounds: Vec<Value> = self.rounds.iter().map(RoundResult::json).collect();
         json!({
             "seed": self.seed,
@@ -107,6 +111,7 @@ impl Report {
             "answers": answers,
             "lost": lost,
             "altered": altered,
+            "hung": hung,
             "pause_median_s": median(self.pauses()).map(|pause| pause.as_secs_f64()),
             "rounds": rounds,
         })
@@ -115,24 +120,28 @@ impl Report {
     /// Checks that the faults only delayed clients.
     ///
     /// # Errors
-    /// Answers were lost, or differ from those of an undisturbed cluster.
+    /// Answers were lost, hung, or differ from those of an undisturbed cluster.
     pub fn verdict(&self) -> Result<()> {
         match self.totals() {
-            [_, 0, 0] => Ok(()),
-            [answers, lost, altered] => {
+            [_, 0, 0, 0] => Ok(()),
+            [answers, lost, altered, hung] => {
                 let reason = self.rounds.iter().find_map(|it| it.reason.as_deref());
                 let first = reason.map_or_else(String::new, |it| format!("; first: {it}"));
-                bail!("of {answers} answers {lost} were lost and {altered} altered{first}")
+                bail!(
+                    "of {answers} answers {lost} were lost, {altered} altered, and {hung} hung \
+                     over 30 s{first}"
+                )
             }
         }
     }
 
-    fn totals(&self) -> [usize; 3] {
+    fn totals(&self) -> [usize; 4] {
         let sum = |of: fn(&RoundResult) -> usize| self.rounds.iter().map(of).sum();
         [
             sum(|it| it.answers),
             sum(|it| it.lost),
             sum(|it| it.altered),
+            sum(|it| it.hung),
         ]
     }
 
@@ -142,6 +151,32 @@ impl Report {
 }
 
 impl RoundResult {
+    /// The outcome of answers, without times.
+    pub(crate) fn of(
+        round: Round,
+        victim: String,
+        found: &[ClientResponse],
+        undisturbed: &[ClientResponse],
+    ) -> Self {
+        let pairs = found.iter().zip(undisturbed);
+        let altered = pairs.filter(|(answer, right)| answer.is_altered(right));
+        Self {
+            round,
+            victim,
+            detected: None,
+            pause: None,
+            resumed: None,
+            moved_resumed: None,
+            tokens: 0,
+            answers: found.len(),
+            moved: found.iter().map(|answer| answer.moves).sum(),
+            lost: found.iter().filter(|answer| answer.is_lost()).count(),
+            altered: altered.count(),
+            hung: 0,
+            reason: found.iter().find_map(|answer| answer.error.clone()),
+        }
+    }
+
     fn json(&self) -> Value {
         json!({
             "fault": self.round.fault.to_string(),
@@ -157,6 +192,7 @@ impl RoundResult {
             "moved": self.moved,
             "lost": self.lost,
             "altered": self.altered,
+            "hung": self.hung,
             "reason": self.reason,
         })
     }

@@ -1,13 +1,17 @@
-//! Linux network namespaces, one for each node and all on one bridge. So a node can be disconnected
-//! and have its own disk. Needs root and the programs `ip`, `unshare` and `mount`.
+//! Linux network namespaces, one for each node and all on one switch. So a node can be
+//! disconnected, links can be slow, and each node has its own disk. Needs root and the programs
+//! `ip`, `unshare`, `mount` and `python3`, which runs the switch ([`SWITCH`]).
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read as _, Write as _};
 use std::net::Ipv4Addr;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 
 /// Namespaces of a node besides its network: its own processes and mounts. So it shares no memory
 /// with other nodes, as on another machine.
@@ -20,15 +24,54 @@ const UNSHARE: [&str; 6] = [
     "--mount-proc",
 ];
 
+/// Words before a folder that is hidden, and a command.
+const HIDE: [&str; 3] = [
+    "sh",
+    "-c",
+    "mount -t tmpfs -o size=4k tmpfs \"$0\" && exec \"$@\"",
+];
+
 /// Folders of the programs that make namespaces: not all users have them in their PATH.
 pub(crate) const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// The network between the namespaces, a program in Python. Scripts of measurements use it too.
+const SWITCH: &str = include_str!("../../../scripts/bars/delay_net.py");
+
+/// Time limit for the switch to start: an interpreter, 30 ms on an idle machine.
+const SWITCH_LIMIT: Duration = Duration::from_secs(20);
 
 /// The namespaces of a cluster; they and their disks are removed on drop.
 #[derive(Debug)]
 pub(crate) struct Spaces {
-    /// Names by node; the last one has the bridge.
+    /// Names by node.
     names: Vec<String>,
     disks: Vec<PathBuf>,
+    /// Ends when its input is closed.
+    switch: Option<Child>,
+}
+
+/// A link from one node to another, in one direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Link {
+    pub(crate) delay_ms: u32,
+    pub(crate) loss_percent: u32,
+    /// 0 for no limit.
+    pub(crate) rate_kbit_s: u32,
+}
+
+impl Link {
+    /// As fast as this machine.
+    pub(crate) const GOOD: Self = Self {
+        delay_ms: 0,
+        loss_percent: 0,
+        rate_kbit_s: 0,
+    };
+
+    /// Nothing arrives.
+    pub(crate) const CUT: Self = Self {
+        loss_percent: 100,
+        ..Self::GOOD
+    };
 }
 
 impl Spaces {
@@ -38,38 +81,61 @@ impl Spaces {
     /// A failed system call.
     pub(crate) fn new(count: usize) -> Result<Self> {
         let own = std::process::id();
-        let names = (0..=count).map(|number| format!("plc{own}n{number}"));
-        let spaces = Self {
+        let names = (0..count).map(|number| format!("plc{own}n{number}"));
+        let mut spaces = Self {
             names: names.collect(),
             disks: Vec::new(),
+            switch: None,
         };
-        spaces.make(count).context("no network namespaces")?;
+        spaces.make().context("no network namespaces")?;
         Ok(spaces)
     }
 
-    fn make(&self, count: usize) -> Result<()> {
-        let bridge = &self.names[count];
-        ip(&["netns", "add", bridge])?;
-        ip(&["-n", bridge, "link", "add", "br0", "type", "bridge"])?;
-        ip(&["-n", bridge, "link", "set", "br0", "up"])?;
-        for (number, host) in self.names[..count].iter().enumerate() {
-            let (port, address) = (port(number), format!("{}/24", address(number)));
+    fn make(&mut self) -> Result<()> {
+        for host in &self.names {
             ip(&["netns", "add", host])?;
             ip(&["-n", host, "link", "set", "lo", "up"])?;
-            let pair = ["type", "veth", "peer", "name", "eth0", "netns", host];
-            ip(&[&["-n", bridge, "link", "add", &port][..], &pair].concat())?;
-            ip(&["-n", bridge, "link", "set", &port, "master", "br0", "up"])?;
+        }
+        self.start_switch()?;
+        for (number, host) in self.names.iter().enumerate() {
+            let address = format!("{}/24", address(number));
             ip(&["-n", host, "addr", "add", &address, "dev", "eth0"])?;
-            ip(&["-n", host, "link", "set", "eth0", "up"])?;
+            ip(&["-n", host, "link", "set", "eth0", "mtu", "9000", "up"])?;
         }
         Ok(())
     }
 
-    /// The words before a command that run it in a node's namespaces.
-    pub(crate) fn around(&self, number: usize) -> Vec<String> {
+    /// Starts the switch, which makes `eth0` of all nodes.
+    fn start_switch(&mut self) -> Result<()> {
+        let mut command = Command::new("python3");
+        command.args(["-c", SWITCH, "0"]).args(&self.names);
+        command.stdin(Stdio::piped()).stdout(Stdio::null());
+        command.stderr(Stdio::piped()).process_group(0); // Ctrl-C is for this program
+        let child = command.spawn().context("cannot run python3")?;
+        let switch = self.switch.insert(child);
+        let (last, begun) = (&self.names[self.names.len() - 1], Instant::now());
+        while ip(&["-n", last, "link", "show", "eth0"]).is_err() {
+            if let Some(status) = switch.try_wait()? {
+                let mut said = String::new();
+                if let Some(mut stderr) = switch.stderr.take() {
+                    let _ = stderr.read_to_string(&mut said);
+                }
+                bail!("the switch ended with {status}: {}", said.trim());
+            }
+            ensure!(begun.elapsed() < SWITCH_LIMIT, "the switch does not start");
+            thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// The words before a command that run it in a node's namespaces. All nodes but the first see
+    /// an empty folder at `hidden`.
+    pub(crate) fn around(&self, number: usize, hidden: &Path) -> Vec<String> {
         let enter = ["ip", "netns", "exec", &self.names[number]];
-        let all = enter.into_iter().chain(UNSHARE);
-        all.map(str::to_owned).collect()
+        let all = enter.into_iter().chain(UNSHARE).map(str::to_owned);
+        let hide = HIDE.map(str::to_owned).into_iter();
+        let hide = hide.chain([hidden.display().to_string()]);
+        all.chain(hide.filter(|_| number > 0)).collect()
     }
 
     /// Opens the file by which [`enter`] enters a node's network.
@@ -81,14 +147,38 @@ impl Spaces {
         File::open(&path).with_context(|| format!("cannot open {}", path.display()))
     }
 
-    /// Disconnects a node, or connects it again.
+    /// Pulls the cable of a node, or plugs it in.
     ///
     /// # Errors
     /// A failed system call.
     pub(crate) fn connect(&self, number: usize, connected: bool) -> Result<()> {
-        let bridge = &self.names[self.names.len() - 1];
-        let state = if connected { "up" } else { "down" };
-        ip(&["-n", bridge, "link", "set", &port(number), state])
+        let state = if connected { "on" } else { "off" };
+        let host = &self.names[number];
+        ip(&["-n", host, "link", "set", "dev", "eth0", "carrier", state])
+    }
+
+    /// Sets the link from one node to another.
+    ///
+    /// # Errors
+    /// The switch has ended.
+    pub(crate) fn set(&self, (from, to): (usize, usize), link: Link) -> Result<()> {
+        let loss = f64::from(link.loss_percent) / 100.0;
+        let (delay, rate) = (link.delay_ms, link.rate_kbit_s);
+        let switch = self.switch.as_ref().and_then(|it| it.stdin.as_ref());
+        let mut input = switch.context("there is no switch")?;
+        writeln!(input, "{from} {to} {delay} {loss} {rate}").context("the switch has ended")
+    }
+
+    /// Sets all links of a node, in both directions.
+    ///
+    /// # Errors
+    /// The switch has ended.
+    pub(crate) fn set_all(&self, number: usize, link: Link) -> Result<()> {
+        let mut others = (0..self.names.len()).filter(|other| *other != number);
+        others.try_for_each(|other| {
+            self.set((number, other), link)?;
+            self.set((other, number), link)
+        })
     }
 
     /// Mounts a memory disk of `bytes` bytes on a folder. It is this user's alone, as a node wants
@@ -113,6 +203,9 @@ impl Drop for Spaces {
         for disk in &self.disks {
             let _ = run(Command::new("umount").arg("-l").arg(disk));
         }
+        if let Some(mut switch) = self.switch.take() {
+            let _ = (switch.kill(), switch.wait());
+        }
         for name in &self.names {
             let _ = ip(&["netns", "del", name]); // the first that failed has no others behind it
         }
@@ -122,11 +215,6 @@ impl Drop for Spaces {
 /// The address of a node.
 pub(crate) fn address(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 79, 0, number as u8 + 1) // 16 nodes at most
-}
-
-/// The bridge's end of a node's virtual cable.
-fn port(number: usize) -> String {
-    format!("p{number}")
 }
 
 fn ip(args: &[&str]) -> Result<()> {

@@ -71,7 +71,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 0,
           value_parser = clap::value_parser!(u16).range(0..=1))]
     spare: u16,
-    /// Give each node a network and a disk of its own, so that it can be cut off (Linux, root)
+    /// Give each node a network and a disk of its own, so that it can be cut off (Linux, root,
+    /// Python 3)
     #[arg(long)]
     namespaces: bool,
     /// Print one JSON object
