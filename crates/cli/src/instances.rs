@@ -2,7 +2,7 @@
 //! JSON to this machine's node, which places and loads the model; `load` polls its progress.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -24,6 +24,12 @@ use crate::{home, member, plan, pull};
 
 /// Poll interval of `load`.
 const ASK_EVERY: Duration = Duration::from_millis(200);
+
+/// Longest wait for the names of machines that have just joined, as for their facts in the node.
+const NAMES_WAIT: Duration = Duration::from_secs(5);
+
+/// Time between two looks at these names.
+const NAMES_EVERY: Duration = Duration::from_millis(50);
 
 const EXAMPLES: &str = "\
 Examples:
@@ -190,12 +196,31 @@ pub(crate) struct PsArgs {
     json: bool,
 }
 
+/// The cluster's nodes, once those that live have told their names; as they are after
+/// [`NAMES_WAIT`].
+fn named_nodes() -> anyhow::Result<Value> {
+    let began = Instant::now();
+    loop {
+        let nodes = member::ask("nodes", json!({}))?["nodes"].take();
+        if have_told(&nodes) || began.elapsed() >= NAMES_WAIT {
+            return Ok(nodes);
+        }
+        std::thread::sleep(NAMES_EVERY);
+    }
+}
+
+/// Whether the facts of all live nodes have arrived. Before, a name comes from an id.
+fn have_told(nodes: &Value) -> bool {
+    let mut all = nodes.as_array().into_iter().flatten();
+    all.all(|node| node["state"] != "alive" || node["protocol"] != 0)
+}
+
 /// Loads a model over machines of the cluster, and waits until it answers.
 ///
 /// # Errors
 /// A model that cannot be found, missing nodes, a failed load.
 pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
-    let memory = args.check_nodes(&member::ask("nodes", json!({}))?["nodes"])?;
+    let memory = args.check_nodes(&named_nodes()?)?;
     if args.preview && is_absent(&args.model)? && weights(&args.model).is_some() {
         return plan::preview(&args.model, args.nodes.as_deref(), args.json);
     }
@@ -449,6 +474,16 @@ mod tests {
     struct Command {
         #[command(flatten)]
         load: LoadArgs,
+    }
+
+    #[test]
+    fn names_are_known_once_all_that_live_have_told_them() {
+        let nodes = |state: &str, protocol: u32| {
+            json!([{ "name": "studio", "state": "alive", "protocol": 3 },
+                   { "name": "node-a003b795", "state": state, "protocol": protocol }])
+        };
+        assert!(!have_told(&nodes("alive", 0)), "it has just joined");
+        assert!(have_told(&nodes("alive", 3)) && have_told(&nodes("dead", 0)));
     }
 
     #[test]
