@@ -34,7 +34,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::hub::StoreHub;
-use crate::pulls::{check_first_use, copies};
+use crate::pulls::{MEND, check_first_use, copies};
 use crate::{Error, MessageSink, api_model, chain, stores, upstreams};
 
 /// Interval of signs of life from a command: a third of the 10 s of the most impatient client.
@@ -240,6 +240,14 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
             stores::ask_send(&fleet, arguments, progress)
+        },
+    );
+    let own = Arc::downgrade(fleet);
+    agent.serve_local(
+        MEND,
+        move |arguments: &Value, progress: &mut CommandProgress<'_>| {
+            let fleet = own.upgrade().ok_or("the node is stopping")?;
+            stores::ask_mend(&fleet, arguments, progress)
         },
     );
 }

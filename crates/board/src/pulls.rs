@@ -6,17 +6,20 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::Bytes;
-use paceline_node::fleet::whole_copy;
+use paceline_node::fleet::{MendedFile, StoredFile, whole_copy};
 use paceline_node::{ChecksumError, has_checksums, record_checksums};
 use paceline_serve::{PullStep, Puller};
 use paceline_store::{
     Cancel, DownloadPlan, EntryName, Error, FileRecord, Home, Kind, PullOptions, PullProgress,
-    PulledModel, Resolution, ResolvedModel, State, StoreEntry, check_used, fetch_pinned, list,
-    origin, pull, resolve, usual_name, verify,
+    PulledModel, Resolution, ResolvedModel, State, StoreEntry, check_used, fetch_pinned,
+    find_for_removal, list, origin, pull, recorded_files, resolve, usual_name, verify,
 };
 use serde_json::{Value, json};
 
 use crate::MessageSink;
+
+/// The node's command that repairs a [`StoredFile`].
+pub const MEND: &str = "mend";
 
 /// Interval of progress steps to clients.
 const STEP_EVERY: Duration = Duration::from_millis(200);
@@ -85,6 +88,8 @@ pub struct StorePulls<'a> {
     pub progress: &'a dyn Fn() -> Box<dyn PullProgress>,
     /// Receives lines for people.
     pub tell: &'a dyn Fn(&str),
+    /// Repairs a damaged file from other machines; `None` where no node of this machine can.
+    pub peers: &'a dyn Fn(&StoredFile) -> Option<MendedFile>,
 }
 
 impl StorePulls<'_> {
@@ -97,6 +102,10 @@ impl StorePulls<'_> {
         let found = match resolve(self.home, spec)? {
             Resolution::Path(found) => found,
             Resolution::NeedsDownload(plan) => {
+                if let Some(found) = self.mend_cut(spec) {
+                    self.record_checksums(&found)?;
+                    return Ok((found, PullOutcome::Mended));
+                }
                 let pulled = self.fetch(spec, &plan)?;
                 let came = if pulled.fetched {
                     PullOutcome::Fetched
@@ -164,12 +173,51 @@ impl StorePulls<'_> {
                 Error::HashMismatch { what, .. } if mended.as_ref() != Some(what) => what.clone(),
                 _ => return Err(error),
             };
-            self.fetch_again(name, Path::new(&path), error)?;
+            let mut files = recorded_files(self.home, name)?.into_iter();
+            let file = files.find(|(of, _)| of == Path::new(&path));
+            if !file.is_some_and(|(path, file)| self.mend_from_peers(name, (&path, file))) {
+                self.fetch_again(name, Path::new(&path), error)?;
+            }
             mended = Some(path);
             match verify(self.home, name, self.cancel, &mut *(self.progress)()) {
                 Ok(()) => return Ok(()),
                 Err(next) => error = next,
             }
+        }
+    }
+
+    /// Whether other machines have supplied the damaged bytes of a stored file.
+    fn mend_from_peers(&self, name: &EntryName, (path, file): (&Path, FileRecord)) -> bool {
+        let mended = (self.peers)(&StoredFile {
+            model: name.to_string(),
+            path: path.to_owned(),
+            sha256: file.sha256,
+            bytes: file.bytes,
+        });
+        let Some(MendedFile { mended, ranges }) = mended else {
+            return false;
+        };
+        let (path, bytes) = (path.display(), Bytes(mended.bytes));
+        (self.tell)(&format!(
+            "warning: {path} was damaged at bytes {ranges}; mended ({bytes})"
+        ));
+        true
+    }
+
+    /// The model `spec` after other machines have completed its files that were cut; `None` if it
+    /// has none, or they have not.
+    fn mend_cut(&self, spec: &str) -> Option<ResolvedModel> {
+        let name = find_for_removal(self.home, spec).ok()?;
+        let mut cut = recorded_files(self.home, &name).ok()?;
+        cut.retain(|(path, file)| path.metadata().is_ok_and(|it| it.len() != file.bytes));
+        let mut cut = cut.into_iter().peekable();
+        let is_whole = cut.peek().is_none();
+        if is_whole || !cut.all(|(path, file)| self.mend_from_peers(&name, (&path, file))) {
+            return None;
+        }
+        match resolve(self.home, spec).ok()? {
+            Resolution::Path(found) => Some(found),
+            Resolution::NeedsDownload(_) => None,
         }
     }
 
@@ -488,6 +536,7 @@ mod tests {
             cancel: &Cancel::default(),
             progress: &|| Box::new(SilentProgress),
             tell: &|_| {},
+            peers: &|_| None,
         };
         let ensure = || pulls.ensure("smollm2", || Err(Error::Cancelled));
         assert!(matches!(ensure(), Err(Error::Cancelled)), "a part is none");

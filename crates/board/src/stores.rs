@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use paceline_cluster::nodes::agent::local::CommandProgress;
-use paceline_node::fleet::{CopyOutcome, Fleet, Holding, OwnStore};
+use paceline_node::fleet::{CopyOutcome, Fleet, Holding, OwnStore, StoredFile};
 use paceline_store::{Error as StoreError, State, StoreEntry, find_for_removal, free_space};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -107,6 +107,18 @@ pub(crate) fn ask_send(
     };
     let sent = fleet.send(&model, &nodes, &mut say)?;
     told(&sent)
+}
+
+/// Repairs a file of this machine's store; null for an intact one. The command ends with its
+/// client.
+pub(crate) fn ask_mend(
+    fleet: &Fleet,
+    arguments: &Value,
+    progress: &mut CommandProgress<'_>,
+) -> Result<Value, String> {
+    let file = StoredFile::deserialize(arguments).map_err(|error| error.to_string())?;
+    let mended = fleet.mend(&file, &mut |done| progress(json!(done)))?;
+    serde_json::to_value(mended).map_err(|error| error.to_string())
 }
 
 fn told(outcomes: &[CopyOutcome]) -> Result<Value, String> {

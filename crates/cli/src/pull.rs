@@ -6,8 +6,10 @@ use paceline_base::Bytes;
 use paceline_board::lookup::weights;
 use paceline_board::model_facts::ModelFacts;
 use paceline_board::previews::USABLE;
-use paceline_board::pulls::{StorePulls, object, puller, size};
+use paceline_board::pulls::{MEND, StorePulls, object, puller, size};
 use paceline_cluster::machine;
+use paceline_cluster::nodes::agent::local;
+use paceline_node::fleet::{MendedFile, StoredFile};
 use paceline_serve::Puller;
 use paceline_store::{Cancel, Resolution, ResolvedModel, preview, resolve, usual_name};
 use serde_json::json;
@@ -17,7 +19,8 @@ use crate::home::StoreSettings;
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
 use crate::progress::on_stderr;
-use crate::{member, show, stores};
+use crate::stores::SILENCE;
+use crate::{home, member, show, stores};
 
 /// Arguments of `paceline pull`.
 #[derive(Debug, clap::Args)]
@@ -94,7 +97,15 @@ fn pulls<'a>(settings: &'a StoreSettings, cancel: &'a Cancel) -> StorePulls<'a> 
         cancel,
         progress: &on_stderr,
         tell: &|line| print_err(line),
+        peers: &mend,
     }
+}
+
+/// Has this machine's node repair a file from other machines.
+fn mend(file: &StoredFile) -> Option<MendedFile> {
+    let arguments = serde_json::to_value(file).ok()?;
+    let mended = local::ask(&home::folder().ok()?, MEND, arguments, SILENCE, |_| ()).ok()?;
+    serde_json::from_value(mended).ok()
 }
 
 /// Finds the model `spec`, downloads it if needed, and records its use. For commands that run

@@ -13,7 +13,7 @@ use crate::output::{print, print_err};
 use crate::{home, member};
 
 /// Read timeout of a transfer; the node reports five times a second.
-const SILENCE: Duration = Duration::from_secs(60);
+pub(crate) const SILENCE: Duration = Duration::from_secs(60);
 
 /// Prints the stored model ranges, per node.
 ///

@@ -102,7 +102,7 @@ use crate::workers::host::{HostSpec, ModelName, host};
 use crate::{Instance, InstanceSummary};
 pub use answer_traces::TraceRequest;
 use copies::ModelCopies;
-pub use copies::RepairReport;
+pub use copies::{MendedFile, RepairReport, StoredFile};
 use durable_journals::DurableJournals;
 use hosts::NodeConnection;
 pub use hosts::{lent_devices, placed_bytes};

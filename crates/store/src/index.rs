@@ -270,7 +270,7 @@ impl ModelRecord {
     }
 
     /// Checks all invariants that later code relies on.
-    fn check(&self, name: &EntryName, dir: &Path) -> Result<(), String> {
+    fn check(&self, name: &EntryName) -> Result<(), String> {
         if self.version != RECORD_VERSION {
             return Err(format!(
                 "layout version {}, expected {RECORD_VERSION}",
@@ -283,15 +283,20 @@ impl ModelRecord {
         if self.files.is_empty() {
             return Err("it lists no files".into());
         }
-        self.files.iter().try_for_each(|file| check_file(file, dir))
+        self.files.iter().try_for_each(check_file_record)
     }
 }
 
-fn check_file(file: &FileRecord, dir: &Path) -> Result<(), String> {
+fn check_file_record(file: &FileRecord) -> Result<(), String> {
     check_file_path(&file.path).map_err(|rule| format!("file {:?}: {rule}", file.path))?;
-    if !is_sha256(&file.sha256) {
-        return Err(format!("file {}: no sha256", file.path));
+    match is_sha256(&file.sha256) {
+        true => Ok(()),
+        false => Err(format!("file {}: no sha256", file.path)),
     }
+}
+
+/// Checks that the file is there with its length.
+fn check_file(file: &FileRecord, dir: &Path) -> Result<(), String> {
     match fs::symlink_metadata(dir.join(&file.path)) {
         Ok(meta) if !meta.is_file() => Err(format!("{} is not a file", file.path)),
         Ok(meta) if meta.len() == file.bytes => Ok(()),
@@ -305,8 +310,17 @@ fn check_file(file: &FileRecord, dir: &Path) -> Result<(), String> {
     }
 }
 
-/// Reads and checks a record; `None` if missing. The error describes the damage.
+/// Reads and checks a record and the lengths of its files; `None` if missing. The error describes
+/// the damage.
 pub(crate) fn read_record(home: &Home, name: &EntryName) -> Result<Option<ModelRecord>, String> {
+    let (record, dir) = (parse_record(home, name)?, home.entry_dir(name));
+    let mut files = record.iter().flat_map(|record| &record.files);
+    files.try_for_each(|file| check_file(file, &dir))?;
+    Ok(record)
+}
+
+/// Reads and checks a record, whatever its files are.
+fn parse_record(home: &Home, name: &EntryName) -> Result<Option<ModelRecord>, String> {
     let dir = home.entry_dir(name);
     let file = match fs::File::open(dir.join(RECORD_FILE)) {
         Ok(file) => file,
@@ -318,7 +332,7 @@ pub(crate) fn read_record(home: &Home, name: &EntryName) -> Result<Option<ModelR
         .read_to_end(&mut text)
         .map_err(|error| error.to_string())?;
     let record: ModelRecord = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
-    record.check(name, &dir)?;
+    record.check(name)?;
     Ok(Some(record))
 }
 
@@ -392,12 +406,30 @@ pub fn check_used(
     write_record(home, name, &record)
 }
 
+/// The files of a stored model by its record, with their paths, whatever their bytes are now.
+///
+/// # Errors
+/// [`Error::Damaged`], [`Error::NotInStore`].
+pub fn recorded_files(home: &Home, name: &EntryName) -> Result<Vec<(PathBuf, FileRecord)>, Error> {
+    let folder = home.entry_dir(name);
+    let files = sound((home, name), parse_record(home, name))?.files;
+    let files = files.into_iter();
+    Ok(files.map(|file| (folder.join(&file.path), file)).collect())
+}
+
 fn sound_record(home: &Home, name: &EntryName) -> Result<ModelRecord, Error> {
+    sound((home, name), read_record(home, name))
+}
+
+fn sound(
+    (home, name): (&Home, &EntryName),
+    record: Result<Option<ModelRecord>, String>,
+) -> Result<ModelRecord, Error> {
     let damaged = |reason| Error::Damaged {
         name: name.to_string(),
         reason,
     };
-    let record = read_record(home, name).map_err(damaged)?;
+    let record = record.map_err(damaged)?;
     record.ok_or_else(|| not_in_store(home, name.as_str()))
 }
 

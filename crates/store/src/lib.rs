@@ -88,7 +88,7 @@ pub use home::Home;
 pub use hub::look_up;
 pub use index::{
     FileIdentity, FileRecord, Kind, RemovedModel, ResolvedModel, State, StoreEntry, check_used,
-    find_for_removal, list, remove, verify,
+    find_for_removal, list, recorded_files, remove, verify,
 };
 pub use lines::PlainProgress;
 pub use listing::StoreListing;

@@ -428,6 +428,35 @@ fn mended_by_pull(hub: &TestHub, host: &TestMachine, right: &[u8]) {
     );
 }
 
+/// `pull` of a damaged file, of which another machine has a copy. The hub gives the file once.
+#[test]
+fn pull_mends_a_file_from_another_machine() {
+    let mut alone = TestMachine::new("alone", None);
+    let file = alone.home.path().join("file");
+    FAMILIES[0].write(&file);
+    let right = fs::read(&file).unwrap();
+    let hub = TestHub::start(right.clone(), 1);
+    hub.up_anew(&mut alone);
+    let pull = ["pull", "own/repo"];
+    let pulled = hub.beside(&alone, &pull).output().unwrap();
+    assert!(pulled.status.success(), "{}", said(&pulled));
+    let _other = super::shared::up("other", Some(&alone));
+    alone.told(&[&pull[..], &["--to", "other"]].concat());
+
+    let stored = alone.home.path().join("models/own--repo--m.gguf/m.gguf");
+    damage(&stored, b"wrong", 9);
+    let cut = fs::OpenOptions::new().write(true).open(&stored).unwrap();
+    cut.set_len(right.len() as u64 - 1).unwrap();
+    let again = hub.beside(&alone, &pull).output().unwrap();
+    assert!(again.status.success(), "{}", said(&again));
+    let ranges = said(&again);
+    assert!(
+        ranges.contains("m.gguf was damaged at bytes 0..65536, "),
+        "{ranges}"
+    );
+    assert!(fs::read(&stored).unwrap() == right);
+}
+
 /// `paceline ps --json` of the only instance.
 fn only(host: &TestMachine) -> Value {
     let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();

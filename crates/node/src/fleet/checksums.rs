@@ -75,12 +75,24 @@ impl Checksums {
     /// # Errors
     /// They are damaged, or of a file of another length; the system's error.
     pub(crate) fn read(path: &Path) -> io::Result<Option<Self>> {
+        Self::read_with(path, || Ok(fs::metadata(path)?.len()))
+    }
+
+    /// As [`read`](Self::read), for a file that has or had `length` bytes.
+    pub(crate) fn read_of(path: &Path, length: u64) -> io::Result<Option<Self>> {
+        Self::read_with(path, || Ok(length))
+    }
+
+    fn read_with(
+        path: &Path,
+        length: impl FnOnce() -> io::Result<u64>,
+    ) -> io::Result<Option<Self>> {
         let place = beside(path);
         let bytes = match fs::read(&place) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             bytes => bytes?,
         };
-        let found = Self::parse(fs::metadata(path)?.len(), &bytes);
+        let found = Self::parse(length()?, &bytes);
         let damaged = || {
             let reason = format!("{} is damaged, or the file was cut", place.display());
             io::Error::new(io::ErrorKind::InvalidData, reason)

@@ -26,6 +26,7 @@ mod files;
 mod messages;
 mod models;
 mod repair;
+mod stored_file;
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
@@ -69,6 +70,7 @@ pub(super) use models::{ModelIdentity, manifests_in};
 pub(super) use repair::CheckRange;
 pub use repair::RepairReport;
 use repair::RootOrigin;
+pub use stored_file::{MendedFile, StoredFile};
 
 /// Longest wait for the next bytes or message of another node.
 const SILENCE: Duration = Duration::from_secs(30);

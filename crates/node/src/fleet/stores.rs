@@ -12,7 +12,7 @@ use std::fmt;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use paceline_base::Bytes;
@@ -23,6 +23,7 @@ use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use serde::{Deserialize, Serialize};
 
 use super::copies::{self, COPY, MODEL, NAME, QuotaCheck, RepairReport};
+use super::copies::{MendedFile, StoredFile};
 use super::hosts::NodeConnection;
 use super::{Fleet, Inner, STORES, hub, partial_file};
 use crate::workers::connection::{MessageConnection, receive_message, send_message};
@@ -545,6 +546,33 @@ impl Fleet {
         };
         let told = inner.ask_stores(&nodes, &remove);
         Ok(told.into_iter().map(outcome).collect())
+    }
+
+    /// Repairs a file of this machine's store from other nodes or the hub. `progress` is called
+    /// with the bytes compared or fetched so far, some times a second; false ends the call.
+    ///
+    /// # Errors
+    /// The damaged bytes, and why no source supplied them.
+    pub fn mend(
+        &self,
+        file: &StoredFile,
+        progress: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<Option<MendedFile>, String> {
+        let (inner, done, is_over) = (&self.inner, AtomicU64::new(0), AtomicBool::new(false));
+        let count = |bytes: u64| {
+            done.fetch_add(bytes, Ordering::Relaxed);
+            !is_over.load(Ordering::Relaxed)
+        };
+        std::thread::scope(|scope| {
+            let mend = || inner.copies.mend_stored(&inner.agent, file, &count);
+            let mending = scope.spawn(mend);
+            while !mending.is_finished() {
+                is_over.fetch_or(!progress(done.load(Ordering::Relaxed)), Ordering::Relaxed);
+                std::thread::sleep(TELL_EVERY);
+            }
+            let ended = mending.join();
+            ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
     }
 
     /// Makes the nodes of these names, or all live ones, fetch all of a model of this machine. Each

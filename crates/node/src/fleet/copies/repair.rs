@@ -200,7 +200,7 @@ impl ModelCopies {
     }
 
     /// Fetches the groups `wrong` of a copy and writes them in place.
-    fn mend(
+    pub(super) fn mend(
         &self,
         (agent, model): (&Agent, &ModelName),
         (copy, tree): (&Path, &Tree),
@@ -275,7 +275,7 @@ fn bytes_of(groups: HashGroups, run: &Range<u64>) -> u64 {
 }
 
 /// Runs of groups as byte ranges, for messages.
-fn ranges(groups: HashGroups, runs: &[Range<u64>]) -> String {
+pub(super) fn ranges(groups: HashGroups, runs: &[Range<u64>]) -> String {
     let span = |run: &Range<u64>| groups.span(run);
     let first = runs.iter().take(RANGES_MAX).map(span);
     let first: Vec<String> = first

@@ -545,6 +545,22 @@ fn a_file_of_the_store_is_mended_from_another_node() {
         pair.is_right(),
         "its first bytes are compared before a start"
     );
+
+    let file = StoredFile {
+        model: pair.name.name.clone(),
+        path: pair.copy.clone(),
+        sha256: pair.name.sha256.clone(),
+        bytes: pair.bytes.len() as u64,
+    };
+    let mend = || pair.copies.mend_stored(two, &file, &|_| true);
+    assert_eq!(mend(), Ok(None), "all bytes are right");
+    pair.flip((2 << 20) + 5);
+    damage(&pair.copy, |it| it.set_len(file.bytes - 1).unwrap());
+    let mended = mend().unwrap().unwrap();
+    let last = file.bytes - (64 << 10); // it has whole groups
+    let ranges = format!("2097152..2162688, {last}..{}", file.bytes);
+    assert_eq!((mended.mended.blocks, mended.ranges), (2, ranges));
+    assert!(pair.is_right(), "also the bytes that were cut off");
 }
 
 #[test]
