@@ -22,9 +22,10 @@ use std::time::{Duration, Instant};
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::{CopyStats, Deadline, Group, tcp};
 use paceline_comm_rdma::{self as rdma, Cabling, Matrix, Verbs};
+use paceline_mlx::LibraryPaths;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, FollowOutcome, Links, LoadOptions, Logits, Model,
-    ModelFamily, ModelSource, Split, Workspace,
+    Batch, BatchSequence, BatchSize, Config, FollowOutcome, Links, LoadOptions, LoadedModel as _,
+    Logits, MlxModel, MlxOptions, Model, ModelFamily, ModelSource, Split, Workspace,
 };
 use paceline_tensor::{Kernels, PAGE};
 use tiny::Tiny;
@@ -194,5 +195,97 @@ fn steps_of_a_split_model_copy_nothing_that_is_exchanged() {
     assert!(
         steps.iter().all(|steps| steps[0].0 > 0 && steps[0].1 == 0),
         "{steps:?}"
+    );
+}
+
+/// What a rank on MLX copied in a prompt of 256 rows.
+fn copied_by_mlx(model: MlxModel, tokens: &[u32]) -> CopyStats {
+    let model = Arc::new(model);
+    let size = BatchSize::single(STEPS[0], CONTEXT);
+    let mut compute = Arc::clone(&model).reserve(size, CONTEXT).unwrap();
+    let pages: Vec<u32> = (0..(CONTEXT / PAGE) as u32).collect();
+    if model.shard().leads() {
+        let sequences = [BatchSequence {
+            tokens: &tokens[..STEPS[0]],
+            position: 0,
+            pages: &pages,
+            windows: &[],
+            adapter: 0,
+            logits: Logits::Last,
+        }];
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        assert_eq!(compute.forward(&batch).unwrap(), 1);
+    } else {
+        assert_eq!(compute.follow().unwrap(), FollowOutcome::Step);
+    }
+    let links = model.links().unwrap();
+    links.world.barrier(soon()).unwrap();
+    links.stage.copies()
+}
+
+/// Values of the other rank are written into the memory of the array that reads them.
+#[test]
+fn ranks_on_mlx_receive_in_place() {
+    let (folder, test) = (
+        tempfile::tempdir().unwrap(),
+        "ranks_on_mlx_receive_in_place",
+    );
+    let Some(mlx) = std::env::var_os("PACELINE_MLXC") else {
+        return println!("SKIPPED {test}: PACELINE_MLXC names no libmlxc (cargo xtask mlx)");
+    };
+    let Some(library) = library::build(folder.path()) else {
+        return println!("SKIPPED {test}: no rustc");
+    };
+    let verbs = Verbs::load_from(library.to_str().unwrap()).unwrap();
+    let (path, tiny) = (
+        folder.path().join("tiny.gguf"),
+        Tiny::new(ModelFamily::Llama, BlockType::Q8_0),
+    );
+    tiny.write(&path);
+    let tokens = tiny.tokens(STEPS[0], 1);
+    let source = Arc::new(ModelSource::open(&path).unwrap());
+    let shape = Config::read(&source).unwrap();
+    let split = Split::plan(&shape, "tensor".parse().unwrap(), 2, &[]).unwrap();
+    let always = rdma::Config {
+        in_place_bytes: 1,
+        ..rdma::Config::default()
+    };
+    let load = |rank: u32, links: Links| {
+        let options = MlxOptions {
+            places: LibraryPaths {
+                explicit: Some(mlx.clone().into()),
+                ..LibraryPaths::default()
+            },
+            class: KernelClass::MlxF32,
+            positions: CONTEXT,
+            rows: STEPS[0],
+            sequences: 1,
+            patience: MlxOptions::PATIENCE,
+            last_words: MlxOptions::LAST_WORDS,
+        };
+        let kernels = Arc::new(Kernels::new(1).unwrap());
+        let source = Arc::clone(&source);
+        let model = MlxModel::load(source, &split, Rank(rank), options, kernels, |_, _| {});
+        model.unwrap().link(links)
+    };
+    let copied: Vec<CopyStats> = std::thread::scope(|scope| {
+        let rank = |(rank, links)| {
+            let (load, tokens) = (&load, &tokens);
+            scope.spawn(move || copied_by_mlx(load(rank, links), tokens))
+        };
+        let threads: Vec<_> = (0..).zip(links(&verbs, &always)).map(rank).collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    });
+    println!("{copied:?}");
+    // Half of a row's width comes from the other rank, twice a layer.
+    let received = (STEPS[0] * tiny.layers * 2 * tiny.width / 2 * 4) as u64;
+    assert!(
+        copied.iter().all(|it| it.in_place.0 >= received),
+        "{copied:?} of {received}"
     );
 }

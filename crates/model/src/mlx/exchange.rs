@@ -12,6 +12,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use paceline_base::Bytes;
+use paceline_comm::{MemoryRegistration, Pages};
 use paceline_mlx::{Array, Dtype, Stream};
 
 use super::step::Step;
@@ -22,27 +23,61 @@ use crate::{Error, Links};
 /// layer, or a stage's residual and the sums of prefill and of decode.
 const KEPT: usize = 4;
 
-/// Memory that other ranks' values are received in, as arrays.
+/// Shortest array that is registered with the ranks' groups: devices copy shorter ones sooner than
+/// they agree on a place, and Apple's have some hundred registrations.
+const REGISTERED_MIN: usize = 16 << 10;
+
+/// Memory that other ranks' values are received in, as arrays. RDMA devices write there in place.
 #[derive(Debug, Default)]
-pub(super) struct Receive(Vec<Array>);
+pub(super) struct Receive(Vec<Received>);
+
+#[derive(Debug)]
+struct Received {
+    // Dropped in this order: no memory is freed while it is registered.
+    _registration: Option<MemoryRegistration>,
+    array: Array,
+}
+
+impl Received {
+    fn new(stream: &Stream, links: &Links, mut array: Array) -> Result<Self, Error> {
+        // The driver moves the arrays of a device with memory of its own.
+        let is_registered = array.n_bytes() as usize >= REGISTERED_MIN && stream.shares_memory()?;
+        let registration = match is_registered {
+            true => {
+                // SAFETY: nothing reads a new array.
+                let memory = unsafe { array.as_bytes_mut()? };
+                // SAFETY: the array is dropped after it, and keeps its memory: MLX reuses none that
+                // has a handle.
+                let pages = unsafe { Pages::lent(memory) };
+                links.world.register_pages(&pages)
+            }
+            false => None,
+        };
+        Ok(Self {
+            _registration: registration,
+            array,
+        })
+    }
+}
 
 impl Receive {
     /// The array of this shape and type; the last [`KEPT`] are kept.
     pub(super) fn array(
         &mut self,
-        stream: &Stream,
+        (stream, links): (&Stream, &Links),
         shape: &[i32],
         dtype: Dtype,
     ) -> Result<&mut Array, Error> {
-        let fits = |array: &Array| array.shape() == shape && array.dtype() == dtype;
+        let fits =
+            |Received { array, .. }: &Received| array.shape() == shape && array.dtype() == dtype;
         if let Some(at) = self.0.iter().position(fits) {
-            return Ok(&mut self.0[at]);
+            return Ok(&mut self.0[at].array);
         }
         let n = shape.iter().product::<i32>() as usize;
         let array = stream.array(&vec![0; n * dtype.bytes()], shape, dtype)?;
         self.0.truncate(KEPT - 1);
-        self.0.insert(0, array);
-        Ok(&mut self.0[0])
+        self.0.insert(0, Received::new(stream, links, array)?);
+        Ok(&mut self.0[0].array)
     }
 }
 
@@ -121,7 +156,8 @@ impl Step<'_> {
         let counts = columns.iter().map(|n| n * rows * dtype.bytes());
         let counts: Vec<usize> = counts.collect();
         let values = rows * columns.iter().sum::<usize>();
-        let all = self.parts.receive.array(stream, &[values as i32], dtype)?;
+        let memory = (stream, links);
+        let all = self.parts.receive.array(memory, &[values as i32], dtype)?;
         // SAFETY: it is read by what `mine` and the residual were made of, just evaluated.
         links.gather_parts(own, unsafe { all.as_bytes_mut()? }, &counts)?;
         let received = all.n_bytes() as usize - own.len();

@@ -109,7 +109,8 @@ impl<'a> Step<'a> {
         let residual = match &model.links {
             Some(links) if !model.shard.embeds() => {
                 let shape = [batch.rows() as i32, model.config.width as i32];
-                let rows = parts.receive.array(stream, &shape, Dtype::F32)?;
+                let memory = (stream, &**links);
+                let rows = parts.receive.array(memory, &shape, Dtype::F32)?;
                 // SAFETY: what read it was evaluated at the end of the step before.
                 links.receive_residual(&model.shard, unsafe { rows.as_f32_mut()? })?;
                 let way = Way::of_residual(stream, model.dtype)?;
