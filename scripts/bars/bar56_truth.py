@@ -49,13 +49,9 @@ def real():
 
 
 def named(instances):
-    """Workers of each machine by what a node says; None while it says that nothing answers."""
-    count = collections.Counter()
-    for it in instances:
-        if it["state"] != "ready":
-            return None
-        count.update(it.get("computing") or it["nodes"])
-    return count
+    """Workers of each machine by what a node says: none of an instance that does not answer."""
+    ready = [it for it in instances if it["state"] == "ready"]
+    return collections.Counter(name for it in ready for name in it.get("computing") or it["nodes"])
 
 
 def ask(machine, *command):
@@ -138,7 +134,7 @@ def faults():
 def answer(machine):
     """A client whose answer outlasts the round."""
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 3000, "temperature": 0, "stream": True})
-    curl = ["curl", "-sN", "-m", "20", "http://127.0.0.1:52415/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+    curl = ["curl", "-sN", "-m", "20", "-H", "Content-Type: application/json", "-d", body, "http://127.0.0.1:52415/v1/completions"]
     return subprocess.Popen(["ip", "netns", "exec", machine.ns, *curl], stdout=subprocess.DEVNULL)
 
 
