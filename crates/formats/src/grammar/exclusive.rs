@@ -47,6 +47,9 @@ impl<'a> SchemaComparison<'a> {
         if depth > MAX_DEPTH || self.steps.get() > MAX_STEPS {
             return false;
         }
+        if [one, other].contains(&&Json::Bool(false)) {
+            return true;
+        }
         let each = |arms: &Vec<Json>, other: &Json| {
             arms.iter().all(|arm| self.excludes(arm, other, depth + 1))
         };
@@ -205,6 +208,8 @@ mod tests {
             ),
             (json!([{"const": 1.0}, {"type": "integer"}]), false),
             (json!([{"const": 1.0}, {"const": 1}]), false),
+            (json!([true, false, false]), true),
+            (json!([true, {}]), false),
             (json!([{"type": "string"}, {}]), false),
             (
                 json!([{"type": "string", "minLength": 3}, {"type": "string", "maxLength": 2}]),

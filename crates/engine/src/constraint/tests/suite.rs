@@ -26,7 +26,7 @@ const REFUSED: [(&str, usize); 15] = [
     ("maxContains", 1),
     ("minContains", 1),
     ("not", 12),
-    ("oneOf", 10),
+    ("oneOf", 8),
     ("propertyNames", 8),
     ("then", 3),
     ("unevaluatedItems", 22),
