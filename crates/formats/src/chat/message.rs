@@ -5,6 +5,8 @@
 //! different forms: arguments as an object or as text, content that may be null or not.
 //! [`MessageFormat`] is the form that a template wants, found by rendering two small conversations.
 
+use std::cmp::Reverse;
+
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json, json};
 
@@ -118,7 +120,29 @@ impl MessageFormat {
         });
         let rated = shapes.iter().map(|shape| rating(rates(shape)));
         let best = rated.enumerate().max_by_key(|(i, rating)| (*rating, 4 - i));
-        best.map_or(base, |(i, _)| shapes[i])
+        let best = best.map_or(base, |(i, _)| shapes[i]);
+        best.with_null_content(render)
+    }
+
+    /// The same with null as the content of a turn that only calls tools, where an empty text
+    /// makes the template write more, such as an answer of its own that ends at once.
+    fn with_null_content(self, render: impl Fn(&[Json]) -> Option<String>) -> Self {
+        let conversation = [
+            ChatMessage::new("user", "PROBE"),
+            probe_call(),
+            ChatMessage::tool_result("abcdef123", "PROBE"),
+        ];
+        let says = |shape: Self| render(&conversation.each_ref().map(|turn| shape.dress(turn)));
+        let with_null = Self {
+            has_null_content: true,
+            ..self
+        };
+        match (says(self), says(with_null)) {
+            (Some(text), Some(null)) if null.len() < text.len() && words(&null) <= words(&text) => {
+                with_null
+            }
+            _ => self,
+        }
     }
 
     /// A message as the dictionary that a template sees.
@@ -181,12 +205,20 @@ fn probe_call() -> ChatMessage {
     }
 }
 
-/// Quality of a rendering of the call: its key is neither lost nor escaped, and missing content is
-/// not Python's `None`.
-fn rating(rendered: Option<String>) -> u8 {
-    let Some(text) = rendered else { return 0 };
+/// Quality of a rendering of the call: its key is neither lost nor escaped; then, missing content is
+/// not a word, which a template may also have for itself.
+fn rating(rendered: Option<String>) -> (u8, Reverse<usize>) {
+    let Some(text) = rendered else {
+        return (0, Reverse(0));
+    };
     let has_call = text.contains("PROBE_TOOL") && text.contains("PROBE_KEY");
     let is_escaped = text.contains("\\\"PROBE_KEY") || text.contains("'PROBE_KEY'");
-    let has_none = text.contains("None") || text.contains("none>");
-    1 + 4 * u8::from(has_call) + 2 * u8::from(!is_escaped) + u8::from(!has_none)
+    let quality = 1 + 2 * u8::from(has_call) + u8::from(!is_escaped);
+    (quality, Reverse(words(&text)))
+}
+
+/// Words that templates write for null.
+fn words(text: &str) -> usize {
+    const WORDS: [&str; 3] = ["None", "none>", "null"];
+    WORDS.iter().map(|word| text.matches(word).count()).sum()
 }

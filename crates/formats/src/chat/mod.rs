@@ -218,7 +218,7 @@ impl ChatTemplate {
 
     /// Has `start` compile each of `sources`, and runs them there.
     ///
-    /// Cost: one to eight renderings of short messages for each, to find the message format.
+    /// Cost: one to ten renderings of short messages for each, to find the message format.
     ///
     /// # Errors
     /// The failure of `start`, as [`Error::Template`].
