@@ -189,6 +189,18 @@ impl Array {
         Ok(unsafe { std::slice::from_raw_parts_mut(start, n) })
     }
 
+    /// As [`as_bytes`](Self::as_bytes), of an array of `u32`, copied.
+    ///
+    /// # Errors
+    /// As [`as_f32`](Self::as_f32).
+    pub fn to_u32(&self) -> Result<Vec<u32>, Error> {
+        if self.dtype() != Dtype::U32 {
+            return Err(self.not_as(Dtype::U32, self.is_rows()));
+        }
+        let (values, _) = self.as_bytes()?.as_chunks();
+        Ok(values.iter().copied().map(u32::from_ne_bytes).collect())
+    }
+
     fn of_f32(&self) -> Result<&Self, Error> {
         if self.dtype() == Dtype::F32 {
             return Ok(self);

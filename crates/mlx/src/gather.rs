@@ -19,6 +19,32 @@ impl Stream {
         })
     }
 
+    /// Along `axis` the place of the largest value, the first among equals, of type `uint32` and
+    /// size 1. Where a value is not a number, the place may be any.
+    ///
+    /// # Errors
+    /// As [`argsort`](Self::argsort).
+    pub fn argmax(&self, a: &Array, axis: i32) -> Result<Array, Error> {
+        let f = self.library.table().argmax_axis;
+        // SAFETY: see above.
+        self.op("mlx_argmax_axis", |out| unsafe {
+            f(out, a.handle, axis, true, self.handle)
+        })
+    }
+
+    /// Along `axis` the places of all values, in an order in which no value before place `kth` is
+    /// above those behind it. Of type `uint32`; values that are not numbers come last.
+    ///
+    /// # Errors
+    /// As [`argsort`](Self::argsort).
+    pub fn argpartition(&self, a: &Array, kth: i32, axis: i32) -> Result<Array, Error> {
+        let f = self.library.table().argpartition_axis;
+        // SAFETY: see above.
+        self.op("mlx_argpartition_axis", |out| unsafe {
+            f(out, a.handle, kth, axis, self.handle)
+        })
+    }
+
     /// The values at `indices` along `axis`: as many sizes as `a`, the others equal.
     ///
     /// # Errors
@@ -28,6 +54,32 @@ impl Stream {
         // SAFETY: see above.
         self.op("mlx_take_along_axis", |out| unsafe {
             f(out, a.handle, indices.handle, axis, self.handle)
+        })
+    }
+
+    /// `a` with `values` at `indices` along `axis`, sizes of 1 repeated on the other axes. In place
+    /// as [`slice_update`](Self::slice_update) is.
+    ///
+    /// # Errors
+    /// As [`argsort`](Self::argsort).
+    pub fn put_along(
+        &self,
+        a: &Array,
+        indices: &Array,
+        values: &Array,
+        axis: i32,
+    ) -> Result<Array, Error> {
+        let f = self.library.table().put_along_axis;
+        // SAFETY: see above.
+        self.op("mlx_put_along_axis", |out| unsafe {
+            f(
+                out,
+                a.handle,
+                indices.handle,
+                values.handle,
+                axis,
+                self.handle,
+            )
         })
     }
 

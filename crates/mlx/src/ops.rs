@@ -57,7 +57,7 @@ pub enum Mask<'a> {
     None,
     /// The last query sees all, each before it one less.
     Causal,
-    /// Truth values, `(queries, keys)`.
+    /// Truth values, `(queries, keys)` or `(n, 1, queries, keys)`.
     Array(&'a Array),
 }
 
@@ -422,11 +422,41 @@ impl Stream {
         })
     }
 
-    /// Softmax of scaled scores times values, `(1, heads, rows, value)`.
+    /// As [`rope`](Self::rope), each part `i` of `x (n, .., rows, head)` from position
+    /// `positions[i]` on.
     ///
-    /// - `q (1, heads, rows, head)`;
-    /// - `k (1, kv heads, keys, head)`;
-    /// - `v (1, kv heads, keys, value)`;
+    /// # Errors
+    /// As [`add`](Self::add).
+    pub fn rope_each(
+        &self,
+        x: &Array,
+        periods: &Array,
+        neighbours: bool,
+        positions: &Array,
+    ) -> Result<Array, Error> {
+        let f = self.library.table().fast_rope_dynamic;
+        let dims = 2 * periods.shape().first().copied().unwrap_or(0);
+        // SAFETY: see above.
+        self.op("mlx_fast_rope_dynamic", |out| unsafe {
+            f(
+                out,
+                x.handle,
+                dims,
+                neighbours,
+                NO_FLOAT,
+                1.0,
+                positions.handle,
+                periods.handle,
+                self.handle,
+            )
+        })
+    }
+
+    /// Softmax of scaled scores times values, `(n, heads, rows, value)`, of n sequences.
+    ///
+    /// - `q (n, heads, rows, head)`;
+    /// - `k (n, kv heads, keys, head)`;
+    /// - `v (n, kv heads, keys, value)`;
     /// - `sinks (heads,)`: a score of each head that has no value.
     ///
     /// # Errors

@@ -83,6 +83,14 @@ impl Stream {
         self.unary("mlx_exp", self.library.table().exp, a)
     }
 
+    /// `-a`
+    ///
+    /// # Errors
+    /// As [`subtract`](Self::subtract).
+    pub fn negative(&self, a: &Array) -> Result<Array, Error> {
+        self.unary("mlx_negative", self.library.table().negative, a)
+    }
+
     /// `1 / sqrt(a)`
     ///
     /// # Errors

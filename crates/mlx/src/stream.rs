@@ -168,16 +168,34 @@ impl Stream {
     /// # Errors
     /// [`Error::Call`] for failures that MLX detects only here, such as exhausted memory.
     pub fn eval<'a>(&self, arrays: impl IntoIterator<Item = &'a Array>) -> Result<(), Error> {
+        done("mlx_eval", self.with_all(arrays, self.library.table().eval))
+    }
+
+    /// Submits `arrays` and what they depend on to the device, and returns while it computes. An
+    /// [`eval`](Self::eval) of one of them waits for it.
+    ///
+    /// # Errors
+    /// As [`eval`](Self::eval), for failures that MLX detects before the device computes.
+    pub fn submit<'a>(&self, arrays: impl IntoIterator<Item = &'a Array>) -> Result<(), Error> {
+        let f = self.library.table().async_eval;
+        done("mlx_async_eval", self.with_all(arrays, f))
+    }
+
+    /// Calls `f` with a vector of `arrays`.
+    fn with_all<'a>(
+        &self,
+        arrays: impl IntoIterator<Item = &'a Array>,
+        f: unsafe extern "C" fn(ObjectHandle) -> c_int,
+    ) -> c_int {
         let handles: Vec<ObjectHandle> = arrays.into_iter().map(|array| array.handle).collect();
         let table = self.library.table();
         // SAFETY: live handles; the vector copies them.
-        let code = unsafe {
+        unsafe {
             let vector = (table.vector_array_new_data)(handles.as_ptr(), handles.len());
-            let code = (table.eval)(vector);
+            let code = f(vector);
             (table.vector_array_free)(vector);
             code
-        };
-        done("mlx_eval", code)
+        }
     }
 
     /// Waits until all of this queue's work is over.

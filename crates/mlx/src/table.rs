@@ -152,6 +152,7 @@ table! {
     vector_array_get: fn(Out, ObjectHandle, usize) -> c_int;
     vector_array_set_data: fn(Out, *const ObjectHandle, usize) -> c_int;
     vector_array_size: fn(ObjectHandle) -> usize;
+    async_eval: fn(ObjectHandle) -> c_int;
     eval: fn(ObjectHandle) -> c_int;
     vjp: fn(Out, Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
 
@@ -163,6 +164,8 @@ table! {
 
     // ops.h
     add: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    argmax_axis: fn(Out, ObjectHandle, c_int, bool, ObjectHandle) -> c_int;
+    argpartition_axis: fn(Out, ObjectHandle, c_int, c_int, ObjectHandle) -> c_int;
     argsort_axis: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
     astype: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
     concatenate_axis: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
@@ -190,7 +193,11 @@ table! {
     maximum: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     minimum: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     multiply: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    negative: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
     power: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    put_along_axis: fn(
+        Out, ObjectHandle, ObjectHandle, ObjectHandle, c_int, ObjectHandle
+    ) -> c_int;
     quantized_matmul: fn(
         Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, OptionalInt, OptionalInt,
         *const c_char, ObjectHandle
@@ -216,6 +223,9 @@ table! {
     fast_rms_norm: fn(Out, ObjectHandle, ObjectHandle, f32, ObjectHandle) -> c_int;
     fast_rope: fn(
         Out, ObjectHandle, c_int, bool, OptionalFloat, f32, c_int, ObjectHandle, ObjectHandle
+    ) -> c_int;
+    fast_rope_dynamic: fn(
+        Out, ObjectHandle, c_int, bool, OptionalFloat, f32, ObjectHandle, ObjectHandle, ObjectHandle
     ) -> c_int;
     fast_scaled_dot_product_attention: fn(
         Out, ObjectHandle, ObjectHandle, ObjectHandle, f32, *const c_char, ObjectHandle,
