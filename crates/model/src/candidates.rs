@@ -51,6 +51,35 @@ impl LogitExtent {
     fn is_short(self, n: usize) -> bool {
         self.words(n) < n
     }
+
+    /// How many of a row's largest logits show by [`is_covered`](Self::is_covered) whether they
+    /// are all that is needed. `None` for whole rows.
+    pub(crate) fn probe(self) -> Option<usize> {
+        match self {
+            Self::Whole => None,
+            Self::Best => Some(1),
+            Self::Top(top) => Some(room(top) + 1),
+        }
+    }
+
+    /// Whether `largest`, the largest logits of a row in any order, are all that is needed of it.
+    /// A single one must be the first among equals.
+    pub(crate) fn is_covered(self, largest: &[f32]) -> bool {
+        let is_below = |bound: f32| move |logit: &f32| logit.is_nan() || *logit < bound;
+        match self {
+            Self::Whole => false,
+            Self::Best if largest.len() == 1 => !largest[0].is_nan(),
+            Self::Best => {
+                let best = largest.iter().copied().fold(f32::NAN, f32::max);
+                largest.iter().any(is_below(best))
+            }
+            Self::Top(top) => {
+                let mut high = largest.to_vec();
+                let bound = last_of(&mut high, usize::from(top.n)) - 2f32.powi(top.within.into());
+                largest.iter().any(is_below(bound))
+            }
+        }
+    }
 }
 
 /// Capacity of the first message for [`TopLogits`], in logits: the requested number, plus a quarter

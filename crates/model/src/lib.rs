@@ -61,8 +61,8 @@ pub use kv_transfer::{CopyRange, KvTransferPlan, kv_transfer_plan};
 pub use layer_kinds::{Kinds, WindowPool};
 pub use links::Links;
 pub use mlx::{
-    EvaluationLimits as MlxEvaluationLimits, Host as MlxHost, MlxForm, MlxMatrix, MlxModel,
-    MlxOptions, MlxRankBytes, Watch as MlxWatch, mlx_dtype, mlx_page_bytes,
+    EvaluationLimits as MlxEvaluationLimits, Host as MlxHost, MlxCounts, MlxForm, MlxMatrix,
+    MlxModel, MlxOptions, MlxRankBytes, Watch as MlxWatch, mlx_dtype, mlx_page_bytes,
 };
 pub use model::{FollowOutcome, LoadOptions, Model, ModelSample};
 pub use numbers::numbers_name;

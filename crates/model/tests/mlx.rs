@@ -7,9 +7,11 @@
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
 mod common;
+mod mlx_ahead;
 mod mlx_alone;
 mod mlx_hang;
 mod mlx_interrupted;
+mod mlx_lanes;
 mod mlx_pages;
 mod mlx_slow;
 

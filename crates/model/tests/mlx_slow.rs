@@ -24,7 +24,7 @@ use paceline_model::{
 use paceline_tensor::PAGE;
 
 /// The file whose presence makes the device slow.
-const FILE: &str = "PACELINE_SLOW";
+pub(crate) const FILE: &str = "PACELINE_SLOW";
 
 /// Chunks of the prompt, and rows of a chunk.
 const CHUNKS: usize = 10;
@@ -102,16 +102,10 @@ fn a_prompt_fills_the_stages_of_slow_devices() {
         return;
     };
     if std::env::var_os(FILE).is_none() {
-        return again();
+        return again("mlx_slow::a_prompt_fills_the_stages_of_slow_devices");
     }
     let dir = tempfile::tempdir().unwrap();
-    let place = mlx.parent().unwrap().display();
-    let link = [
-        format!("-Lnative={place}"),
-        format!("-Clink-arg=-Wl,-rpath,{place}"),
-    ];
-    let link = link.each_ref().map(|argument| &**argument);
-    let Some(device) = build::build(dir.path(), "slow.rs", &link) else {
+    let Some(device) = build::linked(dir.path(), &mlx, "slow.rs") else {
         return eprintln!("SKIPPED {test}: no rustc");
     };
     let path = dir.path().join("tiny.gguf");
@@ -129,11 +123,10 @@ fn a_prompt_fills_the_stages_of_slow_devices() {
     assert!(times >= 1.6, "{alone:.0?} and {filled:.0?}: {times:.2}");
 }
 
-/// Runs the test in a process whose only library of MLX is the slow one.
-fn again() {
+/// Runs the test `name` in a process whose only library of MLX is the slow one.
+pub(crate) fn again(name: &str) {
     let dir = tempfile::tempdir().unwrap();
     let mut process = std::process::Command::new(std::env::current_exe().unwrap());
-    let name = "mlx_slow::a_prompt_fills_the_stages_of_slow_devices";
     process.args([name, "--exact", "--nocapture"]);
     let output = process.env(FILE, dir.path().join("slow")).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);

@@ -2,8 +2,9 @@
 //!
 //! A layer's keys and values are one pair of arrays, `(1, K, rows, D)` ([`rows_of`]). Position `i`
 //! of a page `p` is row `64 p + i`. Pages that follow one another are one run of rows. A sequence
-//! that has such pages is read in place and written by one update; of others the rows are
-//! gathered. An engine's only sequence always has such pages, at first.
+//! that has such pages is read in place and written by one update. An engine's only sequence always
+//! has such pages, at first. Other sequences have their rows in [lanes]; without lanes they are
+//! gathered.
 //!
 //! Each kind of layers has pages of its own ([`Kinds`](crate::Kinds)). Layers with a sliding window
 //! have few, and reuse those that no later row reads. The arrays begin with [`FIRST_PAGES`] and
@@ -20,8 +21,11 @@ use paceline_tensor::{AttentionRows, PAGE};
 use crate::Error;
 
 mod delta;
+mod lanes;
 
 pub(super) use delta::{DeltaPages, DeltaSizes};
+pub(super) use lanes::LaneLimits;
+use lanes::Lanes;
 
 /// mlx-lm's caches have a multiple of this many rows. By it MLX's attention on CUDA recognises
 /// them. Source: `kv_cache_step` in MLX 0.32.2's `backend/cuda/scaled_dot_product_attention.cpp`.
@@ -37,6 +41,7 @@ pub(super) struct Cache {
     layers: Vec<Kept>,
     /// Pages that each layer may have.
     pages: Vec<usize>,
+    lanes: Lanes,
 }
 
 /// Cache of a layer.
@@ -145,6 +150,7 @@ impl Cache {
         let cache = Self {
             layers: layers.collect::<Result<_, Error>>()?,
             pages: shape.layers.iter().map(|(_, pages)| *pages).collect(),
+            lanes: Lanes::default(),
         };
         stream.eval(cache.arrays())?;
         Ok(cache)
@@ -195,7 +201,7 @@ impl Cache {
     /// Arrays that a step must have evaluated at its end: all, but those of delta nets' pages that
     /// it did not write.
     pub(super) fn arrays(&self) -> Vec<&Array> {
-        let mut all = Vec::new();
+        let mut all: Vec<&Array> = self.lanes.arrays().collect();
         for layer in &self.layers {
             match layer {
                 Kept::Delta(pages) => all.extend(pages.written()),
@@ -214,13 +220,19 @@ impl Cache {
         span: &Span,
         new: [&Array; 2],
     ) -> Result<(), Error> {
-        let Kept::Rows(both) = &mut self.layers[layer] else {
-            unreachable!("layer {layer} keeps no rows");
-        };
-        for (held, new) in both.iter_mut().zip(new) {
-            put(stream, held, span, new)?;
+        let held = self.arrays_mut(layer, span.view.lane);
+        for (held, new) in held.iter_mut().zip(new) {
+            put(stream, held, span.place(), new)?;
         }
         Ok(())
+    }
+
+    /// Arrays of a layer, `(1, heads, rows, ..)`, or those of its lanes.
+    fn arrays_mut(&mut self, layer: usize, lane: Option<usize>) -> &mut [Array] {
+        match lane {
+            Some(_) => self.lanes.of_layer_mut(layer),
+            None => self.layers[layer].rows_mut(),
+        }
     }
 
     /// Writes keys of latent attention, `(1, 1, rows, R + P)`.
@@ -231,10 +243,10 @@ impl Cache {
         span: &Span,
         new: &Array,
     ) -> Result<(), Error> {
-        let Kept::Latent(held, _) = &mut self.layers[layer] else {
+        let [held] = self.arrays_mut(layer, span.view.lane) else {
             unreachable!("layer {layer} keeps no latent rows");
         };
-        put(stream, held, span, new)
+        put(stream, held, span.place(), new)
     }
 
     /// Keys and values that a view shows, `(1, K, keys, D)` and `(1, K, keys, E)`.
@@ -244,16 +256,23 @@ impl Cache {
         layer: usize,
         view: &View,
     ) -> Result<[Array; 2], Error> {
-        match &self.layers[layer] {
-            Kept::Rows([keys, values]) => Ok([view.of(stream, keys)?, view.of(stream, values)?]),
-            Kept::Latent(held, value) => {
+        let kept = &self.layers[layer];
+        let arrays = match view.lane {
+            Some(_) => self.lanes.of_layer(layer),
+            None => kept.rows(),
+        };
+        match (kept, arrays) {
+            (Kept::Rows(_), [keys, values]) => {
+                Ok([view.of(stream, keys)?, view.of(stream, values)?])
+            }
+            (Kept::Latent(_, value), [held]) => {
                 let keys = view.of(stream, held)?;
                 let mut stop = keys.shape();
                 stop[3] = *value;
                 let values = stream.slice(&keys, &[0; 4], &stop)?;
                 Ok([keys, values])
             }
-            Kept::Nothing | Kept::Delta(_) => unreachable!("layer {layer} keeps no rows"),
+            _ => unreachable!("layer {layer} keeps no rows"),
         }
     }
 
@@ -292,20 +311,25 @@ fn copied(stream: &Stream, held: &Array, pages: usize) -> Result<Array, Error> {
     Ok(copy)
 }
 
-/// Writes `new (1, heads, rows, D)` to the rows of `span` in `held`.
-fn put(stream: &Stream, held: &mut Array, span: &Span, new: &Array) -> Result<(), Error> {
-    let sizes = new.shape();
+/// Writes `new (1, heads, rows, D)` to the rows `runs` of lane `lane` in `held`; pages are one lane.
+fn put(
+    stream: &Stream,
+    held: &mut Array,
+    (lane, runs): (usize, &[Range<usize>]),
+    new: &Array,
+) -> Result<(), Error> {
+    let (sizes, lane) = (new.shape(), lane as i32);
     let (heads, dim) = (sizes[1], sizes[3]);
     let mut first = 0;
-    for run in &span.written {
+    for run in runs {
         let n = (run.end - run.start) as i32;
-        let part = if span.written.len() == 1 {
+        let part = if runs.len() == 1 {
             new.clone()
         } else {
             stream.slice(new, &[0, 0, first, 0], &[1, heads, first + n, dim])?
         };
         let (start, stop) = (run.start as i32, run.end as i32);
-        let (start, stop) = ([0, 0, start, 0], [1, heads, stop, dim]);
+        let (start, stop) = ([lane, 0, start, 0], [lane + 1, heads, stop, dim]);
         // The old handle goes away here, so that the update is done in place.
         *held = stream.slice_update(held, &part, &start, &stop)?;
         first += n;
@@ -324,7 +348,7 @@ pub(super) struct SpanKind {
 /// Where one sequence of a step is in the cache of layers of a [`SpanKind`].
 #[derive(Debug)]
 pub(super) struct Span {
-    /// Rows of the cache that are written, in order of position.
+    /// Rows of the cache, or of the lane, that are written, in order of position.
     written: Vec<Range<usize>>,
     /// Keys that queries see.
     pub(super) view: View,
@@ -333,6 +357,8 @@ pub(super) struct Span {
 /// Keys that the queries of a sequence see, all but those that no query does.
 #[derive(Debug)]
 pub(super) struct View {
+    /// The sequence's lane, if it has one in these layers.
+    lane: Option<usize>,
     rows: Rows,
     mask: Seen,
 }
@@ -355,14 +381,20 @@ enum Seen {
 impl View {
     /// The rows `(1, heads, keys, D)` of what a layer keeps.
     fn of(&self, stream: &Stream, held: &Array) -> Result<Array, Error> {
+        let lane = self.lane.unwrap_or(0) as i32;
         Ok(match &self.rows {
             Rows::Run(rows) => {
                 let mut stop = held.shape();
-                stop[2] = rows.end as i32;
-                stream.slice(held, &[0, 0, rows.start as i32, 0], &stop)?
+                (stop[0], stop[2]) = (lane + 1, rows.end as i32);
+                stream.slice(held, &[lane, 0, rows.start as i32, 0], &stop)?
             }
             Rows::Gathered(indices) => stream.take(held, indices, 2)?,
         })
+    }
+
+    /// Whether its rows are gathered.
+    pub(super) const fn is_gathered(&self) -> bool {
+        matches!(self.rows, Rows::Gathered(_))
     }
 
     pub(super) const fn mask(&self) -> Mask<'_> {
@@ -375,9 +407,10 @@ impl View {
 }
 
 impl Span {
-    /// Rows of the cache up to the last that is written.
+    /// Rows of the pages up to the last that is written.
     pub(super) fn end(&self) -> usize {
-        self.written.iter().map(|run| run.end).max().unwrap_or(0)
+        let written = self.written.iter().filter(|_| self.view.lane.is_none());
+        written.map(|run| run.end).max().unwrap_or(0)
     }
 
     /// Of the rows of a sequence, which attend through `window`.
@@ -385,12 +418,18 @@ impl Span {
         stream: &Stream,
         rows: &AttentionRows<'_>,
         window: Option<usize>,
+        lane: Option<usize>,
     ) -> Result<Self, Error> {
         let new = rows.position..rows.position + rows.rows;
         Ok(Self {
-            written: runs(rows, new.clone()),
-            view: View::new(stream, rows, new, window)?,
+            written: runs_in(rows, new.clone(), lane),
+            view: View::new(stream, rows, (new, window), lane)?,
         })
+    }
+
+    /// Where rows are written.
+    fn place(&self) -> (usize, &[Range<usize>]) {
+        (self.view.lane.unwrap_or(0), &self.written)
     }
 }
 
@@ -398,11 +437,11 @@ impl View {
     fn new(
         stream: &Stream,
         rows: &AttentionRows<'_>,
-        new: Range<usize>,
-        window: Option<usize>,
+        (new, window): (Range<usize>, Option<usize>),
+        lane: Option<usize>,
     ) -> Result<Self, Error> {
         let seen = seen(&new, window);
-        let runs = runs(rows, seen.clone());
+        let runs = runs_in(rows, seen.clone(), lane);
         let rows = match &runs[..] {
             [run] => Rows::Run(run.clone()),
             _ => {
@@ -426,14 +465,26 @@ impl View {
                 Seen::Window(stream.array(&bytes, &shape, Dtype::Bool)?)
             }
         };
-        Ok(Self { rows, mask })
+        Ok(Self { lane, rows, mask })
     }
 }
 
 /// Positions that the queries of the positions `new` see through `window`.
-fn seen(new: &Range<usize>, window: Option<usize>) -> Range<usize> {
+pub(super) fn seen(new: &Range<usize>, window: Option<usize>) -> Range<usize> {
     let first = window.map_or(0, |window| (new.start + 1).saturating_sub(window));
     first..new.end
+}
+
+/// As [`runs`], or the rows of a lane.
+fn runs_in(
+    sequence: &AttentionRows<'_>,
+    positions: Range<usize>,
+    lane: Option<usize>,
+) -> Vec<Range<usize>> {
+    match lane {
+        Some(_) => vec![positions],
+        None => runs(sequence, positions),
+    }
 }
 
 /// Rows of the cache that hold `positions` of a sequence, as few ranges as possible.
@@ -610,7 +661,7 @@ mod tests {
 
         let values: Vec<f32> = (0..600).map(|i| i as f32).collect();
         let new = stream.array_f32(&values, &[1, 1, 300, 2]).unwrap();
-        let span = Span::new(&stream, &rows(&[3, 4, 5, 6, 7], 0, 0..300), None).unwrap();
+        let span = Span::new(&stream, &rows(&[3, 4, 5, 6, 7], 0, 0..300), None, None).unwrap();
         cache.write(&stream, 0, &span, [&new, &new]).unwrap();
         let [keys, _] = cache.read(&stream, 0, &span.view).unwrap();
         let keys = stream.rows_f32(&keys).unwrap();
@@ -634,7 +685,7 @@ mod tests {
         let mut cache = Cache::new(&stream, &shape).unwrap();
         let values: Vec<f32> = (0..128).map(|i| i as f32).collect();
         let new = stream.array_f32(&values, &[1, 1, 64, 2]).unwrap();
-        let span = |page| Span::new(&stream, &rows(&[page], 0, 0..64), None).unwrap();
+        let span = |page| Span::new(&stream, &rows(&[page], 0, 0..64), None, None).unwrap();
         // A page more where they would be a multiple of 256 rows.
         for (page, pages) in [(3, 129), (128, 129), (129, 258), (300, 517), (999, 1001)] {
             let span = span(page);

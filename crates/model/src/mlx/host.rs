@@ -103,6 +103,15 @@ impl Watch {
         value
     }
 
+    /// As [`during`](Self::during), of a part of an evaluation: a copy, or a submission that waits
+    /// for the device. Its time is not remembered.
+    pub(super) fn during_part<T>(&self, rows: usize, part: impl FnOnce() -> T) -> T {
+        lock(&self.state).since = Some((Instant::now(), rows));
+        let value = part();
+        lock(&self.state).since = None;
+        value
+    }
+
     /// # Errors
     /// [`Error::Hung`] when an evaluation takes too long.
     fn check(&self) -> Result<(), Error> {

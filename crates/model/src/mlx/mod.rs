@@ -5,6 +5,7 @@
 //! MlxModel::load  -- places, source -->  library, stream, weights (weights.rs, stored.rs)
 //! Compute         -- plan of a step -->  graph (step.rs), cache (cache.rs), evaluation
 //!                 <-- rows of logits --  exchanges with other ranks, through our groups
+//!                                        the next step, if it can be told (ahead.rs)
 //! ```
 //!
 //! **Numbers.** Each kernel class has its own:
@@ -24,14 +25,19 @@
 //!
 //! **Memory.** What weights and the full cache will take is known from the file's header and
 //! compared with the device before anything is loaded. The cache begins small and grows with the
-//! pages in use ([`Cache::grow`]). MLX copies weights from the mapped file: it may write to
-//! memory that it uses in place ([`Array::as_bytes`]).
+//! pages in use ([`Cache::grow`]). Sequences have [lanes](cache) in the memory that is left. MLX
+//! copies weights from the mapped file: it may write to memory that it uses in place
+//! ([`Array::as_bytes`]).
 
+mod ahead;
 mod alone;
 mod cache;
+mod counters;
+mod decoding;
 mod exchange;
 mod gates;
 mod host;
+mod logits;
 mod matrix;
 mod pages;
 mod step;
@@ -59,14 +65,18 @@ use crate::{
     Config, Error, Experts, FollowOutcome, Kinds, LayerCache, LayerCut, LayerShape, Links,
     ModelSource, PageStore, PersistedPage, Shard, Split, WindowPages, WindowPool,
 };
-use cache::{Cache, DeltaSizes, LayerSizes, SpanKind};
+use ahead::{Ahead, NextStep};
+use cache::{Cache, DeltaSizes, LaneLimits, LayerSizes, SpanKind};
+use counters::Counters;
 use exchange::{Receive, Tally};
 use gates::Gates;
+use logits::StepLogits;
 use pages::DevicePages;
 use step::{Parts, Step, Triangles};
 use weights::{Loader, Weights};
 
 pub use alone::{MlxForm, MlxMatrix, mlx_dtype};
+pub use counters::MlxCounts;
 pub use host::{EvaluationLimits, Host, Watch};
 
 /// Memory that MLX keeps for reuse: as much as a step takes, and not less than this. Below 64 MiB,
@@ -116,6 +126,7 @@ pub struct MlxModel {
     notes: Vec<String>,
     host: Host<Device>,
     exchanged: Tally,
+    counters: Counters,
     /// Whether the device interrupted the last step.
     interrupted: AtomicBool,
     /// Numbers caches.
@@ -127,6 +138,8 @@ struct Device {
     stream: Stream,
     watch: Watch,
     loaded: Option<(Weights, Constants)>,
+    /// Bytes that weights, cache and steps leave for lanes.
+    room: u64,
     caches: HashMap<u64, Reserved>,
 }
 
@@ -134,6 +147,7 @@ struct Device {
 struct Reserved {
     cache: Cache,
     receive: Receive,
+    ahead: Ahead,
     size: BatchSize,
     pages: usize,
     windows: Vec<WindowPool>,
@@ -291,13 +305,34 @@ impl MlxModel {
             notes,
             host,
             exchanged: Tally::default(),
+            counters: Counters::default(),
         })
+    }
+
+    /// Counts since the model was loaded.
+    pub fn counts(&self) -> MlxCounts {
+        self.counters.now()
     }
 
     /// Notes for its owner, a line each: weights that MLX holds in another form than the file, or a
     /// device that is a test bed. Another says whether gates are compiled.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// Lanes of a cache. Class `mlx-exact` has none, since its rows are sequences of their own.
+    fn lane_limits(&self, shape: &cache::Shape, size: BatchSize) -> LaneLimits {
+        let kinds = Kinds::new(&self.config);
+        let layers = self.shard.layers.clone().zip(&shape.layers);
+        let has_rows = |(i, (sizes, _)): (usize, &(LayerSizes, usize))| {
+            let is_row = matches!(sizes, LayerSizes::Rows { .. } | LayerSizes::Latent { .. });
+            is_row && kinds.of(i) == 0
+        };
+        LaneLimits {
+            layers: layers.map(has_rows).collect(),
+            lanes: if self.is_exact() { 0 } else { size.sequences },
+            bytes: 0,
+        }
     }
 
     /// Whether every row is computed by itself, and every product whole.
@@ -347,6 +382,7 @@ impl Device {
             stream,
             watch,
             loaded: None,
+            room: 0,
             caches: HashMap::new(),
         })
     }
@@ -391,7 +427,7 @@ impl Device {
 
     /// Refuses what does not fit, and sets MLX's limits by what does.
     fn admit(
-        &self,
+        &mut self,
         names: &WeightReader<'_>,
         shard: &Shard,
         options: &MlxOptions,
@@ -420,6 +456,7 @@ impl Device {
                 fitting: most_fitting(positions, |fewer| needed(fewer) <= available),
             });
         }
+        self.room = available.0 - needed(positions).0;
         Ok(self.stream.library().limit(MemoryLimits {
             memory: available,
             cache: Bytes(step.0.max(CACHE_MIN)),
@@ -436,7 +473,7 @@ impl Device {
         logits: &mut Vec<f32>,
     ) -> Result<Option<usize>, Error> {
         let reserved = self.caches.get_mut(&cache).ok_or(Error::Gone)?;
-        let (weights, constants) = self.loaded.as_ref().ok_or(Error::Gone)?;
+        let loaded = self.loaded.as_ref().ok_or(Error::Gone)?;
         let pages = (reserved.pages, &*reserved.windows);
         let limits = PlanLimits::new(reserved.size, pages, (model.config.vocab, 0));
         let Some(plan) = StepPlan::read(words, &limits)? else {
@@ -452,18 +489,120 @@ impl Device {
         let batch = Batch {
             sequences: &sequences,
         };
-        let parts = Parts {
+        let on = OnDevice {
             model,
-            weights,
-            constants,
+            loaded,
             stream: &self.stream,
-            cache: &mut reserved.cache,
-            receive: &mut reserved.receive,
             watch: &self.watch,
         };
-        let mut step = Step::new(parts, &batch)?;
+        on.step(reserved, (words, &batch), logits).map(Some)
+    }
+}
+
+/// What all steps of a model compute with.
+struct OnDevice<'a> {
+    model: &'a MlxModel,
+    loaded: &'a (Weights, Constants),
+    stream: &'a Stream,
+    watch: &'a Watch,
+}
+
+impl<'a> OnDevice<'a> {
+    /// Makes the graph of a step.
+    fn graph(
+        &self,
+        reserved: &'a mut Reserved,
+        batch: &'a Batch<'a>,
+        tokens: Option<Array>,
+    ) -> Result<Step<'a>, Error> {
+        let (weights, constants) = self.loaded;
+        let parts = Parts {
+            model: self.model,
+            weights,
+            constants,
+            stream: self.stream,
+            cache: &mut reserved.cache,
+            receive: &mut reserved.receive,
+            watch: self.watch,
+        };
+        let mut step = Step::new(parts, batch, tokens)?;
         step.layers()?;
-        step.finish(logits).map(Some)
+        Ok(step)
+    }
+
+    /// Computes the step of the plan in `words`, or takes its results if it was submitted before.
+    /// Then submits the step that probably follows. Returns the rows of logits.
+    fn step(
+        &self,
+        reserved: &mut Reserved,
+        (words, batch): (&[u32], &Batch<'_>),
+        rows: &mut Vec<f32>,
+    ) -> Result<usize, Error> {
+        let ahead = reserved.ahead.take(words);
+        let next = self.next(reserved, batch);
+        let is_submitted = ahead.is_some() || next.is_some();
+        let counters = &self.model.counters;
+        counters.steps_ahead.add(u64::from(ahead.is_some()));
+        let logits = match ahead {
+            Some(logits) => logits,
+            None => {
+                let step = self.graph(reserved, batch, None)?;
+                let Some(logits) = step.logits()? else {
+                    return step.finish(rows);
+                };
+                match is_submitted {
+                    true => step.submit(&logits)?,
+                    false => step.evaluate(&logits)?,
+                }
+                logits
+            }
+        };
+        let submitted = next.map(|next| self.submit(reserved, &logits, next));
+        if is_submitted {
+            let wait = || self.stream.eval(logits.arrays());
+            self.watch.during(batch.rows(), wait)?;
+        }
+        if let Some((next, of_next)) = submitted.transpose()?.flatten() {
+            let words = next.words(&logits.greedy_tokens()?);
+            reserved.ahead.submitted(words, of_next);
+        }
+        let bytes = logits.read(self.stream, rows)?;
+        counters.logit_bytes.add(bytes);
+        Ok(batch.logit_rows())
+    }
+
+    /// The step that probably follows `batch`. `None` where other ranks compute too, since they get
+    /// the tokens with the plan. `None` too where a row changes a state that another plan needs.
+    fn next<'b>(&self, reserved: &Reserved, batch: &Batch<'b>) -> Option<NextStep<'b>> {
+        let has_state = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
+        let model = self.model;
+        let is_alone = model.links.is_none() && !model.config.layers.iter().any(has_state);
+        if !is_alone || reserved.ahead.pauses() {
+            return None;
+        }
+        NextStep::after(batch, &reserved.windows, reserved.size.context)
+    }
+
+    /// Submits the step `next`, whose tokens are the largest of `logits`; with its logits.
+    fn submit<'b>(
+        &self,
+        reserved: &mut Reserved,
+        logits: &StepLogits,
+        next: NextStep<'b>,
+    ) -> Result<Option<(NextStep<'b>, StepLogits)>, Error> {
+        let Some(tokens) = logits.greedy(self.stream)? else {
+            return Ok(None);
+        };
+        let unknown = vec![0; next.rows()];
+        let of_next = next.with(&unknown, |batch| {
+            let step = self.graph(reserved, batch, Some(tokens))?;
+            let logits = step.logits()?;
+            if let Some(logits) = &logits {
+                step.submit(logits)?;
+            }
+            Ok::<_, Error>(logits)
+        })?;
+        Ok(of_next.map(|logits| (next, logits)))
     }
 }
 
@@ -687,10 +826,15 @@ impl Loaded for MlxModel {
         let kinds = Kinds::new(&self.config);
         let windows = kinds.windows(kinds.pages(size, positions));
         let (pages, own) = (positions.div_ceil(PAGE), windows.clone());
+        let mut lanes = self.lane_limits(&shape, size);
         let reserve = move |device: &mut Device| {
+            let mut cache = Cache::new(&device.stream, &shape)?;
+            lanes.bytes = device.room;
+            cache.allow_lanes(lanes);
             let reserved = Reserved {
-                cache: Cache::new(&device.stream, &shape)?,
+                cache,
                 receive: Receive::default(),
+                ahead: Ahead::default(),
                 size,
                 pages,
                 windows: own,

@@ -74,7 +74,7 @@ impl PageMemory for DevicePages<'_> {
         put: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Error> {
         let (kv, dtype) = wire(kv);
-        let (layers, id, page) = (self.layers(page.pool, kv), self.id, page.page);
+        let (layers, id, page) = (self.layers(page.pool, kv), self.id, *page);
         let read = move |device: &mut Device| device.read_page(id, &layers, page, dtype);
         put(&self.model.host.call(read, || ())??);
         Ok(())
@@ -87,7 +87,7 @@ impl PageMemory for DevicePages<'_> {
         get: &mut dyn FnMut(&mut [u8]) -> bool,
     ) -> Result<bool, Error> {
         let (kv, dtype) = wire(kv);
-        let (layers, id, page) = (self.layers(page.pool, kv), self.id, page.page);
+        let (layers, id, page) = (self.layers(page.pool, kv), self.id, *page);
         let mut bytes = vec![0; layers.iter().map(|(_, bytes)| bytes).sum()];
         if !get(&mut bytes) {
             return Ok(false);
@@ -102,13 +102,17 @@ impl PageMemory for DevicePages<'_> {
 impl Device {
     /// Not watched: the times of pages say nothing of those of steps.
     fn read_page(
-        &self,
+        &mut self,
         cache: u64,
         layers: &[(usize, usize)],
-        page: u32,
+        page: PersistedPage,
         dtype: Dtype,
     ) -> Result<Vec<u8>, Error> {
-        let cache = &self.caches.get(&cache).ok_or(Error::Gone)?.cache;
+        let cache = &mut self.caches.get_mut(&cache).ok_or(Error::Gone)?.cache;
+        let PersistedPage { pool, page, .. } = page;
+        if pool == 0 {
+            cache.settle(&self.stream, &[page])?;
+        }
         let arrays = layers
             .iter()
             .filter_map(|(layer, _)| cache.page(&self.stream, *layer, page, dtype).transpose());
@@ -125,11 +129,15 @@ impl Device {
         &mut self,
         cache: u64,
         layers: &[(usize, usize)],
-        (page, dtype): (u32, Dtype),
+        (page, dtype): (PersistedPage, Dtype),
         bytes: &[u8],
     ) -> Result<(), Error> {
         let (stream, cache) = (&self.stream, self.caches.get_mut(&cache));
         let cache = &mut cache.ok_or(Error::Gone)?.cache;
+        let PersistedPage { pool, page, .. } = page;
+        if pool == 0 {
+            cache.end_lanes_before(page);
+        }
         let end = (page as usize + 1) * PAGE;
         let is_written = |layer| layers.iter().any(|(written, _)| *written == layer);
         let growth = cache.growth(|layer| if is_written(layer) { end } else { 0 });

@@ -5,13 +5,15 @@
 //! last cut is the end, where the logits and the cache are evaluated together. Rows of all
 //! sequences go through the products together; attention is by sequence.
 
-use paceline_mlx::{Array, Dtype, Stream};
+use paceline_mlx::{Array, Dtype, Mask, Stream};
 use paceline_tensor::RopePairs;
 
 use super::cache::{Cache, Span, SpanKind};
+use super::decoding::Decoding;
 use super::exchange::{Receive, Way};
 use super::gates;
 use super::host::Watch;
+use super::logits::StepLogits;
 use super::matrix::Linear;
 use super::weights::{self, Layer, Mixer, Summed, Weights};
 use super::{Constants, MlxModel};
@@ -41,8 +43,12 @@ struct Turned {
 pub(super) struct Step<'a> {
     pub(super) parts: Parts<'a>,
     pub(super) batch: &'a Batch<'a>,
+    /// `(T,)`
+    tokens: Array,
     /// Of each sequence, by kind of span.
     spans: Vec<Vec<Span>>,
+    /// Decoding rows in lanes, in layers that have lanes.
+    decoding: Option<Decoding>,
     /// `(T, C)`
     pub(super) residual: Array,
     /// `(T, C)`
@@ -58,8 +64,10 @@ pub(super) struct Step<'a> {
     /// Queries `(1, H, rows, R + P)` and keys `(1, 1, rows, R + P)` of each sequence, of latent
     /// attention.
     latent: Vec<[Array; 2]>,
-    /// Of each sequence.
-    turned: Vec<Turned>,
+    /// Of the decoding rows in lanes, `(lanes, heads, 1, D)`, if the layer has lanes.
+    decoded: Option<Turned>,
+    /// Of each other sequence, with its place in the batch.
+    turned: Vec<(usize, Turned)>,
     /// `(T, H D)`
     attended: Option<Array>,
     /// `(T, F)` each
@@ -88,17 +96,32 @@ pub(super) struct Parts<'a> {
 }
 
 impl<'a> Step<'a> {
-    /// Starts a step: embeds the tokens or takes the residual from the stage before.
-    pub(super) fn new(parts: Parts<'a>, batch: &'a Batch<'a>) -> Result<Self, Error> {
+    /// Starts a step: embeds the tokens or takes the residual from the stage before. `tokens` are
+    /// those of the batch, where the device has them already.
+    pub(super) fn new(
+        parts: Parts<'a>,
+        batch: &'a Batch<'a>,
+        tokens: Option<Array>,
+    ) -> Result<Self, Error> {
         let (model, stream) = (parts.model, parts.stream);
+        let tokens = tokens.map_or_else(|| tokens_of(stream, batch), Ok)?;
         let (weights, constants) = (parts.weights, parts.constants);
         parts.cache.begin();
-        let spans = |s: &crate::BatchSequence<'_>| {
-            let span = |of: &SpanKind| Span::new(stream, &s.rows_of(of.kind), of.window);
+        let rows: Vec<_> = batch.sequences.iter().map(|s| s.rows_of(0)).collect();
+        let place = || parts.cache.lanes_of(stream, &rows);
+        let lanes = parts.watch.during_part(batch.rows(), place)?;
+        let spans = |(s, lane): (&crate::BatchSequence<'_>, &Option<usize>)| {
+            let span = |of: &SpanKind| {
+                let lane = lane.filter(|_| of.kind == 0);
+                Span::new(stream, &s.rows_of(of.kind), of.window, lane)
+            };
             constants.span_kinds.iter().map(span).collect()
         };
-        let spans = batch.sequences.iter().map(spans);
+        let spans = batch.sequences.iter().zip(&lanes).map(spans);
         let spans = spans.collect::<Result<Vec<Vec<Span>>, Error>>()?;
+        let windows = constants.span_kinds.iter().map(|kind| kind.window);
+        let lanes = (&*lanes, parts.cache.lanes());
+        let decoding = Decoding::new(stream, batch, lanes, windows)?;
         let kinds = &constants.span_kind_of[model.shard.layers.clone()];
         let end = |layer: usize| spans.iter().map(|of| of[kinds[layer]].end()).max();
         let growth = parts.cache.growth(|layer| end(layer).unwrap_or(0));
@@ -117,7 +140,7 @@ impl<'a> Step<'a> {
                 model.exchanged.add(way, rows.n_bytes() as usize);
                 stream.astype(rows, model.dtype)?
             }
-            _ => embed(model, stream, weights, constants, batch)?,
+            _ => embed(model, stream, weights, constants, &tokens)?,
         };
         let mut step = Self {
             x: residual.clone(),
@@ -128,6 +151,7 @@ impl<'a> Step<'a> {
             gates: None,
             net: None,
             latent: Vec::new(),
+            decoded: None,
             turned: Vec::new(),
             attended: None,
             gate_up: None,
@@ -137,7 +161,9 @@ impl<'a> Step<'a> {
             index: 0,
             parts,
             batch,
+            tokens,
             spans,
+            decoding,
         };
         step.per_layer = step.per_layer_inputs()?;
         Ok(step)
@@ -182,10 +208,61 @@ impl<'a> Step<'a> {
             .during(rows, || self.parts.stream.eval(all))?)
     }
 
-    /// Sends the residual stream (T, C) to the next stage. At the leader it turns the wanted rows
-    /// into logits (R, V) in `logits` instead, and returns R.
-    pub(super) fn finish(self, logits: &mut Vec<f32>) -> Result<usize, Error> {
+    /// Submits `logits` and the cache to the device.
+    pub(super) fn submit(&self, logits: &StepLogits) -> Result<(), Error> {
+        let cache = self.parts.cache.arrays().into_iter();
+        let all = logits.arrays().into_iter().chain(cache);
+        let submit = || self.parts.stream.submit(all);
+        Ok(self.parts.watch.during_part(self.batch.rows(), submit)?)
+    }
+
+    /// Logits of the wanted rows, where this rank has the whole head and there are some. They are
+    /// still to be evaluated.
+    pub(super) fn logits(&self) -> Result<Option<StepLogits>, Error> {
+        let model = self.parts.model;
+        if model.shard.vocab().len() < model.config.vocab {
+            return Ok(None);
+        }
+        let of = |all| StepLogits::new(self.parts.stream, all, self.batch.extents());
+        self.head_rows()?.map(of).transpose()
+    }
+
+    /// Evaluates `logits` and the cache.
+    pub(super) fn evaluate(&self, logits: &StepLogits) -> Result<(), Error> {
+        // The residual too: others may still read what ranks exchanged.
+        let residual = std::iter::once(&self.residual);
+        let all: Vec<&Array> = logits.arrays().into_iter().chain(residual).collect();
+        self.eval(&all)
+    }
+
+    /// Logits `(R, V)` of the wanted rows, of this rank's part of the vocabulary. `None` without
+    /// such rows, and at other stages than the last.
+    fn head_rows(&self) -> Result<Option<Array>, Error> {
         let Some((norm, head)) = &self.parts.weights.head else {
+            return Ok(None);
+        };
+        let mut wanted = Vec::new();
+        self.batch.wanted(&mut wanted);
+        let (n, all) = (wanted.len(), self.batch.rows());
+        if n == 0 {
+            return Ok(None);
+        }
+        let rows = if n == all {
+            self.residual.clone()
+        } else {
+            let wanted: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
+            let wanted = self.parts.stream.array_u32(&wanted, &[n as i32])?;
+            self.parts.stream.take(&self.residual, &wanted, 0)?
+        };
+        let normed = self.normed(&rows, norm)?;
+        self.capped(self.product(head, &normed)?).map(Some)
+    }
+
+    /// Ends a step without [`logits`](Self::logits). Sends the residual stream (T, C) to the next
+    /// stage, or gathers logits (R, V) with the other ranks of the last stage. Returns R at the
+    /// leader.
+    pub(super) fn finish(self, logits: &mut Vec<f32>) -> Result<usize, Error> {
+        if self.parts.weights.head.is_none() {
             let rows = self.parts.stream.rows_f32(&self.residual)?;
             self.eval(&[&rows])?;
             let links = self.parts.model.links.as_ref();
@@ -196,27 +273,15 @@ impl<'a> Step<'a> {
             let bytes = rows.n_bytes() as usize * model.shard.targets().count();
             model.exchanged.add(way, bytes);
             return Ok(0);
-        };
-        let mut wanted = Vec::new();
-        self.batch.wanted(&mut wanted);
-        let (n, all) = (wanted.len(), self.batch.rows());
-        if n == 0 {
+        }
+        let Some(own) = self.head_rows()? else {
             self.eval(&[&self.residual])?;
             return Ok(0);
-        }
-        let rows = if n == all {
-            self.residual.clone()
-        } else {
-            let wanted: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
-            let wanted = self.parts.stream.array_u32(&wanted, &[n as i32])?;
-            self.parts.stream.take(&self.residual, &wanted, 0)?
         };
-        let normed = self.normed(&rows, norm)?;
-        let logits_here = self.capped(self.product(head, &normed)?)?;
-        let own = self.parts.stream.rows_f32(&logits_here)?;
+        let own = self.parts.stream.rows_f32(&own)?;
         // The residual too: others may still read what ranks exchanged.
         self.eval(&[&own, &self.residual])?;
-        self.gather(n, own.as_f32()?, logits)
+        self.gather(self.batch.logit_rows(), own.as_f32()?, logits)
     }
 
     /// The norm of rows of the residual, `(rows, C)`, as the family has it.
@@ -246,17 +311,8 @@ impl<'a> Step<'a> {
     /// Brings the ranks' logits together at the leader.
     fn gather(&self, rows: usize, own: &[f32], logits: &mut Vec<f32>) -> Result<usize, Error> {
         let (shard, vocab) = (&self.parts.model.shard, self.parts.model.config.vocab);
-        let Some(links) = self
-            .parts
-            .model
-            .links
-            .as_ref()
-            .filter(|_| shard.vocab().len() < vocab)
-        else {
-            logits.clear();
-            logits.extend_from_slice(own);
-            return Ok(rows);
-        };
+        let links = self.parts.model.links.as_ref();
+        let links = links.expect("a rank with a part of the vocabulary has links");
         logits.resize(if shard.leads() { rows * vocab } else { 0 }, 0.0);
         let mut scratch = vec![0.0; Links::logits_room(shard, rows)];
         links.gather_logits(shard, &self.batch.extents(), own, logits, &mut scratch)?;
@@ -362,13 +418,28 @@ impl<'a> Step<'a> {
 
     /// `x` `(1, heads, n, D)` turned from position `at` on, by the rope of the layer.
     fn roped(&self, x: &Array, at: i32) -> Result<Array, Error> {
+        self.roped_by(|periods, neighbours| self.parts.stream.rope(x, periods, neighbours, at))
+    }
+
+    /// As [`roped`](Self::roped), of the decoding rows in lanes, `(lanes, heads, 1, D)`.
+    fn roped_each(&self, x: &Array, at: &Array) -> Result<Array, Error> {
+        let stream = self.parts.stream;
+        self.roped_by(|periods, neighbours| stream.rope_each(x, periods, neighbours, at))
+    }
+
+    /// `x` turned by `turn`, which gets the periods of the layer's rope and which values turn
+    /// together.
+    fn roped_by(
+        &self,
+        turn: impl FnOnce(&Array, bool) -> Result<Array, paceline_mlx::Error>,
+    ) -> Result<Array, Error> {
         let (stream, index) = (self.parts.stream, self.layer().0.rope);
         let (rope, periods) = (
             &self.parts.model.config.ropes[index],
             &self.parts.weights.periods[index],
         );
         let neighbours = rope.pairs == RopePairs::Adjacent;
-        let turned = stream.rope(x, periods, neighbours, at)?;
+        let turned = turn(periods, neighbours)?;
         if rope.magnitude == 1.0 {
             return Ok(turned);
         }
@@ -393,27 +464,45 @@ impl<'a> Step<'a> {
         q: &Array,
         sinks: Option<&Array>,
     ) -> Result<Array, Error> {
+        let kind = self.parts.constants.span_kind_of[self.index];
+        let view = &self.spans[sequence][kind].view;
+        let [k, v] = self.parts.cache.read(self.parts.stream, keeper, view)?;
+        let gathered = if view.is_gathered() { 2 } else { 0 };
+        self.parts.model.counters.gathers.add(gathered);
+        self.attended_by([q, &k, &v], view.mask(), sinks)
+    }
+
+    /// Attention `(n, H, rows, E)` of queries over keys and values.
+    fn attended_by(
+        &self,
+        [q, k, v]: [&Array; 3],
+        mask: Mask<'_>,
+        sinks: Option<&Array>,
+    ) -> Result<Array, Error> {
         let (stream, constants) = (self.parts.stream, self.parts.constants);
-        let view = &self.spans[sequence][constants.span_kind_of[self.index]].view;
-        let [k, v] = self.parts.cache.read(stream, keeper, view)?;
         let scale = self.layer().0.query_scale;
         let groups = &constants.groups[self.held(self.index)];
+        self.parts
+            .model
+            .counters
+            .attentions
+            .add(groups.len().max(1) as u64);
         if groups.is_empty() {
-            return Ok(stream.attention([q, &k, &v], scale, view.mask(), sinks)?);
+            return Ok(stream.attention([q, k, v], scale, mask, sinks)?);
         }
         // Cut within the query heads of a KV head: each KV head apart.
         let heads = |x: &Array, heads: std::ops::Range<i32>| {
-            let shape = x.shape();
-            let stop = [1, heads.end, shape[2], shape[3]];
+            let mut stop = x.shape();
+            stop[1] = heads.end;
             stream.slice(x, &[0, heads.start, 0, 0], &stop)
         };
         let group = |(kv, queries): (usize, &std::ops::Range<i32>)| {
             let kv = kv as i32..kv as i32 + 1;
-            let (k, v) = (heads(&k, kv.clone())?, heads(&v, kv)?);
+            let (k, v) = (heads(k, kv.clone())?, heads(v, kv)?);
             let q = heads(q, queries.clone())?;
             let own = |all| stream.slice(all, &[queries.start], &[queries.end]);
             let sinks = sinks.map(own).transpose()?;
-            Ok(stream.attention([&q, &k, &v], scale, view.mask(), sinks.as_ref())?)
+            Ok(stream.attention([&q, &k, &v], scale, mask, sinks.as_ref())?)
         };
         let parts = groups.iter().enumerate().map(group);
         let parts = parts.collect::<Result<Vec<_>, Error>>()?;
@@ -421,11 +510,37 @@ impl<'a> Step<'a> {
         Ok(stream.concatenate(&parts, 1)?)
     }
 
-    /// `(1, heads, n, E)` of each sequence as rows of the batch, `(T, heads E)`.
+    /// The decoding rows in lanes, if the layer has lanes.
+    fn decoding(&self) -> Option<&Decoding> {
+        let constants = self.parts.constants;
+        let kind = constants.span_kinds[constants.span_kind_of[self.index]].kind;
+        self.decoding.as_ref().filter(|_| kind == 0)
+    }
+
+    /// Attention of the decoding rows in lanes, `(lanes, H, 1, E)`, after their keys and values are
+    /// written.
+    fn decoded_attention(
+        &mut self,
+        Turned { query, key_value }: Turned,
+        keeper: usize,
+        sinks: Option<&Array>,
+    ) -> Result<Array, Error> {
+        let (stream, held) = (self.parts.stream, self.held(self.index));
+        let kind = self.parts.constants.span_kind_of[self.index];
+        let decoding = self.decoding.as_ref().expect("decoding rows were turned");
+        let cache = &mut *self.parts.cache;
+        if let Some([k, v]) = &key_value {
+            cache.write_lanes(stream, held, &decoding.written, [k, v])?;
+        }
+        let [k, v] = cache.read_lanes(stream, keeper, decoding.seen(kind))?;
+        self.attended_by([&query, &k, &v], decoding.mask(kind), sinks)
+    }
+
+    /// `(m, heads, n, E)` of each part as rows, `(sum of m n, heads E)`.
     fn as_rows(&self, parts: &[Array]) -> Result<Option<Array>, Error> {
         let stream = self.parts.stream;
         let rows = parts.iter().map(|part| {
-            let n = part.shape()[2];
+            let n = part.shape()[0] * part.shape()[2];
             let rows = stream.transpose(part, &[0, 2, 1, 3])?;
             stream.reshape(&rows, &[n, -1])
         });
@@ -482,20 +597,24 @@ fn joined(stream: &Stream, parts: &[Array]) -> Result<Array, Error> {
     Ok(stream.concatenate(&parts, 1)?)
 }
 
+/// The tokens of a batch, `(T,)`.
+fn tokens_of(stream: &Stream, batch: &Batch<'_>) -> Result<Array, Error> {
+    let tokens = batch.sequences.iter().flat_map(|s| s.tokens).copied();
+    let tokens: Vec<u32> = tokens.collect();
+    Ok(stream.array_u32(&tokens, &[tokens.len() as i32])?)
+}
+
 /// tokens -> residual (T, C)
 fn embed(
     model: &MlxModel,
     stream: &Stream,
     weights: &Weights,
     constants: &Constants,
-    batch: &Batch<'_>,
+    tokens: &Array,
 ) -> Result<Array, Error> {
-    let tokens = batch.sequences.iter().flat_map(|s| s.tokens).copied();
-    let tokens: Vec<u32> = tokens.collect();
-    let tokens = stream.array_u32(&tokens, &[tokens.len() as i32])?;
     let table = weights.embedding.as_ref();
     let table = table.expect("the first stage embeds");
-    let rows = table.rows(stream, &tokens, model.dtype)?;
+    let rows = table.rows(stream, tokens, model.dtype)?;
     if model.config.embedding_scale == 1.0 {
         return Ok(rows);
     }
@@ -594,16 +713,32 @@ impl LayerStep for Step<'_> {
             return Ok(());
         };
         let key_value = self.key_value.take();
+        self.decoded = match self.decoding() {
+            Some(decoding) => {
+                let (stream, at) = (self.parts.stream, &decoding.positions);
+                let roped = |x: &Array| self.roped_each(&decoding.turned(stream, x)?, at);
+                let both = |[key, value]: &[Array; 2]| {
+                    Ok::<_, Error>([roped(key)?, decoding.turned(stream, value)?])
+                };
+                Some(Turned {
+                    query: roped(&query)?,
+                    key_value: key_value.as_ref().map(both).transpose()?,
+                })
+            }
+            None => None,
+        };
         let mut first = 0;
-        for s in self.batch.sequences {
+        for (i, s) in self.batch.sequences.iter().enumerate() {
             let (n, at) = (s.tokens.len() as i32, s.position as i32);
-            let query = self.roped(&self.turned(&query, first, n)?, at)?;
-            let own = key_value.as_ref().map(|[key, value]| {
-                let key = self.roped(&self.turned(key, first, n)?, at)?;
-                Ok::<_, Error>([key, self.turned(value, first, n)?])
-            });
-            let key_value = own.transpose()?;
-            self.turned.push(Turned { query, key_value });
+            if !self.decoding().is_some_and(|decoding| decoding.has(i)) {
+                let query = self.roped(&self.turned(&query, first, n)?, at)?;
+                let own = key_value.as_ref().map(|[key, value]| {
+                    let key = self.roped(&self.turned(key, first, n)?, at)?;
+                    Ok::<_, Error>([key, self.turned(value, first, n)?])
+                });
+                let key_value = own.transpose()?;
+                self.turned.push((i, Turned { query, key_value }));
+            }
             first += n;
         }
         Ok(())
@@ -617,16 +752,22 @@ impl LayerStep for Step<'_> {
             _ => held,
         };
         let kind = self.parts.constants.span_kind_of[index];
-        for (own, spans) in turned.iter().zip(&self.spans) {
+        for (i, own) in &turned {
             if let Some([k, v]) = &own.key_value {
-                self.parts.cache.write(stream, held, &spans[kind], [k, v])?;
+                let span = &self.spans[*i][kind];
+                self.parts.cache.write(stream, held, span, [k, v])?;
             }
         }
         let sinks = attention(w).and_then(|own| own.sinks.as_ref());
-        let of = |(i, own): (usize, &Turned)| self.attention(i, keeper, &own.query, sinks);
-        let parts = turned.iter().enumerate().map(of);
+        let decoded = self.decoded.take();
+        let decoded = decoded.map(|decoded| self.decoded_attention(decoded, keeper, sinks));
+        let of = |(i, own): &(usize, Turned)| self.attention(*i, keeper, &own.query, sinks);
+        let parts = decoded.into_iter().chain(turned.iter().map(of));
         let parts = parts.collect::<Result<Vec<_>, Error>>()?;
-        self.attended = self.as_rows(&parts)?;
+        self.attended = match (self.as_rows(&parts)?, self.decoding()) {
+            (Some(rows), Some(decoding)) => Some(decoding.in_order(stream, rows)?),
+            (rows, _) => rows,
+        };
         Ok(())
     }
 

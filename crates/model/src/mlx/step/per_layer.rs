@@ -31,16 +31,13 @@ impl Step<'_> {
             stream,
             parts.weights,
             parts.constants,
-            self.batch,
+            &self.tokens,
         )?;
         let root = number(1.0 / (config.width as f32).sqrt())?;
         let projected = stream.multiply(&weights.projection.apply(stream, &x)?, &root)?;
         let projected = stream.reshape(&projected, &[rows, -1, p])?;
         let projected = stream.rms_norm(&projected, &weights.norm, config.norm_eps)?;
-        let tokens = self.batch.sequences.iter().flat_map(|s| s.tokens).copied();
-        let tokens: Vec<u32> = tokens.collect();
-        let tokens = stream.array_u32(&tokens, &[rows])?;
-        let own = weights.embedding.rows(stream, &tokens, dtype)?;
+        let own = weights.embedding.rows(stream, &self.tokens, dtype)?;
         let own = stream.slice(&own, &[0, first], &[rows, end])?;
         let own = stream.reshape(&own, &[rows, -1, p])?;
         let own = stream.multiply(&own, &number((p as f32).sqrt())?)?;
