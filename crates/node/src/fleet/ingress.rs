@@ -857,6 +857,18 @@ pub(super) mod testing {
     }
 
     #[test]
+    fn only_requests_that_have_not_begun_are_refused_without_a_path() {
+        let (remote, _owner, ticket, failed) = asked();
+        generate(&remote.entry, ticket, 7);
+        remote.entry.refuse("no path answers");
+        assert_eq!(*lock(&failed), None, "its client has a token");
+        let (remote, _owner, _, failed) = asked();
+        remote.entry.refuse("no path answers");
+        let reason = "no path answers".to_owned();
+        assert_eq!(*lock(&failed), Some(RequestFailure::Unavailable { reason }));
+    }
+
+    #[test]
     fn an_instance_that_recovers_is_not_ready_elsewhere() {
         let (remote, _owner) = connected(1, "cpu");
         assert_eq!(remote.status().state, State::Ready);

@@ -18,8 +18,8 @@ use paceline_base::lock;
 /// Longest wait for the other rank's machine, as for a rank that dials it itself.
 const DIAL_WAIT: Duration = Duration::from_millis(500);
 
-/// Connections of a relay in its life. A group has three for each pair, or a multiple by its
-/// streams, and a rank dials again while the other one is not up yet.
+/// Connections that a relay passes on in its life. A group has three for each pair, or a multiple
+/// by its streams; further ones are strangers'.
 const CONNECTIONS_MAX: usize = 256;
 
 /// A listener whose connections are passed on to one address.
@@ -78,14 +78,15 @@ fn accept(
     is_over: &AtomicBool,
     streams: &Mutex<Vec<TcpStream>>,
 ) {
-    for _ in 0..CONNECTIONS_MAX {
+    while lock(streams).len() < 2 * CONNECTIONS_MAX {
         let come = listener.accept();
         if is_over.load(Ordering::SeqCst) {
             return;
         }
-        // A rank whose connection closes dials again.
-        if let Ok((stream, _)) = come {
-            let _ = pass_on(stream, to, streams);
+        match come {
+            // A rank whose connection closes dials again.
+            Ok((stream, _)) => drop(pass_on(stream, to, streams)),
+            Err(_) => std::thread::sleep(DIAL_WAIT), // no descriptor is left
         }
     }
 }
