@@ -413,7 +413,7 @@ def lose_third(one: Machine, two: Machine, three: Machine) -> None:
         three.down()
 
 
-def models(hub: Hub, one: Machine, two: Machine) -> None:
+def models(hub: Hub, one: Machine, two: Machine, three: Machine) -> None:
     with Check("F15: a chat knows its commands and refuses others"):
         typed = [("/foo", "no command /foo"), ("/set temperature 0", "> "), ("/help", "/save FILE"), ("/exit", "")]
         lacks(one.type_in("paceline run smollm2", typed), "/foo is")
@@ -426,6 +426,14 @@ def models(hub: Hub, one: Machine, two: Machine) -> None:
         before = len(hub.asked)
         two.up("paceline up smollm2", "(?s)answering as smollm2")
         assert len(hub.asked) == before, hub.asked[before:]
+    with Check("F9: a node runs while it fetches its model"):
+        fresh, hub.cut = "PACELINE_HOME=fresh paceline", hub.sent + (8 << 20)
+        three.node = Beside(three.command(f"exec env {fresh} up smollm2"), **three.options())
+        until("8 MiB are sent", lambda: hub.sent >= hub.cut)
+        has(three.run(f"{fresh} nodes"), "mach3")
+        hub.cut = None
+        three.node.wait("answering as smollm2")
+        three.down()
     with Check("F18: my machines are a cluster for the planner"):
         has(one.run("paceline plan qwen3:32b"), "mach1, mach2")
     with Check("F19: the table of models has 80 columns; small texts"):
@@ -473,7 +481,7 @@ def day(network: Network) -> None:
     before_any_node(hub, three)
     join_third(used, one, two, three)
     lose_third(one, two, three)
-    models(hub, one, two)
+    models(hub, one, two, three)
     servers(one, two, three)
 
 

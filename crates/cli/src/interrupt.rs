@@ -82,9 +82,9 @@ impl Signals {
         &self,
         work: impl FnOnce(&Cancel) -> anyhow::Result<T>,
     ) -> anyhow::Result<T> {
-        self.meaning.store(ASKS, Ordering::SeqCst);
+        let before = self.meaning.swap(ASKS, Ordering::SeqCst); // as in the work around this one
         let result = work(&Cancel::from_flag(Arc::clone(&self.came)));
-        self.meaning.store(ENDS, Ordering::SeqCst);
+        self.meaning.store(before, Ordering::SeqCst);
         // A signal after the line above ends the process; an earlier one has set `came`.
         if result.is_ok() && self.came.load(Ordering::SeqCst) {
             return Err(Error::Cancelled.into());

@@ -186,8 +186,8 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if args.with_parent {
         process::end_with_parent().context("cannot watch the parent")?;
     }
-    let requests = args.requests(signals)?;
-    ended(signals.orderly(|cancel| serve(args, &requests, cancel)))
+    args.check()?;
+    ended(signals.orderly(|cancel| serve(args, signals, cancel)))
 }
 
 fn ended(outcome: anyhow::Result<()>) -> anyhow::Result<()> {
@@ -207,8 +207,9 @@ fn price(text: &str) -> Result<f64, String> {
         .ok_or_else(|| "expected a number from 0 on".to_owned())
 }
 
-/// Runs the node, and loads `requests` on it.
-fn serve(args: &Args, requests: &[LoadRequest], cancel: &Cancel) -> anyhow::Result<()> {
+/// Runs the node, and loads the command line's models on it. The node is a member of its cluster
+/// while it fetches them.
+fn serve(args: &Args, signals: &Signals, cancel: &Cancel) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
     let agent = node.0.clone();
     let status = StatusSource(Arc::new(move || member::cluster(&agent)));
@@ -220,12 +221,16 @@ fn serve(args: &Args, requests: &[LoadRequest], cancel: &Cancel) -> anyhow::Resu
     board.show_fleet(&node.0, &fleet, (home::home()?, home::api_keys()?));
     let _watching = board.watch(args.watch()?)?;
     let (handle, urls) = (server.handle(), server.urls());
-    let loading = (!requests.is_empty()).then(|| doors.begin_loading());
+    let loading = args.has_models().then(|| doors.begin_loading());
     std::thread::scope(|scope| {
         let working = scope.spawn(|| {
-            let loaded = load_all(args, (&node, &fleet), requests, cancel);
+            let requests = args.requests(signals);
+            let loaded = requests.and_then(|requests| {
+                load_all(args, (&node, &fleet), &requests, cancel)?;
+                Ok(requests)
+            });
             drop(loading);
-            if loaded.is_ok() {
+            if let Ok(requests) = &loaded {
                 tell_urls(&urls);
                 tell_next(&urls, requests);
                 wait(cancel);
@@ -234,7 +239,7 @@ fn serve(args: &Args, requests: &[LoadRequest], cancel: &Cancel) -> anyhow::Resu
                 }
             }
             handle.shutdown();
-            loaded
+            loaded.map(drop)
         });
         server.run();
         working

@@ -31,24 +31,37 @@ struct NamedModel<'a> {
 }
 
 impl Args {
-    /// Requests to load, in the order of the command line: models, then the encoder of `--embed`.
+    /// Checks the options that concern models, before a node starts.
     ///
     /// # Errors
-    /// A model that cannot be found, or that the options do not fit.
-    pub(super) fn requests(&self, signals: &Signals) -> anyhow::Result<Vec<LoadRequest>> {
+    /// Options that do not fit each other.
+    pub(super) fn check(&self) -> anyhow::Result<()> {
         self.split.check()?;
         if self.model().is_none() && !self.adapter.is_empty() {
             return Err(Error::AdapterAlone.into());
         }
-        let fuses = self.fuses()?;
-        let each = self.each(fuses);
+        let each = self.each(self.fuses()?);
         self.check_draft(each.len())?;
         let models = each.iter().map(|one| one.given);
         let is_one = models.clone().all(|given| Some(given) == self.model());
         if !is_one && !self.adapter.is_empty() {
             return Err(Error::AdapterOfSeveral.into());
         }
-        check_names(&each)?;
+        Ok(check_names(&each)?)
+    }
+
+    /// Whether the command line names a model or an encoder.
+    pub(super) fn has_models(&self) -> bool {
+        self.model().is_some() || self.embed.is_some()
+    }
+
+    /// Requests to load, in the order of the command line: models, then the encoder of `--embed`.
+    /// Fetches what this machine does not have.
+    ///
+    /// # Errors
+    /// A model that cannot be found, or that the options do not fit.
+    pub(super) fn requests(&self, signals: &Signals) -> anyhow::Result<Vec<LoadRequest>> {
+        let each = self.each(self.fuses()?);
         let is_alone = each.len() <= 1;
         let requests = each.iter().map(|one| self.request(one, is_alone, signals));
         let mut requests = requests.collect::<anyhow::Result<Vec<_>>>()?;
