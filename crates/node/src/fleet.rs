@@ -137,6 +137,9 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// large file is signed some time after it was loaded.
 const PART_EVERY: Duration = Duration::from_secs(5);
 
+/// Longest wait for the beginning of a model's file that a command needs: two attempts.
+const BEGINNING_LIMIT: Duration = Duration::from_secs(10);
+
 /// Log the failure of this attempt only: earlier ones may precede the signed root.
 const PART_TOLD: u32 = 12;
 
@@ -557,19 +560,18 @@ impl Fleet {
     }
 
     /// The least loaded ready instance of a name or id, if this node has its tokenizer. That needs
-    /// the beginning of the model file, which the node fetches once it sees the instance.
+    /// the beginning of the model file, which the node fetches once it sees the instance; waits for
+    /// it up to [`BEGINNING_LIMIT`].
     pub fn using(&self, model: &str) -> Option<UsableInstance> {
-        let map = self.inner.agent.map();
-        let called = placement::wanted(&map).filter(|(.., wanted)| wanted.is_called(model));
-        let called: BTreeSet<String> = called.map(|(id, ..)| id.to_string()).collect();
-        let is_it =
-            |it: &InstanceView| it.state == "ready" && (called.contains(&it.id) || it.id == model);
-        let all = self.list().into_iter().filter(is_it);
-        let view = all.min_by_key(|it| (it.load, it.asked))?;
-        let id: InstanceId = view.id.parse().ok()?;
-        let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
-        let path = owner::part_of(&self.inner, &wanted).ok()?;
-        Some(UsableInstance { view, path })
+        let until = Instant::now() + BEGINNING_LIMIT;
+        loop {
+            let (view, wanted) = self.inner.ready_called(model)?;
+            match owner::part_of(&self.inner, &wanted) {
+                Ok(path) => return Some(UsableInstance { view, path }),
+                Err(_) if Instant::now() > until => return None,
+                Err(_) => std::thread::sleep(LOOK_EVERY / 10),
+            }
+        }
     }
 
     /// An instance of the cluster, on any node, as a local service. Other replicas of its model
@@ -806,6 +808,20 @@ impl Inner {
             owned.extract_if(.., is_old).map(|(_, it)| it).collect()
         };
         drop(ended); // ends their workers, which takes a moment
+    }
+
+    /// The least loaded ready instance of a name or id, and its spec.
+    fn ready_called(&self, model: &str) -> Option<(InstanceView, InstanceSpec)> {
+        let map = self.agent.map();
+        let called = placement::wanted(&map).filter(|(.., wanted)| wanted.is_called(model));
+        let called: BTreeSet<String> = called.map(|(id, ..)| id.to_string()).collect();
+        let is_it =
+            |it: &InstanceView| it.state == "ready" && (called.contains(&it.id) || it.id == model);
+        let all = self.list().into_iter().filter(is_it);
+        let view = all.min_by_key(|it| (it.load, it.asked))?;
+        let id: InstanceId = view.id.parse().ok()?;
+        let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
+        Some((view, wanted))
     }
 
     /// Starts an instance on its own thread, once for each record.
