@@ -125,7 +125,7 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
 fn show(args: &ShowArgs) -> anyhow::Result<()> {
     let (adapter, form) = Adapter::read(&args.adapter)?;
     if let Err(reason) = adapter.beside("", &args.adapter) {
-        print_err(&format!("warning: run, up and fuse refuse it: {reason}"));
+        print_err(format!("warning: run, up and fuse refuse it: {reason}"));
     }
     print(&match args.json {
         true => facts(&adapter, form).to_string(),

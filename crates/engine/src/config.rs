@@ -105,9 +105,10 @@ impl EngineConfig {
     /// Prompt rows of a step with `stages` stages, for prompts of `prompt` tokens together: fewer
     /// than the most, so that later stages start early.
     ///
-    /// With chunks of c rows, a fixed part of k rows and p tokens, the stages take (p / c + stages -
-    /// 1) (c + k), which is least at c = sqrt(p k / (stages - 1)). The result is the next power of
-    /// two: times differ by 6 % at most, and small changes of a measured k change no chunk.
+    /// With s stages, chunks of c rows, a fixed part of k rows and p tokens, a prompt takes
+    /// (p / c + s - 1) * (c + k). The least is at c = sqrt(p * k / (s - 1)). The result is the
+    /// nearest power of two: times differ by 6 % at most, and small changes of a measured k change
+    /// no chunk.
     pub(crate) fn stage_rows(&self, prompt: usize, stages: usize) -> usize {
         if stages < 2 {
             return self.max_rows;

@@ -342,7 +342,8 @@ mod tests {
         }
 
         fn wait(&self, _: VirtualLane, _: &[WaitInterest], until: Instant) {
-            let now = until.duration_since(self.start).as_millis() as u64;
+            let now = until.duration_since(self.start).as_millis();
+            let now = u64::try_from(now).unwrap();
             self.millis.store(now, Ordering::Relaxed);
             if now == 700 {
                 let cause = Cause::Left(Rank(1));

@@ -290,7 +290,12 @@ impl Cache {
                     for (to, from) in from.iter().enumerate() {
                         let end = self.lanes.lanes[*from].end;
                         let part = lane_rows(stream, &old, *from, 0..end)?;
-                        put(stream, &mut new, (to, &[0..end]), &part)?;
+                        put(
+                            stream,
+                            &mut new,
+                            (to, std::slice::from_ref(&(0..end))),
+                            &part,
+                        )?;
                     }
                 }
                 stream.eval([&new])?; // one array at a time is held twice
