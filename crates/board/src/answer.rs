@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 use paceline_base::Bytes;
 use paceline_engine::{DraftCounts, Finish, Reply, RequestFailure};
 use paceline_model::ExpertUses;
+use paceline_node::ReplyStream;
 use paceline_node::supervisor::ChangeRecord;
-use paceline_node::{InstanceTraffic, ReplyStream};
 use paceline_tensor::KvType;
+use paceline_worker::InstanceTraffic;
 use serde_json::json;
 
 /// Interval of checks for a stop request while no token comes.

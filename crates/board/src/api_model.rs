@@ -10,9 +10,9 @@ use paceline_engine::SamplingParams;
 use paceline_formats::tokenizer;
 use paceline_model::encoder::EncoderConfig;
 use paceline_model::{Config, ModelSource};
-use paceline_node::interpreter::ChildProgram;
-use paceline_node::texts;
 use paceline_serve::{ModelDetails, ServedModel, default_sampling};
+use paceline_worker::interpreter::ChildProgram;
+use paceline_worker::texts;
 
 use crate::Error;
 
@@ -64,7 +64,7 @@ pub fn instance(
         id: names.0,
         aliases: names.1,
         created_unix_s: changed_unix_s(path),
-        fingerprint: fingerprint(&wanted.class_names(), paceline_node::identity(&source)),
+        fingerprint: fingerprint(&wanted.class_names(), paceline_worker::identity(&source)),
         classes: wanted.class_names(),
         tokenizer: Arc::new(texts::tokenizer(&source)?),
         template,

@@ -22,7 +22,6 @@ use paceline_node::context_size::{ContextBudget, KvMemory};
 use paceline_node::fleet::{
     self, Fleet, FleetSpec, LoadRequest, MakeKernels, TraceRequest, journals, leases,
 };
-use paceline_node::interpreter::ChildProgram;
 use paceline_node::{DRAFTS, tunnel};
 use paceline_serve::keys::{self, KeyInfo, KeyRole, Keys};
 use paceline_serve::{
@@ -30,6 +29,7 @@ use paceline_serve::{
 };
 use paceline_serve::{UnservedModel, UnservedState};
 use paceline_store::{Home, PullOptions};
+use paceline_worker::interpreter::ChildProgram;
 use serde::Deserialize;
 use serde_json::{Value, json};
 

@@ -26,11 +26,12 @@ use paceline_cluster::machine::{give_back_free_memory, keep_no_large_blocks, mem
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::telemetry::{Energy, Gpu, Sampler, TelemetrySample};
-use paceline_node::{CollectiveTraffic, InstanceSummary};
+use paceline_node::InstanceSummary;
 use paceline_serve::{
     CommandHandler, LiveRequests, MetricSample, StageProbe, StatusSource, Upstreams,
 };
 use paceline_store::{Audit, Cancel, Home};
+use paceline_worker::CollectiveTraffic;
 use serde_json::{Value, json};
 
 use crate::changes::{self, ChangeDetector};

@@ -16,13 +16,14 @@ use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_mlx::{Library, LibraryPaths};
 use paceline_model::{Config, ModelSource};
-use paceline_node::interpreter::ChildProgram;
 use paceline_node::worker_notices::split_lines;
 use paceline_node::workers::{LocalInstanceWorkers, LocalSpec};
 use paceline_node::{
-    Error, Instance, Observer, Options, PrefillOptions, PreparedModel, ServingModel, texts,
+    Error, Instance, Observer, Options, PrefillOptions, PreparedModel, ServingModel,
 };
 use paceline_tensor::{Kernels, Pinning};
+use paceline_worker::interpreter::ChildProgram;
+use paceline_worker::texts;
 
 use crate::MessageSink;
 use crate::api_model::fingerprint;

@@ -18,7 +18,7 @@ pub fn facts(name: String, class: KernelClass) -> NodeFacts {
     NodeFacts {
         name,
         build: env!("CARGO_PKG_VERSION").to_owned(),
-        numerics: paceline_node::NUMERICS,
+        numerics: paceline_worker::NUMERICS,
         memory_bytes: machine::memory().map_or(0, |memory| memory.total.0),
         cores: available_parallelism().map_or(0, |cores| cores.get() as u32),
         kernel_class: class.name().to_owned(),

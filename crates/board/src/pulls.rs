@@ -7,8 +7,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::Bytes;
 use paceline_node::fleet::{MendedFile, StoredFile, whole_copy};
-use paceline_node::{ChecksumError, has_checksums, record_checksums};
 use paceline_serve::{PullStep, Puller};
+use paceline_store::verified::{ChecksumError, has_checksums, record_checksums};
 use paceline_store::{
     Cancel, DownloadPlan, EntryName, Error, FileRecord, Home, Kind, PullOptions, PullProgress,
     PulledModel, Resolution, ResolvedModel, State, StoreEntry, check_used, fetch_pinned,

@@ -19,8 +19,8 @@ use std::path::{Path, PathBuf};
 
 use paceline_base::Bytes;
 use paceline_mlx::LibraryPaths;
-use paceline_node::DiskCache;
 use paceline_store::{Hub, HubToken, ProxySetting, PullOptions, find_mlx};
+use paceline_worker::DiskCache;
 
 pub use pip::package_index;
 

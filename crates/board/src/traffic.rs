@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_node::CollectiveTraffic;
 use paceline_serve::MetricSample;
+use paceline_worker::CollectiveTraffic;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

@@ -16,8 +16,8 @@ use paceline_engine::{
 use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
 use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{LoadOptions, Model, ModelSource};
-use paceline_node::open_checked;
 use paceline_tensor::Kernels;
+use paceline_worker::open_checked;
 
 use crate::status::{PacelineStatus, StatusError, guarded, text};
 
@@ -100,7 +100,7 @@ fn open(path: &Path, threads: u32, context: u32) -> Result<PacelineModel, Status
     };
     let model = Model::load(&source, options, kernels, |_, _| {});
     let model = model.map_err(|error| in_model(&error))?;
-    let tokenizer = paceline_node::texts::tokenizer(&source).map_err(|error| in_model(&error))?;
+    let tokenizer = paceline_worker::texts::tokenizer(&source).map_err(|error| in_model(&error))?;
     let tokenizer = Arc::new(tokenizer);
     let context = if context == 0 { CONTEXT } else { context } as usize;
     let config = EngineConfig::single("model", context);

@@ -8,8 +8,8 @@ use anyhow::Context;
 use paceline_base::Bytes;
 use paceline_board::{servers, settings};
 use paceline_mlx::LibraryPaths;
-use paceline_node::DiskCache;
 use paceline_store::{Home, PullOptions};
+use paceline_worker::DiskCache;
 
 use crate::error::Error;
 use crate::output::print_err;

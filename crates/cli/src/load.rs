@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
 use paceline_model::ModelSource;
-use paceline_node::open_checked;
 use paceline_tensor::{InstructionSet, Kernels, Pinning};
+use paceline_worker::open_checked;
 
 use crate::compute::ComputeArgs;
 use crate::error::Error;
@@ -112,7 +112,7 @@ fn names(sets: impl IntoIterator<Item = InstructionSet>) -> String {
 /// An unusable or damaged model, with its path.
 pub(crate) fn open(path: &Path) -> anyhow::Result<ModelSource> {
     open_checked(path).map_err(|error| match error {
-        paceline_node::Error::Model(error) => in_model(path, error),
+        paceline_worker::Error::Model(error) => in_model(path, error),
         other => other.into(),
     })
 }

@@ -80,7 +80,7 @@ fn join_error<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a Jo
         return of_init(error);
     }
     match (cause.downcast_ref(), cause.downcast_ref()) {
-        (Some(paceline_node::Error::Join(error)), _) => of_init(error),
+        (Some(paceline_worker::Error::Join(error)), _) => of_init(error),
         (_, Some(MlxError::Jaccl(error))) => of_init(error),
         _ => cause.downcast_ref(),
     }
@@ -102,7 +102,7 @@ mod tests {
             Box::new(InitError::Join(error())),
             Box::new(InitError::wire(RdmaError::Join(error()))),
             Box::new(MlxError::Jaccl(InitError::wire(RdmaError::Join(error())))),
-            Box::new(paceline_node::Error::Join(InitError::Join(error()))),
+            Box::new(paceline_worker::Error::Join(InitError::Join(error()))),
         ];
         for wrapped in &wrapped {
             let hint = hint(&**wrapped).unwrap();

@@ -5,8 +5,8 @@ use std::io;
 
 pub(crate) use paceline_cluster::machine::peak_memory_bytes;
 pub(crate) use paceline_cluster::this_process::{end_with_parent, ignores, own_program};
-use paceline_node::interpreter::ChildProgram;
 use paceline_node::workers::for_workers;
+use paceline_worker::interpreter::ChildProgram;
 
 /// Disables TF32 in MLX, here and in child processes: f32 products are computed in f32. So a kernel
 /// class does not depend on the user's environment.

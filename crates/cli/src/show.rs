@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use paceline_board::model_facts::ModelFacts;
-use paceline_node::texts;
 use paceline_store::{Home, Resolution, ResolvedModel, StoreEntry, list, resolve};
+use paceline_worker::texts;
 use serde_json::json;
 
 use crate::output::print;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use paceline_base::Bytes;
 use paceline_comm::Plaintext;
 use paceline_node::launcher_env;
-use paceline_node::worker::WorkerSettings;
+use paceline_worker::process::WorkerSettings;
 use signal_hook::consts::SIGUSR2;
 use signal_hook::flag;
 
@@ -47,7 +47,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         disk,
         halted,
     };
-    match paceline_node::worker::run(kernels, wire, settings) {
+    match paceline_worker::process::run(kernels, wire, settings) {
         Ok(never) => match never {},
         Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
         Err(error) => Err(error.into()),
@@ -59,7 +59,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// # Errors
 /// As of [`run`].
 pub(crate) fn template() -> anyhow::Result<()> {
-    match paceline_node::interpreter::run() {
+    match paceline_worker::interpreter::run() {
         Ok(never) => match never {},
         Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
         Err(error) => Err(error.into()),

@@ -10,7 +10,7 @@ use paceline_base::Rank;
 use paceline_cluster::workers::{Event, last_words};
 use paceline_process::processes::Ending;
 
-use crate::messages::FromWorker;
+use paceline_worker::messages::FromWorker;
 
 /// A report that a worker failed, from its process, its connection or itself.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,13 +1,13 @@
-//! Errors of instances and of their worker processes.
+//! Errors of instances.
 
 use paceline_base::{KernelClass, Rank};
-use paceline_comm::InitError;
-use paceline_comm::tcp::JoinError;
-use paceline_model::split;
 
-/// Why an instance cannot start, or a worker's epoch failed.
+/// Why an instance cannot start, or ended.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// A model's files, or a worker in this process.
+    #[error(transparent)]
+    Worker(paceline_worker::Error),
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
     /// Nodes that share layers have different kernel classes.
@@ -28,45 +28,13 @@ pub enum Error {
     DraftOnMlx,
     #[error(transparent)]
     Adapter(#[from] paceline_model::adapter::files::Error),
-    /// An adapter's files were replaced since its instance started.
-    #[error("adapter {name}: {}: the file was replaced", path.display())]
-    OtherAdapter {
-        name: String,
-        path: std::path::PathBuf,
-    },
     /// Two adapters of one instance have one name.
     #[error("two adapters are called {name}")]
     SameAdapter { name: String },
     #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
     AdapterOnMlx,
-    /// States of layers have another layout in each class, and on MLX no layout of pages.
-    #[error("nodes for prompts: class {from} hands no states of layers to class {to}")]
-    PromptStates { from: KernelClass, to: KernelClass },
-    /// Keys and values in blocks with scales are not converted.
-    #[error("nodes for prompts: class {from} hands no q8_0 keys and values to class {to}")]
-    PromptsQuantised { from: KernelClass, to: KernelClass },
-    /// Unlike classes give near answers.
-    #[error("nodes for prompts: with {from} reading for {to}, answers would only be near")]
-    PromptsNear { from: KernelClass, to: KernelClass },
-    /// Prefill and decode ranks must have one kernel class, else an answer would depend on which
-    /// group computed the prompt.
-    #[error("nodes for prompts need one class on all nodes, and they compute as {a} and as {b}")]
-    MixedPrompts {
-        /// Class of the first node.
-        a: KernelClass,
-        b: KernelClass,
-    },
-    /// A prefill rank sent bytes that are no valid page for this rank.
-    #[error("a page of a prompt was refused: {what}")]
-    BadPage {
-        /// The problem with the page.
-        what: &'static str,
-    },
-    /// Packed weights cannot be carried into another epoch.
-    #[error("something still holds the weights of the epoch before")]
-    Held,
     #[error("{reason}")]
-    Worker {
+    RankFailed {
         /// The rank that caused it.
         rank: Rank,
         /// The failure, with the rank's name.
@@ -79,47 +47,8 @@ pub enum Error {
         /// The machine, and what happened.
         source: crate::workers::connection::ConnectionError,
     },
-    /// The model's file was replaced since its instance was loaded.
-    #[error("{}: the file was replaced: it is model {got}, the instance is of {expected}", path.display())]
-    OtherModel {
-        path: std::path::PathBuf,
-        got: String,
-        expected: String,
-    },
-    /// The engine of this worker has stopped.
-    #[error("{reason}")]
-    Stopped {
-        reason: String,
-        /// The rank at fault, if it is another one.
-        blamed: Option<Rank>,
-        /// See [`is_interrupted`](Self::is_interrupted).
-        interrupted: bool,
-    },
-    /// The parent uses a different protocol version.
-    #[error("the parent sent {got} where {expected} was due: are they of one version?")]
-    Protocol {
-        got: &'static str,
-        /// The expected message.
-        expected: &'static str,
-    },
-    /// This rank hangs in a kernel or a driver.
-    #[error(
-        "hangs: layer {layer} has not ended within {:.1} s, expected {:.1} s at most",
-        stalled.as_secs_f64(), limit.as_secs_f64()
-    )]
-    Hang {
-        /// The layer, counted from 0.
-        layer: u32,
-        /// Time without progress.
-        stalled: std::time::Duration,
-        /// How long a layer may take.
-        limit: std::time::Duration,
-    },
-    /// A setting from the parent does not parse.
-    #[error("{field} is {got:?}, which this worker does not know")]
-    Setting { field: &'static str, got: String },
     #[error(transparent)]
-    Split(#[from] split::Error),
+    Split(#[from] paceline_model::split::Error),
     /// The model cannot be loaded, or a step failed.
     #[error(transparent)]
     Model(#[from] paceline_model::Error),
@@ -145,9 +74,6 @@ pub enum Error {
     /// A thread ended before its work was done; the reason is on standard error.
     #[error("{what} ended early")]
     Ended { what: &'static str },
-    /// All ports that a worker may listen at are taken.
-    #[error("ports {first} to {last} are taken, and a worker may listen at no other")]
-    Ports { first: u16, last: u16 },
     /// The system refuses threads, sockets or random numbers.
     #[error("cannot {what}: {source}")]
     System {
@@ -158,88 +84,28 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the worker was started without a parent on its control channel, for example by hand.
-    pub const fn is_by_hand(&self) -> bool {
-        matches!(
-            self,
-            Self::Cluster(paceline_cluster::Error::NoControl { .. })
-        )
-    }
-
     /// Whether the message caused the error, not its receiver.
     pub const fn is_of_message(&self) -> bool {
         use paceline_cluster::Error::{TooLong, Unencodable};
         matches!(self, Self::Cluster(TooLong { .. } | Unencodable { .. }))
     }
-
-    /// Whether this rank's device interrupted a step because it took too long.
-    pub(crate) const fn is_interrupted(&self) -> bool {
-        match self {
-            Self::Model(error) | Self::Engine(paceline_engine::Error::Model(error)) => {
-                error.is_interrupted()
-            }
-            Self::Stopped { interrupted, .. } => *interrupted,
-            _ => false,
-        }
-    }
-
-    /// The other rank to blame; `None` if the failure is this rank's own.
-    pub(crate) fn blamed(&self) -> Option<Rank> {
-        match self {
-            Self::Model(error) | Self::Engine(paceline_engine::Error::Model(error)) => {
-                error.blamed()
-            }
-            Self::Stopped { blamed, .. } => *blamed,
-            Self::Join(InitError::Join(error)) => missing(error),
-            // A collective's error names a rank.
-            Self::Comm(error) => paceline_model::Error::Comm(*error).blamed(),
-            _ => None,
-        }
-    }
 }
 
-/// The other rank that prevented the group from forming, if there is one.
-const fn missing(error: &JoinError) -> Option<Rank> {
-    match error {
-        JoinError::Missing { rank, .. } | JoinError::Lost { rank } => Some(*rank),
-        // That rank reports its own reason, which is more certain.
-        JoinError::GaveUp { by, .. } => Some(*by),
-        JoinError::NoSuchRank { .. }
-        | JoinError::System { .. }
-        | JoinError::Refused { .. }
-        | JoinError::Unfit { .. }
-        | JoinError::Unprotected { .. }
-        | JoinError::NoAddress { .. }
-        | JoinError::Apart { .. } => None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use paceline_comm::{Call, Dtype, Kind, Site};
-
-    use super::*;
-
-    #[test]
-    fn a_rank_that_is_left_alone_blames_the_other() {
-        let rank = Rank(2);
-        let lost = Error::Join(InitError::Join(JoinError::Lost { rank }));
-        assert_eq!(lost.blamed(), Some(rank));
-        let turned_away = None;
-        let missing = JoinError::Missing { rank, turned_away };
-        assert_eq!(Error::Join(missing.into()).blamed(), Some(rank));
-        let size = 2;
-        let own = JoinError::NoSuchRank { rank, size };
-        assert_eq!(Error::Join(own.into()).blamed(), None);
-        let call = Call {
-            sequence: 1,
-            kind: Kind::Barrier,
-            dtype: Dtype::U8,
-            length: 0,
-            digest: 0,
-            site: Site::NONE,
-        };
-        let lost = paceline_comm::Error::PeerLost { call, rank };
-        assert_eq!(Error::Comm(lost).blamed(), Some(rank));
+impl From<paceline_worker::Error> for Error {
+    fn from(error: paceline_worker::Error) -> Self {
+        use paceline_worker::Error as Source;
+        match error {
+            Source::Cluster(error) => Self::Cluster(error),
+            Source::Split(error) => Self::Split(error),
+            Source::Model(error) => Self::Model(error),
+            Source::Engine(error) => Self::Engine(error),
+            Source::Tokenizer(error) => Self::Tokenizer(error),
+            Source::Adapter(error) => Self::Adapter(error),
+            Source::Comm(error) => Self::Comm(error),
+            Source::Tensor(error) => Self::Tensor(error),
+            Source::Join(error) => Self::Join(error),
+            Source::System { what, source } => Self::System { what, source },
+            error => Self::Worker(error),
+        }
     }
 }

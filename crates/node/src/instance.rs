@@ -40,18 +40,19 @@ use paceline_tensor::KvType;
 use tracing::{debug, info, warn};
 
 use crate::forecast::Forecast;
-use crate::messages::{
-    DraftJob, EpochKey, FromWorker, PrefillRole, RankAssignment, RankCables, RankFacts, ToWorker,
-};
 use crate::prefill::PrefillCounts;
-use crate::prefill_classes::UnlikePrefill;
 use crate::supervisor::{
     Action, ChangeRecord, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Health, Notice, Policy,
     SplitCandidate, Supervisor,
 };
 use crate::workers::InstanceWorkers;
-use crate::{AdapterOf, Error, InstanceTraffic, PlannedSplit, adapters};
+use crate::{Error, PlannedSplit};
 use measures::RankMeasurements;
+use paceline_worker::messages::{
+    DraftJob, EpochKey, FromWorker, PrefillRole, RankAssignment, RankCables, RankFacts, ToWorker,
+};
+use paceline_worker::prefill_classes::UnlikePrefill;
+use paceline_worker::{AdapterOf, InstanceTraffic, adapters};
 use prefill::{DecodingClasses, GroupEventReceiver, GroupEventSender, GroupRole, PrefillGroup};
 use rebalancing::Follower;
 use spares::Keeper;
@@ -124,7 +125,7 @@ pub struct InstanceConfig {
     /// How long an epoch answers before each rank gets a standby worker with packed weights on
     /// another machine; `None` for no standbys.
     pub spares: Option<Duration>,
-    /// The identity of its files, by [`identity`](crate::identity): workers refuse other files.
+    /// The identity of its files, by [`identity`](paceline_worker::identity): workers refuse other files.
     pub identity: String,
     /// The identity of the draft model, if there is one.
     pub draft: Option<String>,
@@ -963,7 +964,7 @@ impl Shell {
                 self.keeper.end(); // ranks load now, or are replaced by standbys
                 if again_in.is_none() {
                     let reason = reason.clone();
-                    self.started(Err(Error::Worker {
+                    self.started(Err(Error::RankFailed {
                         rank: *rank,
                         reason,
                     }));

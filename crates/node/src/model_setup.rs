@@ -27,23 +27,22 @@ use paceline_model::{
 use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
 
-use crate::adapters::{AdapterOf, read_all};
 use crate::classes::Classes;
 use crate::forecast::machines::exchanges;
 use crate::forecast::{Forecast, Setting};
 use crate::instance::SpeedObserver;
 use crate::instance::prefill::{GroupEventSender, group_events};
 use crate::instance::rebalancing::lighter;
-use crate::load::{ShardSpec, mlx_rank_bytes};
 use crate::prefill::UNDER_WAY_MAX;
-use crate::prefill_classes::{UnlikePrefill, page_type};
 use crate::sharding::asked;
 use crate::supervisor::ChangeRecord;
 use crate::workers::InstanceWorkers;
-use crate::{
-    Error, Instance, InstanceConfig, InstanceTraffic, Observer, PlannedSplit, SharedForecast,
-};
-use crate::{identity, load_whole, texts};
+use crate::{Error, Instance, InstanceConfig, Observer, PlannedSplit, SharedForecast};
+use paceline_worker::InstanceTraffic;
+use paceline_worker::adapters::{AdapterOf, read_all};
+use paceline_worker::load::{ShardSpec, mlx_rank_bytes};
+use paceline_worker::prefill_classes::{UnlikePrefill, page_type};
+use paceline_worker::{identity, load_whole, texts};
 
 /// Default maximum of draft tokens verified in a step. More than eight are rarely all right (a rate
 /// of 0.8 each gives 0.17 for all eight).
@@ -321,7 +320,7 @@ impl PreparedModel {
         &self.source
     }
 
-    /// The identity of the model's files, by [`identity`](crate::identity). Computed once, at its
+    /// The identity of the model's files, by [`identity`](paceline_worker::identity). Computed once, at its
     /// cost.
     ///
     /// # Errors

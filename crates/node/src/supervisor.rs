@@ -37,8 +37,8 @@ pub use change::ChangeRecord;
 use requests::Requests;
 
 use crate::cause::{FailureReport, cause};
-use crate::messages::{FromWorker, RankFacts};
 use crate::prefill::PrefillUpdate;
+use paceline_worker::messages::{FromWorker, RankFacts};
 
 /// How long failure reports are collected after the first, to find the root cause. With the 1.5 s
 /// until a silent worker is detected, a failure is reported within 2 s.

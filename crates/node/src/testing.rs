@@ -1,11 +1,11 @@
 //! Parsers of messages from workers and other nodes, for fuzzing. The files of model copies, for
 //! `sim`.
 
-pub use crate::fleet::damage::compare;
-pub use crate::fleet::partial_file::VerifiedPartial;
-pub use crate::fleet::tree::{HashGroups, Tree};
-use crate::messages::{FromWorker, ToWorker};
 use crate::{fleet, workers};
+pub use paceline_store::verified::damage::compare;
+pub use paceline_store::verified::partial_file::VerifiedPartial;
+pub use paceline_store::verified::tree::{HashGroups, Tree};
+use paceline_worker::messages::{FromWorker, ToWorker};
 
 /// Parses `bytes` as every kind of message between an owner, its workers, hosts and other nodes.
 /// Returns for any input.

@@ -23,8 +23,8 @@ use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, LineSink, WorkerSpec, Workers};
 
 use crate::Error;
-use crate::messages::{FromWorker, RankCables, ToWorker};
 use awake::Awake;
+use paceline_worker::messages::{FromWorker, RankCables, ToWorker};
 
 pub use environment::for_workers;
 
@@ -134,7 +134,7 @@ pub trait InstanceWorkers: Send + Sync + fmt::Debug {
 
 /// Command, files and pinning of workers on this machine.
 pub struct LocalSpec {
-    /// The program whose `args` run [`worker::run`](crate::worker::run).
+    /// The program whose `args` run [`worker::run`](paceline_worker::process::run).
     pub program: PathBuf,
     /// Arguments of every worker.
     pub args: Vec<OsString>,

@@ -17,8 +17,8 @@
 
 use std::path::Path;
 
-use paceline_node::storage::{OpenMode, Storage as _, replace};
 use paceline_node::testing::{Tree, VerifiedPartial, compare};
+use paceline_store::storage::{OpenMode, Storage as _, replace};
 
 use crate::disk::SimDisk;
 use crate::scenario::SimRandom;

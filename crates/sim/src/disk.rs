@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use paceline_base::lock;
-use paceline_node::storage::{OpenMode, Storage, StoredFile};
+use paceline_store::storage::{OpenMode, Storage, StoredFile};
 
 use crate::scenario::SimRandom;
 

@@ -5,7 +5,7 @@
 //!                \-- a copy of each token on another node, before the client gets it
 //! ```
 //! The [`Supervisor`] is the one that nodes run. Workers, ingress and clients are simulated by the
-//! rules of `node::worker`, and of ingress and journals in `node::fleet`. A worker's connection
+//! rules of `worker::process`, and of ingress and journals in `node::fleet`. A worker's connection
 //! breaks after 1.5 s of silence. An ingress submits to the next owner when its connection is cut.
 //! A client that lost its ingress resumes at a node that finds a copy.
 //!
@@ -27,12 +27,12 @@ use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_engine::{Finish, GenerationRequest, Reply, RequestFailure, Ticket};
-use paceline_node::RankTraffic;
-use paceline_node::messages::{FromWorker, RankFacts};
 use paceline_node::supervisor::{
     Action, Event, HELD_LIMIT, Health, Notice, Policy, SplitCandidate, Supervisor,
 };
 use paceline_process::processes::Ending;
+use paceline_worker::RankTraffic;
+use paceline_worker::messages::{FromWorker, RankFacts};
 
 use crate::scenario::{Scenario, SimRandom};
 use crate::world::SimNode;

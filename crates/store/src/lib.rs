@@ -44,6 +44,7 @@
 //! - `child`: external programs.
 //! - `listing`: all models as text and JSON.
 //! - `audit`: the log.
+//! - [`storage`]: durable files; [`verified`]: hash trees, checksums and partial files.
 
 mod audit;
 mod catalogue;
@@ -72,8 +73,10 @@ mod progress;
 mod pull;
 mod select;
 mod spec;
+pub mod storage;
 pub mod testing;
 mod usual_names;
+pub mod verified;
 mod wheel;
 
 pub use audit::Audit;

@@ -3,7 +3,7 @@
 //! Both get the same [`RenderInput`], which is plain JSON, so that it can be sent to another
 //! process. [`Here`] bounds steps and output. It bounds neither the memory of values that are never
 //! printed nor the time of one step. Servers that run untrusted templates run them in a child
-//! process with limits (`paceline_node::interpreter`).
+//! process with limits (`paceline_worker::interpreter`).
 
 use std::collections::BTreeMap;
 use std::fmt;

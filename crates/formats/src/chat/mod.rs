@@ -15,7 +15,7 @@
 //!
 //! The interpreter of this process counts neither the memory of values that a template makes and
 //! does not print, nor the time of one step. [`ChatTemplate::with`] takes an [`Interpreter`] that
-//! does. `paceline_node::interpreter` runs templates in a child process with limits.
+//! does. `paceline_worker::interpreter` runs templates in a child process with limits.
 //!
 //! Not here: a default template for models without one. Such a model was not trained to chat.
 

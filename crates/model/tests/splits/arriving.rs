@@ -77,7 +77,9 @@ impl HoledModel {
     }
 
     pub(super) fn open(&self) -> ModelSource {
-        let find = |file: &Path, _: &MappedBytes| Ok(Some(Arc::clone(&self.files[file]) as Arc<dyn Arrivals>));
+        let find = |file: &Path, _: &MappedBytes| {
+            Ok(Some(Arc::clone(&self.files[file]) as Arc<dyn Arrivals>))
+        };
         ModelSource::open_arriving(&self.model, &find).unwrap()
     }
 

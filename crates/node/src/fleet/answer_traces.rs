@@ -12,10 +12,10 @@ use serde::{Deserialize, Serialize};
 
 use super::hosts::NodeConnection;
 use super::{Inner, OWNER_LIMIT, owner};
-use crate::interpreter::ChildProgram;
-use crate::texts;
 use crate::trace::{Recording, Stages};
 use crate::workers::connection::{MessageConnection, receive_message, send_message};
+use paceline_worker::interpreter::ChildProgram;
+use paceline_worker::texts;
 
 /// Longest wait for an owner's recording: its longest answer plus the transfer.
 const RECORDING_LIMIT: Duration = Duration::from_secs(280);

@@ -3,7 +3,7 @@
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::rdma::Cable;
 
-use crate::messages::{PeerWire, RankCables, RankFacts};
+use paceline_worker::messages::{PeerWire, RankCables, RankFacts};
 
 /// The cables between ranks of an epoch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

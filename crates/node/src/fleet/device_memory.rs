@@ -16,7 +16,7 @@ use super::engines::shares_by_memory;
 use super::hosts::{own_part, part_bytes, weight_bytes};
 use crate::PreparedModel;
 use crate::context_size::{ContextBudget, KvMemory, needed_positions};
-use crate::load::mlx_rank_bytes;
+use paceline_worker::load::mlx_rank_bytes;
 
 /// Ranks on MLX take more memory than the devices of their nodes have to spare.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]

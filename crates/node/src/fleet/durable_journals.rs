@@ -24,7 +24,7 @@ use super::journals::{
     COPIES_BYTES_MAX, COPIES_MAX, JournalCallback, JournalStore, JournalStored, QUEUE_MAX,
     ReplicatedSegment, STAY,
 };
-use crate::storage::{FileSystem, OpenMode, Storage, replace};
+use paceline_store::storage::{FileSystem, OpenMode, Storage, replace};
 
 /// How long a segment waits for others before it is written and synced. With a sync of up to 30 ms,
 /// as slow SSDs take, files are at most 50 ms late (issue 54).

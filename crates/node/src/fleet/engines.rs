@@ -14,7 +14,7 @@ use super::hosts::{mlx_device, weight_bytes};
 use super::{Inner, LoadRequest};
 use crate::classes::{self, Classes, EngineChoice, Engines};
 use crate::forecast::devices::DeviceSpeed;
-use crate::prefill_classes::UnlikePrefill;
+use paceline_worker::prefill_classes::UnlikePrefill;
 
 /// Name of the engine MLX in a node's facts.
 const MLX: &str = "mlx";

@@ -22,10 +22,10 @@ use serde::{Deserialize, Serialize};
 
 use super::PIECES;
 use super::hosts::NodeConnection;
-use super::partial_file::{GroupRun, VerifiedPartial};
-use super::tree::{HashGroups, LEAF_BYTES};
 use crate::workers::connection::{receive_message, send_message};
 use crate::workers::host::ModelName;
+use paceline_store::verified::partial_file::{GroupRun, VerifiedPartial};
+use paceline_store::verified::tree::{HashGroups, LEAF_BYTES};
 
 /// Most bytes of one request: a hundredth of a second at 1 Gbit/s, so that a round trip costs
 /// little in comparison.

@@ -22,10 +22,10 @@ pub(super) use super::node_connection::NodeConnection;
 use super::unused_nodes::UnusedNodes;
 use super::{CREW, copies};
 use crate::context_size::WEIGHTS;
-use crate::messages::RankCables;
 use crate::workers::connection::pair;
 use crate::workers::host::{HostSpec, host};
 use crate::workers::remote::{WorkerHost, WorkerHosts};
+use paceline_worker::messages::RankCables;
 
 /// Fraction of a machine's memory for models: the rest is for the system and other programs.
 const USABLE: f64 = 0.8;

@@ -16,7 +16,7 @@ use paceline_cluster::nodes::{RegisterKey, Registers};
 use serde::{Deserialize, Serialize};
 
 use super::garbage_collection;
-use super::partial_file::VerifiedPartial;
+use paceline_store::verified::partial_file::VerifiedPartial;
 
 /// A file on the hub, at one commit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use super::copies::{PartialCopy, write_whole};
 use super::file_ranges::FileInventory;
-use super::partial_file::GroupRun;
-use super::tree::{HashGroups, Tree};
+use paceline_store::verified::partial_file::GroupRun;
+use paceline_store::verified::tree::{HashGroups, Tree};
 
 /// A complete file.
 pub(super) struct WholeFile {

@@ -26,7 +26,7 @@ use super::preview::Proposal;
 use super::proposals::predictions;
 use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview, replica_names};
 use crate::classes::EngineChoice;
-use crate::{adapters, texts};
+use paceline_worker::{adapters, texts};
 
 /// How long a load waits for the facts of newly connected nodes. They follow within milliseconds;
 /// on busy cores one node in thirty had not sent them when `load` came.

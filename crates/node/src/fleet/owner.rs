@@ -31,11 +31,11 @@ use super::{
 };
 use crate::classes::Classes;
 use crate::instance::numbers;
-use crate::messages::RankFacts;
 use crate::supervisor::Notice;
 use crate::worker_notices::lines;
 use crate::workers::remote::RemoteWorkers;
 use crate::{Instance, Options, PrefillOptions, PreparedModel};
+use paceline_worker::messages::RankFacts;
 
 /// Progress is written to the shared map at most this often: each write goes to all nodes.
 const TELL_EVERY: Duration = Duration::from_millis(500);

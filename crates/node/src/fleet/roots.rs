@@ -12,7 +12,7 @@ use paceline_cluster::nodes::{NodeId, RegisterKey, Registers, Signature};
 use serde::{Deserialize, Serialize};
 
 use super::garbage_collection;
-use super::tree::{Tree, shown};
+use paceline_store::verified::tree::{Tree, shown};
 
 /// Largest file, or model, in bytes: ten times the largest known model. Groups stay below 128 MiB.
 pub(super) const BYTES_MAX: u64 = 16 << 40;

@@ -25,8 +25,9 @@ use serde::{Deserialize, Serialize};
 use super::copies::{self, COPY, MODEL, NAME, QuotaCheck, RepairReport};
 use super::copies::{MendedFile, StoredFile};
 use super::hosts::NodeConnection;
-use super::{Fleet, Inner, STORES, hub, partial_file};
+use super::{Fleet, Inner, STORES, hub};
 use crate::workers::connection::{MessageConnection, receive_message, send_message};
+use paceline_store::verified::partial_file;
 
 /// Longest wait for another node's store contents, which it reads from disk.
 const LIMIT: Duration = Duration::from_secs(5);

@@ -10,7 +10,8 @@ use paceline_model::ExpertUses;
 use paceline_model::trace::RankTrace;
 
 use super::{Command, Instance};
-use crate::{Error, InstanceTraffic};
+use crate::Error;
+use paceline_worker::InstanceTraffic;
 
 /// Longest wait for the ranks' counters: they answer between two messages.
 const MEASURE_LIMIT: Duration = Duration::from_secs(1);

@@ -27,11 +27,12 @@ use paceline_tensor::PAGE;
 use tracing::{debug, warn};
 
 use super::{Command, GroupCredentials, Instance, InstanceShared, numbers};
+use crate::Error;
 use crate::fleet::prefixes::{Prefixes, blocks};
-use crate::messages::{FromWorker, ReceivePages, SendPages, ToWorker, TransferRound};
 use crate::prefill::{Event, PrefillAction, PrefillCounts, PrefillScheduler};
 use crate::supervisor::Notice;
-use crate::{Error, disk};
+use paceline_worker::disk;
+use paceline_worker::messages::{FromWorker, ReceivePages, SendPages, ToWorker, TransferRound};
 
 /// Longest sleep of the thread.
 const LOOK_EVERY: Duration = Duration::from_secs(1);

@@ -11,9 +11,9 @@ use paceline_base::Rank;
 use tracing::debug;
 
 use super::InstanceShared;
-use crate::adapters;
-use crate::messages::{RankAssignment, ToWorker};
 use crate::workers::{InstanceWorkers, WorkerSite};
+use paceline_worker::adapters;
+use paceline_worker::messages::{RankAssignment, ToWorker};
 
 /// Poll interval: the loss of a standby shows after 1.5 s of silence at the soonest.
 const LOOK_EVERY: Duration = Duration::from_secs(1);

@@ -13,7 +13,7 @@ use paceline_engine::{Finish, SamplingParams};
 use paceline_process::processes::Ending;
 
 use super::*;
-use crate::traffic::RankTraffic;
+use paceline_worker::RankTraffic;
 
 /// Seeds of a run.
 const SEEDS: u64 = 10_000;

@@ -29,8 +29,8 @@ use super::connection::{
     ConnectionError, MessageConnection, SilenceTimer, receive_message, send_message,
 };
 use super::{InstanceWorkers, LocalInstanceWorkers, LocalSpec};
-use crate::messages::{FromWorker, ToWorker};
-use crate::partial_source::{self, ByteRange, RangeRequest};
+use paceline_worker::messages::{FromWorker, ToWorker};
+use paceline_worker::partial_source::{self, ByteRange, RangeRequest};
 
 /// Heartbeat interval of each side, as between workers and their parent.
 pub(super) const BEAT: Duration = paceline_cluster::BEAT;
@@ -152,7 +152,7 @@ const EARLIER_MAX: usize = 4096;
 
 /// Settings with which a host starts workers for remote owners.
 pub struct HostSpec {
-    /// The program whose `args` run [`worker::run`](crate::worker::run).
+    /// The program whose `args` run [`worker::run`](paceline_worker::process::run).
     pub program: PathBuf,
     pub args: Vec<OsString>,
     /// The complete environment of every worker: see [`for_workers`](super::for_workers).

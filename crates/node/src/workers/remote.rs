@@ -25,7 +25,7 @@ use super::host::{BEAT, FromHost, ModelName, SILENCE, ToHost};
 use super::relay::Relay;
 use super::{InstanceWorkers, WorkerSite};
 use crate::Error;
-use crate::messages::{FromWorker, RankCables, ToWorker};
+use paceline_worker::messages::{FromWorker, RankCables, ToWorker};
 use spare::{Packing, Spare, SpareSlot};
 
 /// Longest wait for a machine to start a worker: its program may come from a cold disk.

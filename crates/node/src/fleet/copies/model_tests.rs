@@ -10,7 +10,7 @@ use super::tests::{agent, none, until, wanted};
 use super::*;
 use crate::fleet::PIECES;
 use crate::fleet::file_ranges::FileInventory;
-use crate::fleet::partial_file::GroupRun;
+use paceline_store::verified::partial_file::GroupRun;
 
 /// Bytes of a group of these small files.
 const EACH: u64 = 64 << 10;

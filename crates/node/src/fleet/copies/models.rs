@@ -34,8 +34,8 @@ use crate::fleet::manifest::{
     INLINE_BYTES_MAX, INLINE_TOTAL_MAX, MANIFEST_BYTES_MAX, Manifest, ManifestFile,
 };
 use crate::fleet::roots::{self, FileRoot, KnownRoot};
-use crate::fleet::tree::{HashGroups, Tree, shown};
 use crate::workers::host::ModelName;
+use paceline_store::verified::tree::{HashGroups, Tree, shown};
 
 /// Manifests that this process has verified or computed.
 #[derive(Default)]

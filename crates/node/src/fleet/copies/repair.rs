@@ -14,14 +14,14 @@ use serde::{Deserialize, Serialize};
 
 use super::files::header_bytes;
 use super::{ModelCopies, PartialCopy, first_groups, partial_file, write_whole};
-use crate::fleet::checksums::Checksums;
-use crate::fleet::damage::{Count, compare, merged};
-use crate::fleet::partial_file::VerifiedPartial;
 use crate::fleet::roots::{self, KnownRoot};
-use crate::fleet::tree::{HashGroups, Tree, shown};
-use crate::partial_source::ByteRange;
-use crate::storage::{FileSystem, OpenMode, Storage as _};
 use crate::workers::host::ModelName;
+use paceline_store::storage::{FileSystem, OpenMode, Storage as _};
+use paceline_store::verified::checksums::Checksums;
+use paceline_store::verified::damage::{Count, compare, merged};
+use paceline_store::verified::partial_file::VerifiedPartial;
+use paceline_store::verified::tree::{HashGroups, Tree, shown};
+use paceline_worker::partial_source::ByteRange;
 
 /// Most damaged ranges listed in an error or warning.
 const RANGES_MAX: usize = 3;

@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use super::ModelCopies;
 use super::repair::{RepairReport, RootOrigin, ranges};
-use crate::fleet::checksums::Checksums;
-use crate::fleet::damage::{Count, compare};
 use crate::fleet::roots::KnownRoot;
-use crate::fleet::tree::{Tree, shown};
-use crate::storage::{FileSystem, OpenMode, Storage as _};
 use crate::workers::host::ModelName;
+use paceline_store::storage::{FileSystem, OpenMode, Storage as _};
+use paceline_store::verified::checksums::Checksums;
+use paceline_store::verified::damage::{Count, compare};
+use paceline_store::verified::tree::{Tree, shown};
 
 /// A file of the user's store, by the store's record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -7,7 +7,7 @@ use paceline_cluster::nodes::{ClusterKey, InstanceId, RegisterKey};
 
 use super::*;
 use crate::fleet::{FETCH, PIECES};
-use crate::record_checksums;
+use paceline_store::verified::record_checksums;
 
 /// Reached only if something hangs.
 const LIMIT: Duration = Duration::from_secs(60);

@@ -9,7 +9,7 @@ use paceline_cluster::nodes::NodeId;
 
 use super::super::host::FromHost;
 use super::RemoteWorker;
-use crate::messages::FromWorker;
+use paceline_worker::messages::FromWorker;
 
 /// Progress of the orders to pack weights. Kept for every worker, but used for standbys only.
 #[derive(Clone, Copy, Debug, Default)]

@@ -27,7 +27,7 @@ const GROUP_BYTES_MIN: u64 = 64 << 10;
 /// Most groups of a file: 8 MiB of leaves, for files from 16 GiB on.
 const GROUPS_MAX: u64 = 1 << 18;
 
-pub(super) const LEAF_BYTES: usize = 32;
+pub const LEAF_BYTES: usize = 32;
 
 /// A subtree's hash, or the root where the file has one group.
 type Leaf = [u8; LEAF_BYTES];
@@ -164,7 +164,7 @@ fn halves(leaves: &[Leaf]) -> (&[Leaf], &[Leaf]) {
 }
 
 /// A root in hexadecimal digits.
-pub(super) fn shown(root: Leaf) -> String {
+pub fn shown(root: Leaf) -> String {
     Hash::from_bytes(root).to_hex().to_string()
 }
 

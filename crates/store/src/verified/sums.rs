@@ -17,7 +17,7 @@ use super::tree::{HashGroups, Tree};
 use crate::storage::{self, FileSystem, StoredFile};
 
 /// Extension of the file.
-pub(crate) const SUMS: &str = "sums";
+pub const SUMS: &str = "sums";
 
 /// Odd, with bits throughout: 2^64 over the golden ratio.
 const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
@@ -30,14 +30,14 @@ const SEAL_BYTES: usize = 32;
 
 /// The sums of a file's groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct GroupSums {
+pub struct GroupSums {
     groups: HashGroups,
     sums: Vec<u64>,
 }
 
 impl GroupSums {
     /// The sums at `place`; `None` if there are none, and if they are damaged or of another tree.
-    pub(crate) fn read(place: &Path, tree: &Tree) -> Option<Self> {
+    pub fn read(place: &Path, tree: &Tree) -> Option<Self> {
         let bytes = fs::read(place).ok()?;
         let (sums, own) = bytes.split_last_chunk::<SEAL_BYTES>()?;
         let (sums, rest) = sums.as_chunks::<8>();
@@ -54,7 +54,7 @@ impl GroupSums {
     ///
     /// # Errors
     /// The file differs, or the system's error.
-    pub(crate) fn make(file: &dyn StoredFile, tree: &Tree, place: &Path) -> io::Result<()> {
+    pub fn make(file: &dyn StoredFile, tree: &Tree, place: &Path) -> io::Result<()> {
         let (groups, mut bytes) = (tree.groups, Vec::new());
         let mut sums = Vec::with_capacity(groups.count() as usize);
         for index in 0..groups.count() {

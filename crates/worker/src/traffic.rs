@@ -97,7 +97,7 @@ pub struct RankTraffic {
 }
 
 impl RankTraffic {
-    pub(crate) fn of(model: &dyn LoadedModel) -> Self {
+    pub fn of(model: &dyn LoadedModel) -> Self {
         let arrays = model.exchanged();
         Self {
             sent: model.links().map_or(0, |links| links.sent().0),

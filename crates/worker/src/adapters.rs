@@ -16,9 +16,9 @@ pub struct AdapterOf {
     /// The name by which requests select the adapter.
     pub name: String,
     /// Its path on the machine that receives this value.
-    pub(crate) path: PathBuf,
+    pub path: PathBuf,
     /// SHA-256 of its numbers, so that a file replaced later is detected.
-    pub(crate) digest: [u8; 32],
+    pub digest: [u8; 32],
 }
 
 impl AdapterOf {
@@ -26,7 +26,7 @@ impl AdapterOf {
     ///
     /// # Errors
     /// [`Error::Adapter`] for files that are none, [`Error::Model`] for one that does not fit.
-    pub(crate) fn look(name: &str, path: &Path, config: &Config) -> Result<Self, Error> {
+    pub fn look(name: &str, path: &Path, config: &Config) -> Result<Self, Error> {
         let adapter = read(name, path, config)?;
         Ok(Self {
             name: name.to_owned(),
@@ -44,7 +44,7 @@ impl AdapterOf {
     ///
     /// # Errors
     /// As [`look`](Self::look); [`Error::OtherAdapter`].
-    pub(crate) fn read(&self, config: &Config) -> Result<Adapter, Error> {
+    pub fn read(&self, config: &Config) -> Result<Adapter, Error> {
         let adapter = read(&self.name, &self.path, config)?;
         match adapter.id.digest == self.digest {
             true => Ok(adapter),
@@ -60,12 +60,12 @@ impl AdapterOf {
 ///
 /// # Errors
 /// As [`AdapterOf::read`].
-pub(crate) fn read_all(all: &[AdapterOf], config: &Config) -> Result<Vec<Adapter>, Error> {
+pub fn read_all(all: &[AdapterOf], config: &Config) -> Result<Vec<Adapter>, Error> {
     all.iter().map(|adapter| adapter.read(config)).collect()
 }
 
 /// The same adapters with another machine's `paths`; unchanged if `paths` is empty.
-pub(crate) fn at(all: &[AdapterOf], paths: &[PathBuf]) -> Vec<AdapterOf> {
+pub fn at(all: &[AdapterOf], paths: &[PathBuf]) -> Vec<AdapterOf> {
     if paths.is_empty() {
         return all.to_vec();
     }
@@ -82,7 +82,7 @@ pub(crate) fn at(all: &[AdapterOf], paths: &[PathBuf]) -> Vec<AdapterOf> {
 ///
 /// # Errors
 /// As [`AdapterOf::look`].
-pub(crate) fn as_gguf(
+pub fn as_gguf(
     (name, path): (&str, &Path),
     config: &Config,
     folder: &Path,

@@ -14,17 +14,17 @@ use crate::Error;
 
 /// Unlike classes of prefill and decode ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct UnlikePrefill {
+pub struct UnlikePrefill {
     /// Name of the class that reads prompts.
-    pub(crate) from: String,
+    pub from: String,
     /// Name of the class that decodes.
-    pub(crate) to: String,
+    pub to: String,
     /// Name of the type of keys and values on the way.
-    pub(crate) kv: String,
+    pub kv: String,
 }
 
 /// Type of keys and values in the pages of a class: f32 of MLX's, which holds all its types.
-pub(crate) const fn page_type(class: KernelClass) -> KvType {
+pub const fn page_type(class: KernelClass) -> KvType {
     match class.is_mlx() {
         true => KvType::F32,
         false => KvType::of(class),
@@ -48,7 +48,7 @@ impl UnlikePrefill {
     /// # Errors
     /// [`Error::MixedPrompts`], [`Error::PromptsNear`], [`Error::PromptStates`],
     /// [`Error::PromptsQuantised`].
-    pub(crate) fn of(
+    pub fn of(
         (reading, decoding): (Option<KernelClass>, &[KernelClass]),
         (kv, is_strict): (Option<KvType>, bool),
         config: &Config,

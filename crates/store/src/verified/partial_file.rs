@@ -28,25 +28,25 @@ use super::tree::{HashGroups, Tree};
 use crate::storage::{self, OpenMode, Storage, StoredFile};
 
 /// Extension of the file.
-pub(crate) const FILE: &str = "shard";
+pub const FILE: &str = "shard";
 
 /// Extension of the record of present groups.
-pub(crate) const HAVE: &str = "have";
+pub const HAVE: &str = "have";
 
 /// Extension of the file of leaves.
-pub(crate) const TREE: &str = "tree";
+pub const TREE: &str = "tree";
 
 /// Fixed modification time of a partial file. New bytes change no byte that was read, and a worker
 /// keeps packed weights while the modification time is unchanged.
 const CHANGED: Duration = Duration::from_secs(1_000_000_000);
 
 /// A run of consecutive groups: first and end.
-pub(crate) type GroupRun = (u64, u64);
+pub type GroupRun = (u64, u64);
 
 /// A file with some groups present.
 #[derive(Debug)]
 pub struct VerifiedPartial {
-    pub(super) path: PathBuf,
+    pub path: PathBuf,
     tree: Tree,
     file: Box<dyn StoredFile>,
     /// The record of present groups; `None` for a complete copy under repair.
@@ -55,7 +55,7 @@ pub struct VerifiedPartial {
     changed: SystemTime,
     there: Mutex<Vec<bool>>,
     /// Locked during a fetch, so that no group is fetched twice at once.
-    pub(super) turn: Mutex<()>,
+    pub turn: Mutex<()>,
 }
 
 impl VerifiedPartial {
@@ -157,7 +157,7 @@ impl VerifiedPartial {
     }
 
     /// Whether it is a complete copy under repair, whose space on disk is already used.
-    pub(super) const fn is_copy(&self) -> bool {
+    pub const fn is_copy(&self) -> bool {
         self.have.is_none()
     }
 
@@ -167,7 +167,7 @@ impl VerifiedPartial {
     }
 
     /// Its leaves, concatenated.
-    pub(super) fn leaves(&self) -> Vec<u8> {
+    pub fn leaves(&self) -> Vec<u8> {
         self.tree.to_bytes()
     }
 
@@ -202,7 +202,7 @@ impl VerifiedPartial {
         all.into_iter().map(|run| (run.start, run.end)).collect()
     }
 
-    pub(super) fn bytes_here(&self) -> u64 {
+    pub fn bytes_here(&self) -> u64 {
         let runs = self.runs().into_iter();
         let bytes = runs.map(|(start, end)| {
             let span = self.groups().span(&(start..end));
@@ -249,7 +249,7 @@ impl VerifiedPartial {
     ///
     /// # Errors
     /// As of [`GroupSums::make`].
-    pub(super) fn make_sums(&self, place: &Path) -> io::Result<()> {
+    pub fn make_sums(&self, place: &Path) -> io::Result<()> {
         GroupSums::make(&*self.file, &self.tree, place)
     }
 
@@ -277,14 +277,14 @@ fn runs(there: &[bool], is: bool, wanted: &Range<u64>) -> Vec<Range<u64>> {
 }
 
 /// Bytes that a file with holes takes on the disk; 0 if there is none.
-pub(super) fn bytes_on_disk(path: &Path) -> u64 {
+pub fn bytes_on_disk(path: &Path) -> u64 {
     // In units of 512 bytes.
     let used = |facts: fs::Metadata| facts.blocks().saturating_mul(512).min(facts.len());
     fs::metadata(path).map_or(0, used)
 }
 
 /// The files of a partial file at `path`, and of the copy that it becomes.
-pub(super) fn files_of(path: &Path) -> [PathBuf; 4] {
+pub fn files_of(path: &Path) -> [PathBuf; 4] {
     // In this order, so that a leftover does not pass for a complete file.
     [
         path.to_owned(),

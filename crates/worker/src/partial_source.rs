@@ -33,11 +33,11 @@ use paceline_formats::tensor::{Absent, Arrivals, MappedBytes};
 use paceline_model::{ModelFamily, ModelSource, Shard};
 
 use crate::Error;
-use crate::fleet::checksums::{Checksums, sums_beside};
-use crate::fleet::damage::{GroupBytes, wrong_groups};
-use crate::fleet::partial_file::{FILE, HAVE, TREE};
-use crate::fleet::sums::{GroupSums, SUMS};
-use crate::fleet::tree::{HashGroups, Tree};
+use paceline_store::verified::checksums::{Checksums, sums_beside};
+use paceline_store::verified::damage::{GroupBytes, wrong_groups};
+use paceline_store::verified::partial_file::{FILE, HAVE, TREE};
+use paceline_store::verified::sums::{GroupSums, SUMS};
+use paceline_store::verified::tree::{HashGroups, Tree};
 
 /// Poll interval for new bytes; a group takes half a millisecond at 1 Gbit/s.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
@@ -50,18 +50,18 @@ const COMPARE_EVERY: Duration = Duration::from_millis(10);
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// Extension of the folder of a model of several files.
-pub(crate) const FOLDER: &str = "model";
+pub const FOLDER: &str = "model";
 
 /// Most prefetches that a worker announces. A stage of DeepSeek-V3, whose 163 files each have a few
 /// layers, announces some hundred.
-pub(crate) const AHEAD_MAX: usize = 1024;
+pub const AHEAD_MAX: usize = 1024;
 
 /// A byte range of the file: first byte and end.
-pub(crate) type ByteRange = (u64, u64);
+pub type ByteRange = (u64, u64);
 
 /// A worker's request to its host about byte ranges of the model file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum RangeRequest {
+pub enum RangeRequest {
     /// Fetch these missing ranges.
     Fetch {
         /// The file's name in the model's folder; empty for a model of one file.
@@ -73,10 +73,10 @@ pub(crate) enum RangeRequest {
 }
 
 /// Sends a request to the host; must not block for long.
-pub(crate) type RangeRequester = dyn Fn(RangeRequest) + Send + Sync;
+pub type RangeRequester = dyn Fn(RangeRequest) + Send + Sync;
 
 /// Whether a file of the model at `path` may be incomplete.
-pub(crate) fn is_partial(path: &Path) -> bool {
+pub fn is_partial(path: &Path) -> bool {
     match model_folder(path) {
         Some(folder) => has_partial(&folder),
         None => is_shard(path),
@@ -131,7 +131,7 @@ pub fn open_checked(path: &Path) -> Result<ModelSource, Error> {
 ///
 /// # Errors
 /// As [`ModelSource::open_arriving`]; damage before the weights that stays.
-pub(crate) fn open(path: &Path, ask: Option<Arc<RangeRequester>>) -> Result<ModelSource, Error> {
+pub fn open(path: &Path, ask: Option<Arc<RangeRequester>>) -> Result<ModelSource, Error> {
     let folder = model_folder(path);
     let records = Arc::default();
     let opened: Mutex<Vec<Option<Arc<PartialSource>>>> = Mutex::default();
@@ -165,7 +165,7 @@ pub(crate) fn open(path: &Path, ask: Option<Arc<RangeRequester>>) -> Result<Mode
 /// Ranges of incomplete files that only this rank reads, in its read order, so that the host can
 /// prefetch them. Each run of ranges of one file has the file's name in requests. Empty where ranks
 /// share layers: each then reads rows of most matrices.
-pub(crate) fn ahead(
+pub fn ahead(
     model: &Path,
     source: &ModelSource,
     (family, shard): (ModelFamily, &Shard),
@@ -649,7 +649,7 @@ mod tests {
         file.write(&path);
         let bytes = std::fs::read(&path).unwrap();
         let sha256 = paceline_base::hex(&sha2::Sha256::digest(&bytes));
-        crate::record_checksums(&path, &sha256, &mut |_| true).unwrap();
+        paceline_store::verified::record_checksums(&path, &sha256, &mut |_| true).unwrap();
         let tensor = |source: &ModelSource, name: &str| {
             let ModelSource::Gguf(file) = source else {
                 panic!("a file");

@@ -90,7 +90,7 @@ fn weigh<'a, F: Iterator<Item = (&'a [u8], usize)>>(hash: &mut Sha256, files: im
 
 /// The hashed ranges of a weight file of `bytes` bytes, with `header` of them before the weights.
 /// `all` is the number of bytes of weights in all files of its model.
-pub(crate) fn parts(bytes: usize, header: usize, all: usize) -> impl Iterator<Item = Range<usize>> {
+pub fn parts(bytes: usize, header: usize, all: usize) -> impl Iterator<Item = Range<usize>> {
     let weights = bytes.saturating_sub(header);
     let sample = move |start: usize| header + start..header + weights.min(start + SAMPLE_BYTES);
     std::iter::once(0..header).chain(samples(weights, all).map(sample))

@@ -47,10 +47,10 @@ pub enum ChecksumError {
 
 /// Checksums of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Checksums {
-    pub(crate) tree: Tree,
+pub struct Checksums {
+    pub tree: Tree,
     /// SHA-256 of the file in hexadecimal digits.
-    pub(crate) sha256: String,
+    pub sha256: String,
 }
 
 /// Path of the checksums of the file at `path`.
@@ -59,7 +59,7 @@ fn beside(path: &Path) -> PathBuf {
 }
 
 /// Path of the quick sums of the file at `path`.
-pub(crate) fn sums_beside(path: &Path) -> PathBuf {
+pub fn sums_beside(path: &Path) -> PathBuf {
     with_suffix(path, ".sums")
 }
 
@@ -74,12 +74,12 @@ impl Checksums {
     ///
     /// # Errors
     /// They are damaged, or of a file of another length; the system's error.
-    pub(crate) fn read(path: &Path) -> io::Result<Option<Self>> {
+    pub fn read(path: &Path) -> io::Result<Option<Self>> {
         Self::read_with(path, || Ok(fs::metadata(path)?.len()))
     }
 
     /// As [`read`](Self::read), for a file that has or had `length` bytes.
-    pub(crate) fn read_of(path: &Path, length: u64) -> io::Result<Option<Self>> {
+    pub fn read_of(path: &Path, length: u64) -> io::Result<Option<Self>> {
         Self::read_with(path, || Ok(length))
     }
 
@@ -202,7 +202,7 @@ pub fn record_own_checksums(path: &Path) -> Result<(), ChecksumError> {
 ///
 /// # Errors
 /// The system's error; `count` has ended it.
-pub(super) fn hash_and_tree(
+pub fn hash_and_tree(
     path: &Path,
     count: &mut dyn FnMut(u64) -> bool,
 ) -> io::Result<([u8; SUM_BYTES], Tree)> {

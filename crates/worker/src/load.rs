@@ -13,24 +13,24 @@ use tracing::warn;
 
 /// Specification of the shard to load.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ShardSpec<'a> {
-    pub(crate) source: &'a Arc<ModelSource>,
-    pub(crate) split: &'a Split,
-    pub(crate) rank: Rank,
-    pub(crate) class: KernelClass,
+pub struct ShardSpec<'a> {
+    pub source: &'a Arc<ModelSource>,
+    pub split: &'a Split,
+    pub rank: Rank,
+    pub class: KernelClass,
     /// Type of keys and values, if not that of the class; not on MLX.
-    pub(crate) kv: Option<KvType>,
+    pub kv: Option<KvType>,
     /// Sizes of the engine, to check before loading whether all fits.
-    pub(crate) engine: &'a EngineConfig,
+    pub engine: &'a EngineConfig,
     /// Search paths of MLX.
-    pub(crate) mlx: &'a MlxPlaces,
+    pub mlx: &'a MlxPlaces,
     /// Adapters of the model; not on MLX.
-    pub(crate) adapters: &'a [Adapter],
+    pub adapters: &'a [Adapter],
 }
 
 impl ShardSpec<'_> {
     /// Loads it and connects it with the other ranks, if there are some.
-    pub(crate) fn load(
+    pub fn load(
         self,
         links: Option<Links>,
         kernels: Arc<Kernels>,
@@ -76,7 +76,7 @@ impl ShardSpec<'_> {
 
 /// Bytes that a rank on MLX takes for an engine of these sizes, by the sum by which its worker
 /// admits it. Reads headers only.
-pub(crate) fn mlx_rank_bytes(
+pub fn mlx_rank_bytes(
     (source, config): (&ModelSource, &Config),
     (split, rank, class): (&Split, Rank, KernelClass),
     engine: &EngineConfig,

@@ -35,10 +35,10 @@ const VERSION: u32 = 1;
 const MAGIC: &[u8; 8] = b"plpage\r\n";
 
 /// Bytes of a header: magic, version, space, name, pool and length.
-pub(crate) const HEAD: usize = 8 + 4 + 16 + 32 + 4 + 8;
+pub const HEAD: usize = 8 + 4 + 16 + 32 + 4 + 8;
 
 /// Bytes of the sum at the end of a file.
-pub(crate) const SUM: usize = 32;
+pub const SUM: usize = 32;
 
 /// Offset of the space in a header; name and pool follow it.
 const SPACE_AT: usize = 8 + 4;
@@ -83,7 +83,7 @@ impl DiskCache {
 
 /// The page store of one rank.
 #[derive(Debug)]
-pub(crate) struct Disk {
+pub struct Disk {
     folder: PathBuf,
     space: [u8; 16],
     /// Pages written or queued, as far as this process knows.
@@ -109,11 +109,7 @@ impl Disk {
     ///
     /// # Errors
     /// If the folder or the writer thread cannot be created.
-    pub(crate) fn open(
-        cache: &DiskCache,
-        identity: &str,
-        weights: &dyn LoadedModel,
-    ) -> io::Result<Self> {
+    pub fn open(cache: &DiskCache, identity: &str, weights: &dyn LoadedModel) -> io::Result<Self> {
         let (numbers, shard) = (weights.numbers(), weights.shard());
         Self::in_space(cache, &format!("{identity}/{numbers}/{shard:?}"))
     }
@@ -157,7 +153,7 @@ impl Disk {
 }
 
 /// The header of `len` bytes of a page, by its name and pool.
-pub(crate) fn head(space: &[u8; 16], (name, pool): (&PageName, u32), len: usize) -> [u8; HEAD] {
+pub fn head(space: &[u8; 16], (name, pool): (&PageName, u32), len: usize) -> [u8; HEAD] {
     let mut head = Vec::with_capacity(HEAD);
     head.extend(MAGIC);
     head.extend(VERSION.to_le_bytes());
@@ -170,7 +166,7 @@ pub(crate) fn head(space: &[u8; 16], (name, pool): (&PageName, u32), len: usize)
 
 /// Name and pool in a header of `space`; `None` for another space. The caller compares the length
 /// that follows them.
-pub(crate) fn page_of(space: &[u8; 16], bytes: &[u8; HEAD]) -> Option<(PageName, u32)> {
+pub fn page_of(space: &[u8; 16], bytes: &[u8; HEAD]) -> Option<(PageName, u32)> {
     let mut name = PageName::default();
     for (word, bytes) in name.0.iter_mut().zip(bytes[NAME_AT..].as_chunks().0) {
         *word = u32::from_le_bytes(*bytes);
@@ -182,13 +178,13 @@ pub(crate) fn page_of(space: &[u8; 16], bytes: &[u8; HEAD]) -> Option<(PageName,
 
 /// The space as a hash of `of`, which names everything but the tokens that determines a page's
 /// bytes.
-pub(crate) fn space(of: &str) -> [u8; 16] {
+pub fn space(of: &str) -> [u8; 16] {
     let hash = Sha256::digest(format!("{VERSION}/{}/{of}", crate::NUMERICS));
     *hash.first_chunk().expect("a hash has 32 bytes")
 }
 
 /// The name of a page of `tokens` that follows the page `before`.
-pub(crate) fn name(before: &PageName, tokens: &[u32]) -> PageName {
+pub fn name(before: &PageName, tokens: &[u32]) -> PageName {
     let mut hash = Sha256::new();
     hash.update(bytes_of(before).collect::<Vec<u8>>());
     for token in tokens {
@@ -273,7 +269,7 @@ fn read(path: &Path, head: &[u8; HEAD], into: &mut [u8], age: Duration) -> io::R
 }
 
 /// The checksum of a page and its header.
-pub(crate) fn summed(head: &[u8; HEAD], bytes: &[u8]) -> [u8; SUM] {
+pub fn summed(head: &[u8; HEAD], bytes: &[u8]) -> [u8; SUM] {
     let hash = Sha256::new().chain_update(head).chain_update(bytes);
     hash.finalize().into()
 }

@@ -66,7 +66,7 @@ pub enum ToWorker {
 }
 
 impl ToWorker {
-    pub(crate) const fn name(&self) -> &'static str {
+    pub const fn name(&self) -> &'static str {
         match self {
             Self::Assign(_) => "Assign",
             Self::Prepare(_) => "Prepare",
@@ -87,80 +87,80 @@ impl ToWorker {
 /// A rank's assignment in an epoch.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RankAssignment {
-    pub(crate) epoch: u64,
-    pub(crate) rank: u32,
+    pub epoch: u64,
+    pub rank: u32,
     /// The shards of all ranks, decided by the instance's owner: a worker checks them and derives
     /// nothing.
-    pub(crate) split: Split,
-    pub(crate) model: PathBuf,
+    pub split: Split,
+    pub model: PathBuf,
     /// The expected identity of the model's files.
-    pub(crate) identity: String,
+    pub identity: String,
     /// The draft model, if this rank leads.
     #[serde(default)]
-    pub(crate) draft: Option<DraftJob>,
+    pub draft: Option<DraftJob>,
     /// Adapters of the model.
     #[serde(default)]
-    pub(crate) adapters: Vec<AdapterOf>,
+    pub adapters: Vec<AdapterOf>,
     /// Names of the kernel class and of the group's backend.
-    pub(crate) class: String,
+    pub class: String,
     /// Whether other ranks compute in another class: then keys and values of this rank may follow
     /// from its numbers.
     #[serde(default)]
-    pub(crate) mixed: bool,
-    pub(crate) backend: String,
-    pub(crate) threads: usize,
+    pub mixed: bool,
+    pub backend: String,
+    pub threads: usize,
     /// The first core its threads are pinned to; `None` for no pinning.
-    pub(crate) first_core: Option<usize>,
+    pub first_core: Option<usize>,
     /// Name of the type of keys and values, if not that of the class.
-    pub(crate) kv: Option<String>,
-    pub(crate) engine: EngineConfig,
+    pub kv: Option<String>,
+    pub engine: EngineConfig,
     /// Id of the group, so that no stray connection joins it; new for each epoch.
-    pub(crate) group: [u8; 16],
+    pub group: [u8; 16],
     /// Key that authenticates and encrypts the ranks' traffic; `None` for ranks of one machine.
-    pub(crate) key: Option<EpochKey>,
+    pub key: Option<EpochKey>,
     /// Whether ranks without a key may be on other machines, because all routes between them are
     /// trusted.
     #[serde(default)]
-    pub(crate) plain: bool,
+    pub plain: bool,
     /// RDMA cables between the ranks. Pairs without one, or whose cable fails, use `backend`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) cables: Option<RankCables>,
+    pub cables: Option<RankCables>,
     /// Whether no host of the worker repairs a damaged file: damage ends the load.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) is_alone: bool,
+    pub is_alone: bool,
     /// Listen address for the other ranks.
-    pub(crate) listen: SocketAddr,
+    pub listen: SocketAddr,
     /// Longest wait for another rank's part of a step, in seconds.
-    pub(crate) patience_s: u64,
+    pub patience_s: u64,
     /// The role in KV transfer, with disaggregated prefill.
     #[serde(default)]
-    pub(crate) hands: Option<PrefillRole>,
+    pub hands: Option<PrefillRole>,
     /// Set where prefill and decode ranks compute in other classes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) unlike: Option<crate::prefill_classes::UnlikePrefill>,
+    pub unlike: Option<crate::prefill_classes::UnlikePrefill>,
 }
 
 /// RDMA cables between ranks: the same for all ranks but for `refused`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankCables {
     /// By rank and peer: devices of the rank's machine. The cables of a pair have one order.
-    pub(crate) devices: Vec<Vec<Vec<String>>>,
+    pub devices: Vec<Vec<Vec<String>>>,
     /// The node of each rank.
-    pub(crate) nodes: Vec<NodeId>,
+    pub nodes: Vec<NodeId>,
     /// Peers to which the rank's machine does not trust a cable; filled in by its host.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) refused: Vec<u32>,
+    pub refused: Vec<u32>,
 }
 
 impl RankCables {
     /// Whether there is no cable.
-    pub(crate) fn is_bare(&self) -> bool {
+    pub fn is_bare(&self) -> bool {
         self.devices.iter().flatten().all(Vec::is_empty)
     }
 
     /// Refuses the peers to which `rank` has a cable that is not trusted, by its device and the
     /// peer's node.
-    pub(crate) fn refuse(&mut self, rank: u32, is_trusted: impl Fn(&str, NodeId) -> bool) {
+    pub fn refuse(&mut self, rank: u32, is_trusted: impl Fn(&str, NodeId) -> bool) {
         let row = self.devices.get(rank as usize).into_iter().flatten();
         let is_refused = |(peer, devices): &(u32, &Vec<String>)| {
             let node = self.nodes.get(*peer as usize);
@@ -174,7 +174,7 @@ impl RankCables {
 
 /// A rank's role in disaggregated prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum PrefillRole {
+pub enum PrefillRole {
     /// It decodes, and receives the KV pages of prompts.
     Take,
     /// It computes prompts, and sends their KV pages.
@@ -183,21 +183,21 @@ pub(crate) enum PrefillRole {
 
 /// Credentials of one round of connections between the prefill and decode ranks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct TransferRound {
+pub struct TransferRound {
     /// Its number: messages of an earlier round are ignored.
-    pub(crate) number: u64,
+    pub number: u64,
     /// Id of the groups of two ranks.
-    pub(crate) group: [u8; 16],
+    pub group: [u8; 16],
     /// Key that authenticates and encrypts; `None` if all are on one machine.
-    pub(crate) key: Option<EpochKey>,
+    pub key: Option<EpochKey>,
     /// Names of the numbers of the prefill and of the decode ranks.
     #[serde(default)]
-    pub(crate) numbers: [String; 2],
+    pub numbers: [String; 2],
 }
 
 impl TransferRound {
     /// Name of the prefill ranks' numbers, if the decode ranks have other ones.
-    pub(crate) fn read_by(&self) -> Option<&String> {
+    pub fn read_by(&self) -> Option<&String> {
         let [from, to] = &self.numbers;
         (from != to).then_some(from)
     }
@@ -206,29 +206,29 @@ impl TransferRound {
 /// Order to a decode rank: receive KV pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ReceivePages {
-    pub(crate) round: TransferRound,
+    pub round: TransferRound,
     /// The split of the prefill ranks.
-    pub(crate) from: Split,
+    pub from: Split,
     /// Listen address for them.
-    pub(crate) listen: SocketAddr,
+    pub listen: SocketAddr,
 }
 
 /// Order to a prefill rank: send KV pages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SendPages {
-    pub(crate) round: TransferRound,
+    pub round: TransferRound,
     /// The split of the decode ranks.
-    pub(crate) to: Split,
+    pub to: Split,
     /// Address of each of them for this rank.
-    pub(crate) addrs: Vec<SocketAddr>,
+    pub addrs: Vec<SocketAddr>,
 }
 
 /// A draft model, as a leader loads it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct DraftJob {
-    pub(crate) model: PathBuf,
+pub struct DraftJob {
+    pub model: PathBuf,
     /// The expected identity of the model's files.
-    pub(crate) identity: String,
+    pub identity: String,
 }
 
 impl From<(String, PathBuf)> for DraftJob {
@@ -239,7 +239,7 @@ impl From<(String, PathBuf)> for DraftJob {
 
 impl DraftJob {
     /// The same with the files at `model`; `None` for a machine without them.
-    pub(crate) fn at(self, model: Option<PathBuf>) -> Option<Self> {
+    pub fn at(self, model: Option<PathBuf>) -> Option<Self> {
         let model = model?;
         Some(Self { model, ..self })
     }
@@ -247,7 +247,7 @@ impl DraftJob {
 
 /// The secret of an epoch's group, new for each epoch. Never printed.
 #[derive(Clone, Default, Serialize, Deserialize)]
-pub(crate) struct EpochKey(pub(crate) [u8; KEY_BYTES]);
+pub struct EpochKey(pub [u8; KEY_BYTES]);
 
 impl fmt::Debug for EpochKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

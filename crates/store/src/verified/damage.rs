@@ -21,10 +21,10 @@ const THREAD_BYTES: u64 = 1 << 20;
 const THREADS_MAX: usize = 8;
 
 /// Receives the number of further bytes compared; false ends the search.
-pub(crate) type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
+pub type Count<'a> = dyn Fn(u64) -> bool + Sync + 'a;
 
 /// Reference for the groups of a file.
-pub(crate) trait GroupCheck: Sync {
+pub trait GroupCheck: Sync {
     /// How the file is divided.
     fn groups(&self) -> HashGroups;
 
@@ -33,7 +33,7 @@ pub(crate) trait GroupCheck: Sync {
 }
 
 /// Bytes of a file, by group.
-pub(crate) trait GroupBytes: Sync {
+pub trait GroupBytes: Sync {
     /// The bytes at `span`, in `buffer` unless they are in memory already.
     ///
     /// # Errors
@@ -61,7 +61,7 @@ impl GroupCheck for Tree {
 
 /// Finds the groups among `groups` whose bytes in `file` differ from `check`, as runs. Unreadable
 /// bytes count as wrong. Cost: reads all of `groups`, with several threads if they are many.
-pub(crate) fn wrong_groups<F: GroupBytes + ?Sized>(
+pub fn wrong_groups<F: GroupBytes + ?Sized>(
     file: &F,
     check: &dyn GroupCheck,
     groups: &[u64],
@@ -114,7 +114,7 @@ pub fn compare(
 }
 
 /// Sorts runs and merges overlapping and adjacent ones, so that no group is fetched twice.
-pub(super) fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
+pub fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
     runs.sort_by_key(|run| (run.start, run.end));
     let mut merged: Vec<Range<u64>> = Vec::new();
     for run in runs {
