@@ -1,7 +1,7 @@
 //! `cargo xtask docs`: pages that are made of definitions, tutorials, and samples for schedulers.
 //!
-//! `scripts/docs/reference.py` makes `docs/reference` or checks that it is fresh; `tutorials.py`
-//! follows `docs/tutorials`; `first_day.py` runs a new user's first day on three network namespaces;
+//! `scripts/docs/reference.py` makes `docs/reference` or checks that it is fresh. `tutorials.py`
+//! follows `docs/tutorials`. `first_day.py` runs a new user's first day in network namespaces.
 //! `packaging/check.py --samples` has the samples. What needs the package for Python is skipped
 //! unless `cargo xtask wheel` has installed it as it is in the tree.
 

@@ -428,8 +428,8 @@ impl Cluster {
             .try_for_each(|link| spaces.set(*link, Link::CUT))
     }
 
-    /// Unloads the model and loads it again; `after` the load began, the node `victim` is hit: its
-    /// worker if it has one, and its process in every other case. Returns how long the load took.
+    /// Unloads the model and loads it again. `after` the start of the load, kills the worker of the
+    /// node `victim`, or its process if it has no worker. Returns how long the load took.
     ///
     /// # Errors
     /// A load that fails, or takes longer than `limit`.
@@ -633,8 +633,8 @@ impl NodeProcess {
         files.filter(is_copy).collect()
     }
 
-    /// Kills its workers, and changes its copies before others read them: a running worker would
-    /// see the change at once, as it would see none of a disk's.
+    /// Kills its workers, and changes its copies before others read them. A running worker would
+    /// see the change at once, unlike a fault of the disk.
     fn damage(&self, change: impl Fn(&File) -> io::Result<()>) -> Result<()> {
         let copies = self.copies();
         let workers = self.workers()?;

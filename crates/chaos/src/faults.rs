@@ -196,8 +196,8 @@ impl Fault {
         )
     }
 
-    /// Whether a second fault has no place beside it: it takes the second node, or has none with a
-    /// worker.
+    /// Whether no second fault can be combined with it. It takes the second node, or leaves none
+    /// with a worker.
     const fn is_alone(self) -> bool {
         matches!(
             self,

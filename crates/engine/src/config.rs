@@ -25,8 +25,8 @@ pub struct EngineConfig {
     /// Maximum rows of a step: decode rows, then prompt chunks; at least `max_running`. More rows
     /// speed up prefill and increase the latency of other answers.
     pub max_rows: usize,
-    /// Rows of a prompt that a pipeline's slowest stage computes in the time of a step's fixed part:
-    /// reading the weights, launching operations, waiting for its device.
+    /// Rows of a prompt that the slowest pipeline stage computes in the time of a step's fixed
+    /// part. That is: reading weights, launching operations, waiting for the device.
     #[serde(default = "fixed_rows")]
     pub fixed_rows: usize,
     /// Limit of the step time while prompts are computed. Effective only if the owner reports step

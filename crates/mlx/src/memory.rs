@@ -30,7 +30,7 @@ pub struct MemoryUse {
 }
 
 /// Names of the memory that models may fill: what Metal recommends, all there is. A device with
-/// the first lends it whatever is in use.
+/// the first lends all of it, also while other programs use some.
 const LIMITS: [&str; 3] = [
     "max_recommended_working_set_size",
     "total_memory",

@@ -216,7 +216,7 @@ fn a_host_works_while_the_device_computes() {
         step_time(&model, Logits::Best),
     );
     println!("a step of 100 ms and 100 ms of the host: {waiting:.1?}, ahead {ahead:.1?}");
-    // 200 ms beside at most 110; a loaded machine shortens both.
+    // 200 ms against at most 110; a loaded machine shortens both.
     let times = waiting.as_secs_f64() / ahead.as_secs_f64();
     assert!(times >= 1.8, "{waiting:.1?} and {ahead:.1?}: {times:.2}");
 }

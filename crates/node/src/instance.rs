@@ -125,7 +125,7 @@ pub struct InstanceConfig {
     /// How long an epoch answers before each rank gets a standby worker with packed weights on
     /// another machine; `None` for no standbys.
     pub spares: Option<Duration>,
-    /// The identity of its files, by [`identity`](paceline_worker::identity): workers refuse other files.
+    /// The identity of its files, by [`paceline_worker::identity`]. Workers refuse other files.
     pub identity: String,
     /// The identity of the draft model, if there is one.
     pub draft: Option<String>,

@@ -320,7 +320,7 @@ impl PreparedModel {
         &self.source
     }
 
-    /// The identity of the model's files, by [`identity`](paceline_worker::identity). Computed once, at its
+    /// The identity of the model's files, by [`paceline_worker::identity`]. Computed once, at its
     /// cost.
     ///
     /// # Errors

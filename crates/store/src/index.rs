@@ -319,7 +319,7 @@ pub(crate) fn read_record(home: &Home, name: &EntryName) -> Result<Option<ModelR
     Ok(record)
 }
 
-/// Reads and checks a record, whatever its files are.
+/// Reads and checks a record, without its files.
 fn parse_record(home: &Home, name: &EntryName) -> Result<Option<ModelRecord>, String> {
     let dir = home.entry_dir(name);
     let file = match fs::File::open(dir.join(RECORD_FILE)) {
@@ -406,7 +406,7 @@ pub fn check_used(
     write_record(home, name, &record)
 }
 
-/// The files of a stored model by its record, with their paths, whatever their bytes are now.
+/// The files of a stored model by its record, with their paths. Their bytes are not checked.
 ///
 /// # Errors
 /// [`Error::Damaged`], [`Error::NotInStore`].

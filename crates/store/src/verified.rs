@@ -1,7 +1,7 @@
 //! Verified files: which bytes of a file are right, and which have arrived.
 //!
 //! - [`tree`]: the BLAKE3 hash tree over groups of bytes.
-//! - [`partial_file`]: a file of which some groups have arrived.
+//! - [`partial_file`]: a file with some groups still missing.
 //! - [`sums`]: a quick checksum of each group, for starts.
 //! - [`checksums`]: the record of a stored file, made at its download.
 //! - [`damage`]: finds groups whose bytes changed.

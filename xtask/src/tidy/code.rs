@@ -35,10 +35,11 @@ const BANS: [Ban; 3] = [
         rule: "clock",
         tokens: &[AnyOf(&["Instant", "SystemTime"]), Is("::"), Is("now")],
         owners: &[
-            "cli", "xtask", "comm", "cluster", "launch", "node", "board", "bench", "chaos",
+            "cli", "xtask", "comm", "cluster", "launch", "worker", "node", "board", "bench",
+            "chaos",
         ],
         message: "time is passed in, but where other processes are waited for (comm, cluster, \
-                  launch, node, board) and where it is measured (bench, chaos); \
+                  launch, worker, node, board) and where it is measured (bench, chaos); \
                   another place that must read the clock is listed in tidy's `EXEMPT`",
     },
     Ban {

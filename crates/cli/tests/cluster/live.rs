@@ -82,7 +82,7 @@ fn form(hosts: &[TestMachine]) {
     );
 }
 
-/// A crash is seen, and a dead machine can be forgotten. `scripts/docs/first_day.py` has its return.
+/// A crash is seen, and a dead machine can be forgotten. Its return: `scripts/docs/first_day.py`.
 fn crash(hosts: &mut [TestMachine]) {
     hosts[2].kill();
     for host in &hosts[..2] {

@@ -428,7 +428,7 @@ fn mended_by_pull(hub: &TestHub, host: &TestMachine, right: &[u8]) {
     );
 }
 
-/// `pull` of a damaged file, of which another machine has a copy. The hub gives the file once.
+/// `pull` of a damaged file; another machine has a copy. The hub gives the file once.
 #[test]
 fn pull_mends_a_file_from_another_machine() {
     let mut alone = TestMachine::new("alone", None);

@@ -64,7 +64,8 @@ pub struct InstanceSpec {
     pub named: bool,
     /// The split, as `--split` names it.
     pub split: String,
-    /// Whether the owner relays between nodes that cannot speak: a pipeline on nodes that it reaches.
+    /// Whether the owner relays between nodes that cannot speak. The split is then a pipeline, on
+    /// nodes that the owner reaches.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub relayed: bool,
     /// Decode tokens in a thousand seconds that each split of `nodes` is predicted to give, where

@@ -124,8 +124,8 @@ impl MessageFormat {
         best.with_null_content(render)
     }
 
-    /// The same with null as the content of a turn that only calls tools, where an empty text
-    /// makes the template write more, such as an answer of its own that ends at once.
+    /// The same with null as the content of turns that only call tools, if the template writes
+    /// less with it. With an empty text some templates write an empty answer too.
     fn with_null_content(self, render: impl Fn(&[Json]) -> Option<String>) -> Self {
         let conversation = [
             ChatMessage::new("user", "PROBE"),
@@ -205,8 +205,8 @@ fn probe_call() -> ChatMessage {
     }
 }
 
-/// Quality of a rendering of the call: its key is neither lost nor escaped; then, missing content is
-/// not a word, which a template may also have for itself.
+/// Quality of a rendering of the call; smaller is better. First, its key is neither lost nor
+/// escaped. Then, missing content is not written as a word. A template may contain that word too.
 fn rating(rendered: Option<String>) -> (u8, Reverse<usize>) {
     let Some(text) = rendered else {
         return (0, Reverse(0));

@@ -1,6 +1,6 @@
-//! Inputs of the layer's tests, from seeds. `tensor` compiles this file too: its test
-//! `kernels/tests/gpu_layer.rs` computes the same cases by class `cpu` and records the outcomes in
-//! `tests-data/golden/gpu-layer.tsv`, which the tests here read.
+//! Inputs of the layer's tests, from seeds. `tensor` compiles this file too. Its test
+//! `kernels/tests/gpu_layer.rs` computes the same cases by class `cpu`, and records the outcomes in
+//! `tests-data/golden/gpu-layer.tsv`. The tests here read that file.
 
 use paceline_base::SplitMix64;
 

@@ -1,4 +1,4 @@
-//! MLX with a CUDA card of 24 GB, of which 10 are free. Its operations run on the processor. All
+//! MLX with a CUDA card of 24 GB; 10 GB are free. Its operations run on the processor. All
 //! else is from the library that this one is linked with.
 
 mod real;

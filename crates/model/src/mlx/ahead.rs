@@ -9,7 +9,7 @@
 //! sequences. The tokens of these rows are on the device already, so that step is submitted at
 //! once. The leader's next plan is compared with it, word by word. Equal plans take its logits.
 //! Otherwise they are dropped. The rows that it wrote to the cache are written again before a row
-//! reads them, since a page that is not full has one owner.
+//! reads them: a page that is not full has one owner.
 
 use paceline_tensor::PAGE;
 

@@ -311,7 +311,8 @@ fn copied(stream: &Stream, held: &Array, pages: usize) -> Result<Array, Error> {
     Ok(copy)
 }
 
-/// Writes `new (1, heads, rows, D)` to the rows `runs` of lane `lane` in `held`; pages are one lane.
+/// Writes `new (1, heads, rows, D)` to the rows `runs` of lane `lane` in `held`. A page has one
+/// lane.
 fn put(
     stream: &Stream,
     held: &mut Array,

@@ -23,8 +23,8 @@ use crate::{Error, Links};
 /// layer, or a stage's residual and the sums of prefill and of decode.
 const KEPT: usize = 4;
 
-/// Shortest array that is registered with the ranks' groups: devices copy shorter ones sooner than
-/// they agree on a place, and Apple's have some hundred registrations.
+/// Shortest array that is registered with the ranks' groups. Devices copy shorter ones sooner than
+/// they agree on a place. Apple's devices have some hundred registrations.
 const REGISTERED_MIN: usize = 16 << 10;
 
 /// Memory that other ranks' values are received in, as arrays. RDMA devices write there in place.

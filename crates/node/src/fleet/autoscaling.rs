@@ -14,7 +14,7 @@ use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::{Service, ServiceStatus};
 
 use super::assignment::{Need, deal};
-use super::hosts::part_bytes;
+use super::room::part_bytes;
 use super::{Inner, OwnerService, replica_names, report};
 
 /// Time of overload before a replica is added: longer than a burst, shorter than users' patience.

@@ -13,7 +13,7 @@ use paceline_tensor::KvType;
 
 use super::Inner;
 use super::engines::shares_by_memory;
-use super::hosts::{own_part, part_bytes, weight_bytes};
+use super::room::{own_part, part_bytes, weight_bytes};
 use crate::PreparedModel;
 use crate::context_size::{ContextBudget, KvMemory, needed_positions};
 use paceline_worker::load::mlx_rank_bytes;
@@ -152,7 +152,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The room that each node has beside other instances.
+    /// The memory that other instances leave on each node.
     pub(super) fn rooms_named(&self, id: Option<InstanceId>, wanted: &InstanceSpec) -> NodeRooms {
         let rooms = self.rooms_beside(id, wanted).into_iter();
         NodeRooms(
@@ -253,8 +253,8 @@ pub(super) fn plan_memory(
     shares.map(drop)
 }
 
-/// Bytes that each rank of a record needs, and whether the nodes have them: what a load of it and
-/// the placement of its ranks find.
+/// Bytes that each rank of a record needs, and whether the nodes have them. A load and the placement
+/// of ranks use the same sum.
 pub(super) fn verdict(
     model: OpenModel<'_>,
     record: &mut InstanceSpec,
@@ -276,7 +276,7 @@ struct MlxRanks<'a> {
     kind: SplitKind,
     classes: Vec<KernelClass>,
     sizes: EngineConfig,
-    /// Bytes of the whole instance, of which a rank on the CPU takes its share.
+    /// Bytes of the whole instance; a rank on the CPU takes its share of them.
     whole: u64,
 }
 

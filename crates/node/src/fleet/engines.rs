@@ -10,7 +10,7 @@ use paceline_engine::EngineConfig;
 use paceline_model::{Config, ModelSource};
 
 use super::device_memory::NodeRooms;
-use super::hosts::{mlx_device, weight_bytes};
+use super::room::{mlx_device, weight_bytes};
 use super::{Inner, LoadRequest};
 use crate::classes::{self, Classes, EngineChoice, Engines};
 use crate::forecast::devices::DeviceSpeed;

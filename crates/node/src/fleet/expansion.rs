@@ -26,10 +26,10 @@ use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::{Service, State};
 use paceline_model::{Config, ModelSource, SplitKind};
 
-use super::hosts::own_part;
 use super::owner::{self, OwnedInstance};
 use super::preview::Proposal;
 use super::proposals::{Wishes, predictions};
+use super::room::own_part;
 use super::{Inner, proposals};
 use crate::Instance;
 use crate::classes::EngineChoice;

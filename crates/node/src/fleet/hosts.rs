@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Bytes, Rank, lock};
-use paceline_cluster::nodes::agent::{Agent, EngineDevice, NodeFacts, NodeView};
+use paceline_base::{Rank, lock};
+use paceline_cluster::nodes::agent::{Agent, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
 use paceline_cluster::nodes::placement::{self, InstanceSpec, SPARE_AUTO};
@@ -19,19 +19,15 @@ use paceline_cluster::nodes::{NodeId, Registers};
 use super::cables::CablePlan;
 use super::flaps::Flaps;
 pub(super) use super::node_connection::NodeConnection;
+use super::room::{
+    AUTO_USABLE, USABLE, all_records, fits, held, is_one_memory, no_room, own_part, usable,
+};
 use super::unused_nodes::UnusedNodes;
 use super::{CREW, copies};
-use crate::context_size::WEIGHTS;
 use crate::workers::connection::pair;
 use crate::workers::host::{HostSpec, host};
 use crate::workers::remote::{WorkerHost, WorkerHosts};
 use paceline_worker::messages::RankCables;
-
-/// Fraction of a machine's memory for models: the rest is for the system and other programs.
-const USABLE: f64 = 0.8;
-
-/// Fraction of a machine's memory for models and automatic standbys together.
-const AUTO_USABLE: f64 = 0.5;
 
 /// Longest wait for a channel to a node: two handshakes over a slow link.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
@@ -482,144 +478,6 @@ fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
     views.iter().filter(is_idle).map(|view| view.id).collect()
 }
 
-/// Bytes of an instance's weights in the form of its engines.
-pub(super) fn weight_bytes(wanted: &InstanceSpec) -> u64 {
-    match wanted.weight_bytes {
-        0 => (wanted.bytes as f64 * WEIGHTS) as u64,
-        bytes => bytes,
-    }
-}
-
-/// Bytes that each of `ranks` ranks needs for its weights, keys and values, as if all parts were
-/// equal. Previews, loads, placements and admissions compare them with [`room`].
-pub(super) fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
-    (weight_bytes(wanted) + wanted.cache_bytes) / ranks.max(1) as u64
-}
-
-/// Message for a node without memory for a part of a model.
-pub(super) fn no_room(name: &str, part: u64, room: u64) -> String {
-    let (part, room) = (Bytes(part), Bytes(room));
-    format!("{name}: too little memory: its part needs {part}, and {room} are free")
-}
-
-/// Bytes for models in the memory in which a node has ranks on MLX or on the CPU; 0 if unknown.
-/// A GPU's are those that it lends, by which a worker is admitted. Otherwise they are a part of
-/// main memory; MLX on a processor may lend less.
-pub(super) fn usable(view: &NodeView, is_on_mlx: bool) -> u64 {
-    let main = (view.facts.memory_bytes as f64 * USABLE) as u64;
-    let device = mlx_device(&view.facts).filter(|_| is_on_mlx);
-    match device.and_then(|device| Some((device.kind == "gpu", device.memory_bytes?))) {
-        Some((true, lent)) => lent,
-        Some((false, lent)) if main > 0 => lent.min(main),
-        _ => main,
-    }
-}
-
-/// The device on which MLX computes on a node: a GPU, else the processor.
-pub(super) fn mlx_device(facts: &NodeFacts) -> Option<&EngineDevice> {
-    let is_usable = |device: &&EngineDevice| device.engine == "mlx" && device.problem.is_none();
-    let processor = facts.devices.iter().find(is_usable);
-    facts.gpu("mlx").or(processor)
-}
-
-/// Whether a node has ranks on MLX, or on the CPU, and others in one memory. A GPU has its own, but
-/// on a Mac.
-fn is_one_memory(view: &NodeView, is_on_mlx: bool, other: bool) -> bool {
-    let gpu = view.facts.gpu("mlx");
-    let is_apart = gpu.is_some_and(|gpu| gpu.backend != "metal");
-    !is_apart || is_on_mlx == other
-}
-
-/// Free bytes for a rank on MLX or on the CPU of a node after the parts of `records`. Unlimited if
-/// the node does not report its memory.
-pub(super) fn room(view: &NodeView, is_on_mlx: bool, records: &[InstanceSpec]) -> u64 {
-    match usable(view, is_on_mlx) {
-        0 => u64::MAX,
-        usable => usable.saturating_sub(held(records, view, is_on_mlx)),
-    }
-}
-
-/// Bytes of a node's parts by all records, in the memory of ranks on MLX or on the CPU.
-fn held(records: &[InstanceSpec], view: &NodeView, is_on_mlx: bool) -> u64 {
-    let records = records.iter();
-    let records = records.filter(|it| is_one_memory(view, is_on_mlx, it.is_on_mlx(view.id)));
-    let held = records.map(|other| held_bytes(other, view.id));
-    held.fold(0, u64::saturating_add)
-}
-
-/// The records of all instances.
-fn all_records(map: &Registers) -> Vec<InstanceSpec> {
-    placement::wanted(map).map(|(.., wanted)| wanted).collect()
-}
-
-/// Bytes of a node's part by one record: as decode node, as prefill node, or 0.
-fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
-    let decodes = wanted.nodes.contains(&id).then(|| own_part(wanted, id));
-    let prompts = wanted.prompts.contains(&id);
-    let reads = prompts.then(|| part_bytes(wanted, wanted.prompts.len()));
-    decodes.unwrap_or(0).saturating_add(reads.unwrap_or(0))
-}
-
-/// Bytes of the part of one of a record's nodes: as planned for these nodes, else by its shares.
-pub(super) fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
-    let is_planned = |id: &NodeId| wanted.needs.contains_key(id);
-    let are_all = wanted.needs.len() == wanted.nodes.len() && wanted.nodes.iter().all(is_planned);
-    if let Some(bytes) = wanted.needs.get(&id).filter(|_| are_all) {
-        return *bytes;
-    }
-    let shares = wanted.nodes.iter().map(|id| wanted.shares.get(id).copied());
-    let all = shares.sum::<Option<u32>>().filter(|all| *all > 0);
-    match (all, wanted.shares.get(&id)) {
-        (Some(all), Some(share)) => {
-            (part_bytes(wanted, 1) as f64 * f64::from(*share) / f64::from(all)) as u64
-        }
-        _ => part_bytes(wanted, wanted.nodes.len()),
-    }
-}
-
-/// Bytes that the records of instances place on each device of a node, in the order of its facts.
-/// An engine computes on its GPU where it has one.
-pub fn placed_bytes(map: &Registers, view: &NodeView) -> Vec<u64> {
-    placed(&all_records(map), view)
-}
-
-fn placed(records: &[InstanceSpec], view: &NodeView) -> Vec<u64> {
-    let facts = &view.facts;
-    let bytes = |device: &EngineDevice| {
-        let is_used = device.kind == "gpu" || facts.gpu(&device.engine).is_none();
-        let is_mlx = device.engine == "mlx";
-        let own = records.iter().filter(|it| it.is_on_mlx(view.id) == is_mlx);
-        let bytes = own.map(|it| held_bytes(it, view.id));
-        bytes.filter(|_| is_used).fold(0, u64::saturating_add)
-    };
-    facts.devices.iter().map(bytes).collect()
-}
-
-/// The devices of a node as its facts have them. To what is free on a device belongs what its own
-/// models hold: what the records place there, at most what is not free. A model that a record has
-/// and that is still loading counts by the memory of other programs, until the next listing.
-pub fn lent_devices(map: &Registers, view: &NodeView) -> Vec<EngineDevice> {
-    lent(&all_records(map), view)
-}
-
-fn lent(records: &[InstanceSpec], view: &NodeView) -> Vec<EngineDevice> {
-    let lent = |device: &EngineDevice| {
-        let mut device = device.clone();
-        if let (Some(free), Some(total)) = (device.memory_bytes, device.total_bytes.take()) {
-            let held = held(records, view, device.engine == "mlx");
-            device.memory_bytes = Some(free.saturating_add(held).min(total));
-        }
-        device
-    };
-    view.facts.devices.iter().map(lent).collect()
-}
-
-/// Whether a shard fits into `usable` bytes in addition to `held` ones; true for a node that does
-/// not report its memory.
-const fn fits(usable: u64, held: u64, shard: u64) -> bool {
-    usable == 0 || held.saturating_add(shard) <= usable
-}
-
 impl fmt::Debug for InstanceNodes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} nodes", self.nodes.len())
@@ -628,24 +486,8 @@ impl fmt::Debug for InstanceNodes {
 
 #[cfg(test)]
 mod tests {
+    use super::super::room::tests::node;
     use super::*;
-
-    const GB: u64 = 1_000_000_000;
-
-    fn node(number: u8, state: Life, numerics: u32) -> NodeView {
-        NodeView {
-            id: NodeId([number; 16]),
-            state,
-            found_by: String::new(),
-            heard_by: Vec::new(),
-            linked: true,
-            slow_ms: None,
-            facts: paceline_cluster::nodes::agent::NodeFacts {
-                numerics,
-                ..Default::default()
-            },
-        }
-    }
 
     #[test]
     fn idle_nodes_live_compute_alike_and_hold_nothing() {
@@ -677,74 +519,6 @@ mod tests {
     }
 
     #[test]
-    fn instances_on_one_device_see_each_other() {
-        let view = |backend: &str| {
-            let device = |engine: &str, kind: &str, gb: u64| EngineDevice {
-                engine: engine.to_owned(),
-                kind: kind.to_owned(),
-                backend: backend.to_owned(),
-                memory_bytes: Some(gb * GB),
-                ..EngineDevice::default()
-            };
-            let mut view = node(1, Life::Alive, 1);
-            view.facts.memory_bytes = 64 * GB;
-            view.facts.devices = vec![
-                device("cpu", "cpu", 60),
-                device("mlx", "cpu", 50),
-                device("mlx", "gpu", 24),
-            ];
-            view
-        };
-        let on = |class: &str, bytes: u64| InstanceSpec {
-            bytes,
-            nodes: vec![NodeId([1; 16])],
-            class: class.to_owned(),
-            ..InstanceSpec::default()
-        };
-        let (gpu, cpu) = (on("mlx", 10 * GB), on("", 20 * GB));
-        let records = [gpu.clone(), cpu.clone()];
-        let rooms = |backend: &str| {
-            let view = view(backend);
-            [true, false].map(|is_on_mlx| room(&view, is_on_mlx, &records) / (GB / 10))
-        };
-        // 24 GB without 1.2 times 10, and 0.8 of 64 GB without 1.2 times 20.
-        assert_eq!(rooms("cuda"), [120, 272]);
-        assert_eq!(rooms("metal"), [0, 152], "one memory for both");
-        let mut small = view("cpu");
-        small.facts.devices.pop();
-        assert_eq!(
-            usable(&small, true),
-            50 * GB,
-            "what MLX lends of 0.8 of 64 GB"
-        );
-
-        let placed = placed(&records, &view("cuda"));
-        assert_eq!(placed, [24 * GB, 0, 12 * GB]);
-
-        // A card that states 24 GB in all and what is free: before the records' models, with them,
-        // with 3 GB of another program, while they load beside it, and under one that took all.
-        let card = |free: u64, records: &[InstanceSpec]| {
-            let mut view = view("cuda");
-            view.facts.devices[2].memory_bytes = Some(free * GB);
-            view.facts.devices[2].total_bytes = Some(24 * GB);
-            view.facts.devices = lent(records, &view);
-            let [.., gpu] = &view.facts.devices[..] else {
-                panic!("{:?}", view.facts.devices)
-            };
-            assert_eq!(gpu.total_bytes, None);
-            (
-                gpu.memory_bytes.unwrap() / GB,
-                room(&view, true, records) / GB,
-            )
-        };
-        assert_eq!(card(24, &[]), (24, 24));
-        assert_eq!(card(12, &records), (24, 12), "listed with its model");
-        assert_eq!(card(9, &records), (21, 9), "another program has 3 GB");
-        assert_eq!(card(24, &records), (24, 12), "still loading");
-        assert_eq!(card(2, &records), (14, 2), "another program has 10 GB");
-    }
-
-    #[test]
     fn only_ways_that_are_new_or_lead_elsewhere_are_measured() {
         let nodes = [1, 2, 3].map(|number| NodeId([number; 16]));
         let way = |from: NodeId, to: NodeId| SocketAddr::from(([10, 0, from.0[0], to.0[0]], 52416));
@@ -771,13 +545,5 @@ mod tests {
         assert_eq!(measured(&nodes, &moved), [nodes[0], nodes[2]]);
         let idle = [nodes[0], NodeId([4; 16])];
         assert_eq!(measured(&idle, &same), idle, "was no part of it before");
-    }
-
-    #[test]
-    fn a_shard_fits_beside_what_a_node_holds() {
-        assert!(fits(800, 700, 100));
-        assert!(!fits(800, 701, 100));
-        assert!(!fits(1000, u64::MAX, 1));
-        assert!(fits(0, 700, 100), "it does not tell");
     }
 }

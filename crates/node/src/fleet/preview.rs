@@ -19,7 +19,8 @@ use paceline_comm::Backend;
 use paceline_model::{Config, ModelSource};
 use serde::Serialize;
 
-use super::hosts::{NodeConnection, mlx_device, usable};
+use super::hosts::NodeConnection;
+use super::room::{mlx_device, usable};
 use super::speed::{self, Speed};
 use super::{Inner, LoadRequest, SPEED};
 use crate::forecast::devices::DeviceSpeed;

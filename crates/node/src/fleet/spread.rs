@@ -14,8 +14,8 @@ use paceline_cluster::nodes::placement::{self, NODES_MAX};
 use paceline_model::{Config, ModelSource};
 
 use super::assignment::{Need, Short, check, deal, share_out};
-use super::hosts::room;
 use super::preview::{COUNT_MAX, Proposal, unnamed_record};
+use super::room::room;
 use super::{Inner, LoadRequest, encoders};
 use crate::context_size::needed_positions;
 use crate::forecast::Forecast;

@@ -18,8 +18,8 @@ use paceline_cluster::nodes::placement::{
 };
 use paceline_cluster::nodes::{InstanceId, NodeId};
 
-use super::hosts::{no_room, part_bytes};
 use super::owner::OwnedInstance;
+use super::room::{no_room, part_bytes};
 use super::{Inner, LOOK_EVERY};
 use crate::supervisor::LONGEST_WAIT;
 
@@ -127,7 +127,7 @@ impl Inner {
         views
             .map(|view| {
                 let is_on_mlx = wanted.is_on_mlx(view.id);
-                (view.id, super::hosts::room(&view, is_on_mlx, &records))
+                (view.id, super::room::room(&view, is_on_mlx, &records))
             })
             .collect()
     }

@@ -84,7 +84,8 @@ impl DeviceSpeed {
     }
 
     /// Rows of a prompt that it computes in the time of a step's fixed part, as a stage of `layers`
-    /// layers with `bytes` of weights: it reads them, launches operations, and is waited for.
+    /// layers with `bytes` of weights. In that part it reads them, launches operations and is
+    /// awaited.
     pub(crate) fn fixed_rows(&self, (layers, bytes): (usize, u64)) -> usize {
         let (reads, computes) = self.usual_rates();
         let weights = bytes as f64 * 8.0 / USUAL_BITS;
@@ -242,7 +243,7 @@ mod tests {
         assert_eq!(speed("cpu", "Xeon"), None);
     }
 
-    /// Half of an 8B model in 4 bits: on a slow GPU a row takes longer beside the fixed part.
+    /// Half of an 8B model in 4 bits. On a slow GPU a row takes longer, compared with the fixed part.
     #[test]
     fn the_fixed_part_of_a_step_is_some_rows_of_a_prompt() {
         let rows = |name| {

@@ -429,7 +429,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Keys and values of all lanes at `positions`, `(lanes, K, keys, D)` and `(lanes, K, keys, E)`.
+    /// Keys and values of all lanes at `positions`: `(lanes, K, keys, D)`, `(lanes, K, keys, E)`.
     pub(in crate::mlx) fn read_lanes(
         &self,
         stream: &Stream,

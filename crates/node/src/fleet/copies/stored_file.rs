@@ -36,9 +36,9 @@ pub struct MendedFile {
 }
 
 impl ModelCopies {
-    /// Compares all bytes of a file with its hash tree; fetches damaged ranges from other nodes or
-    /// the hub, and writes them in place, also beyond the end of a file that was cut. Returns what
-    /// was wrong; `None` for an intact file. `count` as of [`check`](Self::check).
+    /// Compares all bytes of a file with its hash tree. Fetches damaged ranges from other nodes or
+    /// the hub, and writes them in place, also beyond the end of a cut file. Returns what was
+    /// wrong; `None` for an intact file. `count` as of [`check`](Self::check).
     ///
     /// # Errors
     /// No hash tree of the file is known; the damaged bytes, and why no source supplied them.
