@@ -328,8 +328,8 @@ impl FieldValues {
         Self::check(object, table, place, |param, _| notes.unknown(param))
     }
 
-    /// As [`new`](Self::new), for what clients send back in each turn. Unknown fields may be those of
-    /// another server's answer: they have no effect and give a warning.
+    /// As [`new`](Self::new), for what clients send back in each turn. Unknown fields may be
+    /// those of another server's answer: they have no effect and give a warning.
     ///
     /// # Errors
     /// The first field that is invalid, else the first missing one.

@@ -78,7 +78,8 @@ impl BrokenPairs {
         nodes.iter().filter(is_reached).copied().collect()
     }
 
-    /// `count` of `nodes`; the first can speak to all others, and is the earliest such node. Each further one can speak to the one before it where an earlier choice allows that.
+    /// `count` of `nodes`. The first can speak to all others, and is the earliest such node. Each
+    /// further one can speak to the one before it where an earlier choice allows that.
     /// Prefers nodes that can all speak. `None` if no node reaches as many.
     pub fn star(&self, nodes: &[NodeId], count: usize) -> Option<Vec<NodeId>> {
         let of = |hub: &NodeId| {

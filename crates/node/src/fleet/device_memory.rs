@@ -253,8 +253,8 @@ pub(super) fn plan_memory(
     shares.map(drop)
 }
 
-/// Bytes that each rank of a record needs, and whether the nodes have them. A load and the placement
-/// of ranks use the same sum.
+/// Bytes that each rank of a record needs, and whether the nodes have them. A load and the
+/// placement of ranks use the same sum.
 pub(super) fn verdict(
     model: OpenModel<'_>,
     record: &mut InstanceSpec,

@@ -243,7 +243,7 @@ mod tests {
         assert_eq!(speed("cpu", "Xeon"), None);
     }
 
-    /// Half of an 8B model in 4 bits. On a slow GPU a row takes longer, compared with the fixed part.
+    /// Half of an 8B model in 4 bits. On a slow GPU a row takes a larger part of a step.
     #[test]
     fn the_fixed_part_of_a_step_is_some_rows_of_a_prompt() {
         let rows = |name| {
