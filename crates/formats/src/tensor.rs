@@ -163,8 +163,8 @@ impl MappedBytes {
         &self.map[self.range.clone()]
     }
 
-    /// The bytes at `range`, after the system has read all of their pages. Awaits no arrivals. Later
-    /// reads neither block nor fault. Linux alone has the call, from 5.14 on.
+    /// The bytes at `range`, after the system has read all of their pages. Awaits no arrivals.
+    /// Later reads neither block nor fault. Linux alone has the call, from 5.14 on.
     ///
     /// `None` if a page cannot be read, where a read would end the process: the disk fails, or the
     /// file was cut. `None` too for a range outside of these bytes, and without the call.

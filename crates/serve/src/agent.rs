@@ -78,8 +78,8 @@ pub struct AgentLaunch {
 }
 
 impl AgentServer {
-    /// Hosts that the agent reaches without a proxy, for `NO_PROXY`: those of `given`, this machine,
-    /// and the server if it is in the local network.
+    /// Hosts that the agent reaches without a proxy, for `NO_PROXY`: those of `given`, this
+    /// machine, and the server if it is in the local network.
     pub fn direct_hosts(&self, given: &str) -> String {
         let mut hosts: Vec<&str> = given.split(',').map(str::trim).collect();
         hosts.retain(|host| !host.is_empty());
