@@ -331,6 +331,10 @@ mod tests {
             "tests/train",
             "[ \"$2\" = --list ] && echo s: test; echo 'SKIPPED s: no GPU'",
         );
+        program(
+            "tests/gpu",
+            "[ \"$2\" = --list ] && echo layer: test; exit 0",
+        );
         fs::write(folder.path().join("run.sh"), SCRIPT).expect("written");
         let mut script = Command::new("sh");
         script
@@ -345,7 +349,7 @@ mod tests {
             "passed good\n",
             "FAILED bad (exit code 101)\nthread 'bad' panicked\nall of it\n",
             "SKIPPED s: no GPU\n",
-            "2 passed, 1 failed, 1 skipped, 0 not run in ",
+            "3 passed, 1 failed, 1 skipped, 0 not run in ",
         ] {
             assert!(said.contains(part), "{said}");
         }
