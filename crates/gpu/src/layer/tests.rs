@@ -46,7 +46,7 @@ fn numbers(n: usize, seed: u64) -> Vec<f32> {
             1 => SPECIAL[random.below(SPECIAL.len())] | sign,
             2 => bits & 0x7f_ffff | sign,
             3 => 0x3f80_0000 | bits & 7 | sign,
-            _ => 0x3f00_0000 + (bits & 0xff_ffff) | sign,
+            _ => (0x3f00_0000 + (bits & 0xff_ffff)) | sign,
         })
     };
     (0..n).map(number).collect()

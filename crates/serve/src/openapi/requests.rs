@@ -7,15 +7,6 @@ use crate::field::{Field, object_schema};
 use crate::model::ServedModel;
 use crate::request::fields::{CHAT, COMPLETION, MESSAGE};
 
-/// Fields of assistant messages only.
-const ASSISTANTS: [&str; 5] = [
-    "tool_calls",
-    "refusal",
-    "audio",
-    "function_call",
-    "annotations",
-];
-
 pub(super) fn schemas(config: &Config, model: &ServedModel) -> Map<String, Value> {
     let limits = &config.limits;
     let vocab = model.vocab();
@@ -79,12 +70,16 @@ fn prompt(most: usize, model: &ServedModel) -> Value {
     json!({"anyOf": [text, list(&text), ids, list(&ids)]})
 }
 
-/// Allowed message fields by role.
+/// Message fields by role. Without `tool_calls` or `tool_call_id`, the role may not have it.
 fn messages() -> Vec<Value> {
-    let of = |roles: &[&str], has: &dyn Fn(&Field) -> bool, required: &[&str]| {
-        let properties = MESSAGE.iter().filter(|field| has(field));
-        let mut properties: Map<String, Value> = properties
-            .map(|field| (field.name.to_owned(), field.schema()))
+    let of = |roles: &[&str], without: &[&str], required: &[&str]| {
+        let schema = |field: &Field| match without.contains(&field.name) {
+            true => json!({"type": "null"}),
+            false => field.schema(),
+        };
+        let mut properties: Map<String, Value> = MESSAGE
+            .iter()
+            .map(|field| (field.name.to_owned(), schema(field)))
             .collect();
         properties.insert("role".into(), json!({"type": "string", "enum": roles}));
         for name in required.iter().filter(|name| **name != "role") {
@@ -98,19 +93,15 @@ fn messages() -> Vec<Value> {
             "additionalProperties": true,
         })
     };
-    let is_common =
-        |field: &Field| !ASSISTANTS.contains(&field.name) && field.name != "tool_call_id";
-    let is_assistants = |field: &Field| field.name != "tool_call_id";
-    let is_tools = |field: &Field| !ASSISTANTS.contains(&field.name);
     vec![
         of(
             &["system", "developer", "user"],
-            &is_common,
+            &["tool_calls", "tool_call_id"],
             &["role", "content"],
         ),
         // Clients send assistant messages without text back unchanged.
-        of(&["assistant"], &is_assistants, &["role"]),
-        of(&["tool"], &is_tools, &["role", "content"]),
+        of(&["assistant"], &["tool_call_id"], &["role"]),
+        of(&["tool"], &["tool_calls"], &["role", "content"]),
     ]
 }
 
