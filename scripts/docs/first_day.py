@@ -388,6 +388,7 @@ def lose_third(one: Machine, two: Machine, three: Machine) -> None:
         status = one.status()["instances"][0]
         assert sorted(set(status["computing"])) == ["mach1", "mach2"], status
         lacks(two.run(PROMPT).splitlines()[0], "mach3")
+        until("mach3 is dead", lambda: any(it["state"] == "dead" for it in one.json("paceline nodes --json")))
         has(one.run("paceline nodes"), "dead")
     with Check("F2: the measured speed is one"):
         answer = two.json(PROMPT + " --json")
