@@ -198,7 +198,7 @@ fn steps_of_a_split_model_copy_nothing_that_is_exchanged() {
     );
 }
 
-/// What a rank on MLX copied in a prompt of 256 rows.
+/// Bytes that a rank on MLX copied in a prompt of 256 rows.
 fn copied_by_mlx(model: MlxModel, tokens: &[u32]) -> CopyStats {
     let model = Arc::new(model);
     let size = BatchSize::single(STEPS[0], CONTEXT);

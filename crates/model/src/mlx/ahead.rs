@@ -71,7 +71,7 @@ pub(super) struct NextStep<'a> {
 }
 
 impl<'a> NextStep<'a> {
-    /// One row more of each sequence of `batch`, where all take their largest logit and none needs
+    /// The next row of each sequence of `batch`, where all take their largest logit and none needs
     /// a page more. `pools` are the pages of windows, `context` the positions of a sequence.
     pub(super) fn after(batch: &Batch<'a>, pools: &[WindowPool], context: usize) -> Option<Self> {
         let next = |s: &BatchSequence<'a>| {

@@ -24,7 +24,7 @@ pub(super) struct StepLogits {
     sent: Sent,
 }
 
-/// What goes to the host.
+/// Arrays that go to the host.
 #[derive(Debug)]
 enum Sent {
     /// `(R, V)` in f32, rows one after the other.

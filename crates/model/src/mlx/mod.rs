@@ -499,7 +499,7 @@ impl Device {
     }
 }
 
-/// What all steps of a model compute with.
+/// The model, weights and stream of every step.
 struct OnDevice<'a> {
     model: &'a MlxModel,
     loaded: &'a (Weights, Constants),

@@ -290,7 +290,7 @@ impl SpareBytes {
 }
 
 impl<'a> MlxRanks<'a> {
-    /// Those of a record, at the positions that it needs. `None` for one on the CPU alone, and for
+    /// The bytes of a record, at the positions that it needs. `None` for one on the CPU alone, and for
     /// workers of one machine, which are not nodes.
     fn of(model: OpenModel<'a>, wanted: &InstanceSpec) -> Option<Self> {
         let is_on_mlx = wanted.nodes.iter().any(|id| wanted.is_on_mlx(*id));
@@ -453,7 +453,7 @@ mod tests {
         assert_eq!(in_proportion(2, &[8, 16, 24]), None);
     }
 
-    /// One byte around what each rank takes: a worker admits what a preview and a load say.
+    /// Rooms within a byte of the need of each rank: a worker admits what a preview and a load say.
     #[test]
     fn a_preview_a_load_and_an_admission_agree_at_the_limit() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/hf");

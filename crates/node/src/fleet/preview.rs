@@ -336,7 +336,7 @@ impl Inner {
     }
 }
 
-/// What decides the memory of a request's instance, as its record will have it.
+/// The fields of a request's record that decide the memory of its instance.
 pub(super) fn unnamed_record(ask: &LoadRequest, source: &ModelSource) -> InstanceSpec {
     InstanceSpec {
         model: ask.model.clone(),
