@@ -290,8 +290,8 @@ impl SpareBytes {
 }
 
 impl<'a> MlxRanks<'a> {
-    /// The bytes of a record, at the positions that it needs. `None` for one on the CPU alone, and for
-    /// workers of one machine, which are not nodes.
+    /// The ranks of a record, at the positions that it needs. `None` for one on the CPU alone, and
+    /// for workers of one machine, which are not nodes.
     fn of(model: OpenModel<'a>, wanted: &InstanceSpec) -> Option<Self> {
         let is_on_mlx = wanted.nodes.iter().any(|id| wanted.is_on_mlx(*id));
         if !is_on_mlx || wanted.on_one_machine().is_some() {
