@@ -5,8 +5,8 @@
 
 use std::path::Path;
 
-use paceline_formats::gguf::Array;
-use paceline_formats::gguf::testing::GgufWriter;
+use paceline_weights::gguf::Array;
+use paceline_weights::gguf::testing::GgufWriter;
 
 /// A header of two tensors and its 20 bytes of data.
 const SAFETENSORS: &str = r#"{"__metadata__":{"format":"pt"},

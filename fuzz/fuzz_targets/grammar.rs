@@ -3,8 +3,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use paceline_engine::Grammars;
-use paceline_formats::grammar::{Constraint, Grammar, relaxed, strict};
 use paceline_fuzz::{VOCAB, tokenizer};
+use paceline_text::grammar::{Constraint, Grammar, relaxed, strict};
 
 thread_local! {
     static GRAMMARS: Grammars = Grammars::new(&tokenizer(), VOCAB).expect("a vocabulary of bytes");

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use paceline_formats::safetensors::Header;
+use paceline_weights::safetensors::Header;
 
 fuzz_target!(|file: &[u8]| {
     let Ok(header) = Header::parse(file) else {

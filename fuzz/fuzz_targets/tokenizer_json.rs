@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use paceline_formats::tokenizer::{Specials, Tokenizer};
+use paceline_text::tokenizer::{Specials, Tokenizer};
 
 /// Spaces, digits, letters beyond ASCII, a control token's name.
 const TEXT: &str = "ab  <s>\n12 é 漢字 🙂 <|im_start|>";

@@ -5,10 +5,10 @@
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
-use paceline_formats::chat::ChatTemplate;
-use paceline_formats::tokenizer::Tokenizer;
-use paceline_formats::tools::{Event, ReaderOptions, Syntax};
 use paceline_fuzz::{FAMILIES, tokenizer, tools};
+use paceline_text::chat::ChatTemplate;
+use paceline_text::tokenizer::Tokenizer;
+use paceline_text::tools::{Event, ReaderOptions, Syntax};
 use serde_json::Value;
 
 static READY: LazyLock<(Tokenizer, Vec<Syntax>)> = LazyLock::new(|| {

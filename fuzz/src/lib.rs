@@ -12,10 +12,10 @@ use paceline_engine::{
     Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
     TokenLogprobs,
 };
-use paceline_formats::chat::ChatTemplate;
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_serve::tls::ServerProtocol;
 use paceline_serve::{Config, HttpServer, ModelDetails, ServedModel, TimeSource, default_sampling};
+use paceline_text::chat::ChatTemplate;
+use paceline_text::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
 /// Tokens of [`tokenizer`]: the bytes in their order of Unicode's spelling, and two control tokens.

@@ -5,7 +5,7 @@ Usage: chat_templates.py TEMPLATES OUT
 
 TEMPLATES is the folder that `cargo xtask models` unpacks (`chat-templates` beside the test models):
 `vendor/llama.cpp/models/templates` of the source package of pip's llama-cpp-python 0.3.36. The
-templates are their models' and are not committed; OUT (crates/formats/tests/golden/text/templates.json)
+templates are their models' and are not committed; OUT (crates/text/tests/golden/templates.json)
 has the SHA-256 of each and what it makes of a few conversations. Where the model's licence restricts
 what may be passed on, or is not known, OUT has the SHA-256 of the text instead of the text.
 

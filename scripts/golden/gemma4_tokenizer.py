@@ -3,7 +3,7 @@
 gemma4_tokenizer.py NPM_DIR [OUT]
 
 NPM_DIR holds the npm package node-llama-cpp. OUT defaults to
-crates/formats/tests/golden/text/gemma4-tiny.json: "tokens", "kinds", "merges" of the vocabulary,
+crates/text/tests/golden/gemma4-tiny.json: "tokens", "kinds", "merges" of the vocabulary,
 "eog", and "as_text" and "parse", ids of the strings of scripts/golden_text.py.
 Needs tokenizers and gguf: requirements.txt.
 """
@@ -67,7 +67,7 @@ def write_gguf(path, tokens, kinds, merges):
 def main():
     if not 2 <= len(sys.argv) <= 3 or sys.argv[-1].startswith("-"):
         sys.exit(__doc__)
-    default = REPOSITORY / "crates/formats/tests/golden/text/gemma4-tiny.json"
+    default = REPOSITORY / "crates/text/tests/golden/gemma4-tiny.json"
     out = Path(sys.argv[2]) if len(sys.argv) > 2 else default
     tokens, kinds, merges = vocabulary()
     llama = golden_text.Llama(sys.argv[1])

@@ -2,7 +2,7 @@
 """Ids that llama.cpp cuts random strings into, by pre-tokenizer: pretokenizers.py NPM_DIR [OUT]
 
 NPM_DIR holds the npm package node-llama-cpp (see scripts/peers/llama_bench.py). OUT defaults to
-crates/formats/tests/golden/text/pretokenizers.json. Writes one vocabulary, trained on the strings
+crates/text/tests/golden/pretokenizers.json. Writes one vocabulary, trained on the strings
 without any pre-tokenizer so that its merges reach over every border that one might cut at, and for
 each NAME in `tokenizer.ggml.pre` a hash of the ids of every hundred of 10,000 strings. `gpt-4o` (also
 minimax-m2's) and `tekken` are not among them: llama.cpp approximates their cases of letters, where
@@ -98,7 +98,7 @@ def write_gguf(path, name, tokens, merges):
 def main():
     if not 2 <= len(sys.argv) <= 3 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
-    default = REPOSITORY / "crates/formats/tests/golden/text/pretokenizers.json"
+    default = REPOSITORY / "crates/text/tests/golden/pretokenizers.json"
     out = Path(sys.argv[2]) if len(sys.argv) > 2 else default
     texts = strings()
     tokens, merges = vocabulary(texts)

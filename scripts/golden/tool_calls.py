@@ -7,7 +7,7 @@ SGLANG_WHEEL is the file of `pip download --no-deps sglang==0.5.23` (Apache-2.0,
 `sglang/srt/function_call` and two files beside it are unpacked, into a folder that is removed at the end;
 nothing of the server itself is imported. mlx-lm 0.32.2 (MIT) and transformers 5.23.0 (Apache-2.0) are
 imported as installed. Also needs pydantic, orjson and partial-json-parser. No program's text gets into OUT
-(crates/formats/tests/golden/text/tool_calls.json): the calls, their spellings and the response templates
+(crates/text/tests/golden/tool_calls.json): the calls, their spellings and the response templates
 are ours, the readings theirs.
 
 A case has the calls that were spelt and the programs that read these calls. Other readings are kept under

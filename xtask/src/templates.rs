@@ -2,7 +2,7 @@
 //! not installed.
 //!
 //! The templates are their models' and under many licences, so they are fetched and never
-//! committed. `crates/formats/tests/golden/text/README.md` names each that a test reads.
+//! committed. `crates/text/tests/golden/README.md` names each that a test reads.
 
 use std::fs;
 use std::path::Path;

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
 use paceline_engine::{GenerationRequest, Reply, RequestFailure, SamplingParams};
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_node::ServingModel;
 use paceline_plan::draw::{Bar, BarChart};
 use paceline_tensor::KvType;
+use paceline_text::tokenizer::Tokenizer;
 use paceline_worker::InstanceTraffic;
 use serde_json::json;
 

@@ -7,10 +7,10 @@ use std::time::UNIX_EPOCH;
 
 use paceline_cluster::nodes::placement::InstanceSpec;
 use paceline_engine::SamplingParams;
-use paceline_formats::tokenizer;
 use paceline_model::encoder::EncoderConfig;
 use paceline_model::{Config, ModelSource};
 use paceline_serve::{ModelDetails, ServedModel, default_sampling};
+use paceline_text::tokenizer;
 use paceline_worker::interpreter::ChildProgram;
 use paceline_worker::texts;
 

@@ -4,7 +4,7 @@ use std::error::Error as StdError;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use paceline_formats::tokenizer;
+use paceline_text::tokenizer;
 
 /// Why a node cannot report on itself, or cannot load a model.
 #[derive(Debug, thiserror::Error)]

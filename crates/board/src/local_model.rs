@@ -12,8 +12,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_engine::{EngineConfig, Service};
-use paceline_formats::chat::{ChatTemplate, Error as ChatError};
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_mlx::{Library, LibraryPaths};
 use paceline_model::{Config, ModelSource};
 use paceline_node::worker_notices::split_lines;
@@ -22,6 +20,8 @@ use paceline_node::{
     Error, Instance, Observer, Options, PrefillOptions, PreparedModel, ServingModel,
 };
 use paceline_tensor::{Kernels, Pinning};
+use paceline_text::chat::{ChatTemplate, Error as ChatError};
+use paceline_text::tokenizer::Tokenizer;
 use paceline_worker::interpreter::ChildProgram;
 use paceline_worker::texts;
 

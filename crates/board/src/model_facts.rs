@@ -2,12 +2,12 @@
 
 use paceline_base::{Bytes, printable};
 use paceline_cluster::machine::MainMemory;
-use paceline_formats::chat::{ChatTemplate, Error as ChatError};
 use paceline_model::{Config, ModelSource};
 use paceline_plan::ModelShape;
 use paceline_store::{
     Catalogue, Kind, PullPreview, ResolvedModel, State, StoreEntry, quant_of_name, usual_name,
 };
+use paceline_text::chat::{ChatTemplate, Error as ChatError};
 use serde_json::{Value, json};
 
 use crate::previews::misfit;

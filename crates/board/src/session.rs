@@ -4,10 +4,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use paceline_cluster::machine::peak_memory_bytes;
 use paceline_engine::{Error as EngineError, GenerationRequest, RequestFailure, SamplingParams};
-use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
-use paceline_formats::tokenizer::Error as TokenizerError;
 use paceline_node::Error as NodeError;
 use paceline_node::trace::{AnswerTimes, Recording, Timeline, UnixClock};
+use paceline_text::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
+use paceline_text::tokenizer::Error as TokenizerError;
 use serde_json::Value;
 
 use crate::answer::{AnswerStats, RunDetails, SubmittedPrompt, collect};

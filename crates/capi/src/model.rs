@@ -13,10 +13,10 @@ use paceline_base::KernelClass;
 use paceline_engine::{
     Engine, EngineConfig, GenerationRequest, Reply, Runner, SamplingParams, Service,
 };
-use paceline_formats::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{LoadOptions, Model, ModelSource};
 use paceline_tensor::Kernels;
+use paceline_text::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
+use paceline_text::tokenizer::Tokenizer;
 use paceline_worker::open_checked;
 
 use crate::status::{PacelineStatus, StatusError, guarded, text};

@@ -217,7 +217,7 @@ fn show_help(error: &clap::Error) {
 fn hush_caught_panics() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        if !paceline_formats::panics::are_caught() {
+        if !paceline_text::panics::are_caught() {
             usual(panic);
         }
     }));

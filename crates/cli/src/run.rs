@@ -13,9 +13,9 @@ use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
 use paceline_board::answer::AnswerStats;
 use paceline_engine::SamplingParams;
-use paceline_formats::chat::ChatMessage;
 use paceline_node::trace::Timeline;
 use paceline_store::Cancel;
+use paceline_text::chat::ChatMessage;
 use serde_json::Value;
 
 use crate::adapter;

@@ -19,11 +19,11 @@ use std::sync::Arc;
 
 use llguidance::api::{ParserLimits, TopLevelGrammar};
 use llguidance::{Matcher, ParserFactory};
-use paceline_formats::grammar::{
+use paceline_text::grammar::{
     Constraint, Grammar, MAX_GRAMMAR_BYTES, MAX_MARKER_BYTES, MAX_MARKERS, Start, Unsupported,
     compilable, strict,
 };
-use paceline_formats::tokenizer::Tokenizer;
+use paceline_text::tokenizer::Tokenizer;
 use serde_json::json;
 use toktrie::{ApproximateTokEnv, SimpleVob, TokEnv, TokRxInfo, TokTrie};
 

@@ -27,9 +27,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, WindowPages};
 use paceline_tensor::PAGE;
+use paceline_text::tokenizer::Tokenizer;
 
 use crate::chain::{Pipeline, ProposerStats};
 use crate::ngram::{Costs, DraftLimits, FIRST_GUESS, LAST_WEIGHT, LEAST_GAIN, updated_acceptance};

@@ -9,11 +9,11 @@ use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use paceline_formats::grammar::Constraint;
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{Kind, Tracer};
 use paceline_model::{AdapterId, Compute, LoadedModel, PersistedPage};
 use paceline_tensor::PAGE;
+use paceline_text::grammar::Constraint;
+use paceline_text::tokenizer::Tokenizer;
 use tracing::warn;
 
 use crate::constraint::{Grammars, Guide};

@@ -1,6 +1,6 @@
 //! Errors of the engine, with the offending values.
 
-use paceline_formats::text;
+use paceline_text::detokenizer;
 
 use crate::{ConstraintError, GenerationRequest, ParamError, SequenceId, Snapshot};
 
@@ -63,7 +63,7 @@ pub enum Error {
     #[error("logit_bias has token {token} twice")]
     BiasTwice { token: u32 },
     #[error(transparent)]
-    Stop(#[from] text::Error),
+    Stop(#[from] detokenizer::Error),
     #[error(transparent)]
     Constraint(#[from] ConstraintError),
     /// A request for an adapter that is not loaded.

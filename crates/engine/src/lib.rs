@@ -32,7 +32,7 @@
 //! use std::sync::Arc;
 //!
 //! use paceline_engine::{Engine, EngineConfig, Event, GenerationRequest, SamplingParams};
-//! use paceline_formats::tokenizer::{Specials, Tokenizer};
+//! use paceline_text::tokenizer::{Specials, Tokenizer};
 //! use paceline_model::{LoadOptions, Model, ModelSource};
 //! use paceline_tensor::Kernels;
 //!

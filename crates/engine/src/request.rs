@@ -1,7 +1,7 @@
 //! Requests to the engine, and the events of their sequences.
 
-use paceline_formats::grammar::Constraint;
-use paceline_formats::text::StopMatcher;
+use paceline_text::detokenizer::StopMatcher;
+use paceline_text::grammar::Constraint;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, SamplingParams, SchedulingParams};
@@ -35,7 +35,7 @@ pub struct GenerationRequest {
     /// Constraint on the answer; `None` for any text.
     pub constraint: Option<Constraint>,
     /// Control tokens whose names appear in the text, ascending. For parsers of tool calls
-    /// (`paceline_formats::tools::Syntax::shown_tokens`).
+    /// (`paceline_text::tools::Syntax::shown_tokens`).
     pub shown: Vec<u32>,
     #[serde(default)]
     pub order: SchedulingParams,

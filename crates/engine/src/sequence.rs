@@ -4,10 +4,10 @@
 
 use std::time::Duration;
 
-use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{Logits, PageName, PageStore, PersistedPage};
 use paceline_tensor::{Kernels, PAGE};
+use paceline_text::detokenizer::{StopMatcher, StopOutput, StreamDecoder};
+use paceline_text::tokenizer::Tokenizer;
 
 use crate::constraint::{Allowed, Guide};
 use crate::ngram::NgramProposer;

@@ -1,7 +1,7 @@
 //! The state of a sequence outside an engine.
 
-use paceline_formats::grammar::Constraint;
-use paceline_formats::text::{StopMatcher, StopOutput, StreamDecoder};
+use paceline_text::detokenizer::{StopMatcher, StopOutput, StreamDecoder};
+use paceline_text::grammar::Constraint;
 use serde::{Deserialize, Serialize};
 
 use crate::request::{check_logprobs, check_prompt_logprobs, check_shown, check_tokens};

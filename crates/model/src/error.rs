@@ -4,8 +4,8 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
-use paceline_formats::tensor::Absent;
-use paceline_formats::{gguf, hf};
+use paceline_weights::tensor::Absent;
+use paceline_weights::{gguf, hf};
 
 use crate::role::Role;
 use crate::split;

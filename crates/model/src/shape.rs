@@ -6,9 +6,9 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use paceline_formats::gguf::{self, Gguf};
-use paceline_formats::hf::{self, HfFolder};
 use paceline_plan::{AttentionKind, Bits, Caches, DeltaNet, ModelShape, Moe, Sliding};
+use paceline_weights::gguf::{self, Gguf};
+use paceline_weights::hf::{self, HfFolder};
 use serde_json::Value;
 
 use crate::{Config, LayerCache, LayerShape, ModelSource, Role};
@@ -458,7 +458,7 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
     let number = |gguf: &str, _: &str| {
         let key = format!("{arch}.{gguf}");
         match meta.get(&key)? {
-            paceline_formats::gguf::MetadataValue::Array(list) => list.to_u64s()?.into_iter().max(),
+            paceline_weights::gguf::MetadataValue::Array(list) => list.to_u64s()?.into_iter().max(),
             value => value.as_u64(),
         }
     };

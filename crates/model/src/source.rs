@@ -7,11 +7,11 @@ use std::ops::Range;
 use std::path::Path;
 
 use paceline_base::{BlockType, Bytes};
-use paceline_formats::gguf::Gguf;
-use paceline_formats::hf::{HfFolder, StackSlice};
-use paceline_formats::mlx::Quantised;
-use paceline_formats::scaled;
-use paceline_formats::tensor::{FindArrivals, Tensor};
+use paceline_weights::gguf::Gguf;
+use paceline_weights::hf::{HfFolder, StackSlice};
+use paceline_weights::mlx::Quantised;
+use paceline_weights::scaled;
+use paceline_weights::tensor::{FindArrivals, Tensor};
 use serde_json::Value;
 
 use crate::Error;
@@ -106,7 +106,7 @@ impl ModelSource {
                 let name = tensor.name.clone();
                 let bytes = tensor.bytes.arrived()?;
                 let scaled = scaled::times(&Tensor { bytes, ..tensor }, factor);
-                let memory = |error| paceline_formats::hf::Error::Memory {
+                let memory = |error| paceline_weights::hf::Error::Memory {
                     tensor: name,
                     error,
                 };

@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use paceline_base::BlockType;
-use paceline_formats::gguf::testing::GgufWriter;
 use paceline_tensor::storage::random::random_row;
+use paceline_weights::gguf::testing::GgufWriter;
 
 use crate::TopLogits;
 use crate::candidates::{self, LogitExtent};

@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use paceline_base::{BlockType, Bytes, KernelClass, lock};
-use paceline_formats::mlx::{BLOCK_BYTES_MAX, Quantised};
-use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, UNIT, storage};
+use paceline_weights::mlx::{BLOCK_BYTES_MAX, Quantised};
+use paceline_weights::tensor::{MappedBytes, Tensor};
 
 use crate::rope::MIN_DIVISOR;
 use crate::split::{LeafCut, Shard};
@@ -953,7 +953,7 @@ impl ShardLoader<'_> {
         let bytes = bytes.map(|bytes| bytes.slice(0..len).expect("all but the filling"));
         bytes.map_err(|error| {
             let tensor = matrix.name.clone();
-            paceline_formats::hf::Error::Memory { tensor, error }.into()
+            paceline_weights::hf::Error::Memory { tensor, error }.into()
         })
     }
 }

@@ -9,9 +9,9 @@ use crate::common::runner::Runner;
 use crate::common::tiny::{Tiny, TinyTensor};
 use crate::common::{golden, kernels, load};
 use paceline_base::{BlockType, KernelClass};
-use paceline_formats::gguf::MetadataValue as Entry;
 use paceline_model::{BatchSize, Config, LoadedModel, ModelFamily, ModelSource};
 use paceline_tensor::{KvType, RopePairs};
+use paceline_weights::gguf::MetadataValue as Entry;
 use serde_json::{Value, json};
 
 /// The configuration of a GGUF file of `family` with these entries changed.

@@ -9,9 +9,9 @@ use crate::common::hf::{MLX_EXPERT_FOLDERS, MLX_FOLDERS};
 use crate::common::runner::Runner;
 use crate::common::{golden, golden_json, ids, kernels, load, numbers, rows_of, test_model};
 use paceline_base::{BlockType, KernelClass};
-use paceline_formats::hf::HfFolder;
-use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::storage::dequantise;
+use paceline_weights::hf::HfFolder;
+use paceline_weights::safetensors::Safetensors;
 
 /// MLX widens every scheme to the same numbers as we do, to the bit but for the sign of zero.
 #[test]

@@ -9,8 +9,8 @@ use crate::common::compare::{argmax, gap, relative_rms};
 use crate::common::runner::Runner;
 use crate::common::{golden, kernels, load, rows_of};
 use paceline_base::KernelClass;
-use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::KvType;
+use paceline_weights::safetensors::Safetensors;
 
 /// Both round products of float32. llama.cpp has keys and values in f16, as class `cpu` has and as
 /// class `cpu-f32` is configured here. With f32 that class is up to 1.2e-3 from them.

@@ -33,7 +33,6 @@ use common::{golden, golden_json, ids, kernels, load, number, rows_of, test_mode
 use paceline_base::testing::long;
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_comm::Deadline;
-use paceline_formats::safetensors::Safetensors;
 use paceline_mlx::LibraryPaths;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Compute, Config, Error, ExchangeBytes, FollowOutcome,
@@ -41,6 +40,7 @@ use paceline_model::{
     WindowPages, WindowPool, mlx_page_bytes,
 };
 use paceline_tensor::PAGE;
+use paceline_weights::safetensors::Safetensors;
 
 /// Where MLX is, or a line that says why a test is skipped.
 fn library(test: &str) -> Option<PathBuf> {

@@ -8,10 +8,10 @@ use crate::common::scaled::{Layout, write, write_values};
 use crate::common::tiny::Tiny;
 use crate::common::{golden, kernels, load, rows_of};
 use paceline_base::{BlockType, KernelClass};
-use paceline_formats::hf::HfFolder;
-use paceline_formats::tensor::Tensor;
 use paceline_model::{LayerRole, ModelFamily, ModelSource, Role, shape};
 use paceline_tensor::storage::dequantise;
+use paceline_weights::hf::HfFolder;
+use paceline_weights::tensor::Tensor;
 
 fn decoded(tensor: &Tensor) -> Vec<f32> {
     let mut values = vec![f32::NAN; tensor.rows() * tensor.cols()];

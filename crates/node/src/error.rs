@@ -59,7 +59,7 @@ pub enum Error {
     #[error(transparent)]
     Comm(#[from] paceline_comm::Error),
     #[error(transparent)]
-    Tokenizer(#[from] paceline_formats::tokenizer::Error),
+    Tokenizer(#[from] paceline_text::tokenizer::Error),
     #[error(transparent)]
     Plan(#[from] paceline_plan::Error),
     /// Packing weights or allocating a cache failed.

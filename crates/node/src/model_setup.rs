@@ -18,7 +18,6 @@ use paceline_engine::{
     Draft, DraftCounters, DraftCounts, Engine, EngineConfig, GenerationRequest, Reply,
     RequestFailure, Runner, Service, Ticket,
 };
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::trace::{RankTrace, Tracer};
 use paceline_model::{
     ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, MlxRankBytes, ModelSource, Split, SplitKind,
@@ -26,6 +25,7 @@ use paceline_model::{
 };
 use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
+use paceline_text::tokenizer::Tokenizer;
 
 use crate::classes::Classes;
 use crate::forecast::machines::exchanges;

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use paceline_engine::{Finish, Reply, TokenLogprobs};
 
-use paceline_formats::tools::{Event, ToolCallParser};
+use paceline_text::tools::{Event, ToolCallParser};
 
 /// A part of a choice's output. Indices of calls count from 0 in each choice.
 #[derive(Clone, Debug, PartialEq)]

@@ -3,15 +3,15 @@
 //!
 //! ```text
 //! OpenAI chat, responses --+
-//! Anthropic messages ------+--> Conversation --> formats::chat::Message + variables --> ids
+//! Anthropic messages ------+--> Conversation --> text::chat::Message + variables --> ids
 //! Ollama chat -------------+
 //! ```
 
-use paceline_formats::chat::{
+use paceline_text::chat::{
     self, ChatMessage, ChatOptions, ChatTemplate, PromptLimits, TemplateError, ToolCall,
 };
-use paceline_formats::grammar::Grammar;
-use paceline_formats::tokenizer::Tokenizer;
+use paceline_text::grammar::Grammar;
+use paceline_text::tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 

@@ -1,6 +1,6 @@
 //! Parses request bodies: limits are checked before parsing, and errors quote few characters.
 
-use paceline_formats::replace_lone_surrogates;
+use paceline_text::replace_lone_surrogates;
 use serde_json::{Map, Value};
 
 use crate::limits::ApiLimits;

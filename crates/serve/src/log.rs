@@ -1,7 +1,7 @@
 //! Logging of the API: its events, and prompts if the log filter names their target.
 
 use paceline_engine::GenerationRequest;
-use paceline_formats::tokenizer::Tokenizer;
+use paceline_text::tokenizer::Tokenizer;
 use tracing::{Level, debug, enabled, info, trace, warn};
 
 use crate::events::{Kind, LinkReport};

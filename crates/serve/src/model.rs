@@ -4,9 +4,9 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use paceline_engine::SamplingParams;
-use paceline_formats::chat::ChatTemplate;
-use paceline_formats::tokenizer::Tokenizer;
-use paceline_formats::tools::Syntax;
+use paceline_text::chat::ChatTemplate;
+use paceline_text::tokenizer::Tokenizer;
+use paceline_text::tools::Syntax;
 
 use serde_json::Value;
 

@@ -12,8 +12,8 @@ use axum::http::header::{HeaderName, WWW_AUTHENTICATE};
 use axum::http::{Response, StatusCode};
 use axum::response::IntoResponse;
 use paceline_engine::RequestFailure;
-use paceline_formats::chat;
-use paceline_formats::tokenizer;
+use paceline_text::chat;
+use paceline_text::tokenizer;
 use serde_json::json;
 
 /// A rejection. Its display text is the `message` of the body.

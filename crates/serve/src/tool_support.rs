@@ -7,10 +7,10 @@
 use std::sync::{Arc, OnceLock};
 
 use paceline_engine::{ConstraintError, Grammars, MAX_SHOWN};
-use paceline_formats::chat::ChatTemplate;
-use paceline_formats::grammar::{Constraint, Grammar, strict};
-use paceline_formats::tokenizer::Tokenizer;
-use paceline_formats::tools::{
+use paceline_text::chat::ChatTemplate;
+use paceline_text::grammar::{Constraint, Grammar, strict};
+use paceline_text::tokenizer::Tokenizer;
+use paceline_text::tools::{
     CallGrammar, CallRules, ReaderOptions, ResponseTemplate, Syntax, ToolCallParser,
 };
 use serde_json::{Value, json};

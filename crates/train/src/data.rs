@@ -8,12 +8,12 @@
 use std::path::{Path, PathBuf};
 
 use paceline_base::hex;
-use paceline_formats::chat::{
+use paceline_model::ModelSource;
+use paceline_text::chat::{
     ChatMessage, ChatOptions, ChatTemplate, Error as ChatError, name_results,
 };
-use paceline_formats::replace_lone_surrogates;
-use paceline_formats::tokenizer::{Specials, Tokenizer};
-use paceline_model::ModelSource;
+use paceline_text::replace_lone_surrogates;
+use paceline_text::tokenizer::{Specials, Tokenizer};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};

@@ -14,9 +14,9 @@ pub enum Error {
     #[error("training of {family} is not supported: {why}")]
     Family { family: String, why: &'static str },
     #[error("the model's tokenizer")]
-    Tokenizer(#[from] paceline_formats::tokenizer::Error),
+    Tokenizer(#[from] paceline_text::tokenizer::Error),
     #[error("the model's chat template")]
-    Template(#[source] paceline_formats::chat::Error),
+    Template(#[source] paceline_text::chat::Error),
     /// A file of an adapter or a checkpoint cannot be used.
     #[error(transparent)]
     Files(#[from] files::Error),

@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use paceline_base::BlockType;
-use paceline_formats::gguf::{Gguf, testing::GgufWriter};
-use paceline_formats::hf::HfFolder;
 use paceline_model::adapter::files::{Adapter, PairOf, file_row, role_of, tensors};
 use paceline_model::{Config, LayerRole, ModelSource, Role};
 use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 use paceline_tensor::{Kernels, RopePairs, storage};
+use paceline_weights::gguf::{Gguf, testing::GgufWriter};
+use paceline_weights::hf::HfFolder;
 use serde_json::{Map, json};
 
 use crate::error::Error;

@@ -10,7 +10,7 @@
 //!
 //! They give the prompt that the HTTP API gives for the same conversation.
 
-use paceline_formats::chat::{ChatMessage, call_arguments, function_tool};
+use paceline_text::chat::{ChatMessage, call_arguments, function_tool};
 use serde_json::{Map, Value, json};
 
 /// Names of an assistant's reasoning.

@@ -5,10 +5,10 @@
 
 use std::ops::Range;
 
-use paceline_formats::tensor::Tensor;
 use paceline_model::adapter::files::{TARGETS, file_row};
 use paceline_model::{Config, LayerRole, LayerShape, ModelSource, Role};
 use paceline_tensor::{Kernels, RopePairs, storage};
+use paceline_weights::tensor::Tensor;
 
 use crate::error::Error;
 use crate::params::{Layout, Lora};

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use paceline_base::upper_median;
-use paceline_formats::safetensors::Safetensors;
 use paceline_model::adapter::files::{Adapter, Base, Form, TARGETS};
 use paceline_model::{Config, MlxPlaces, ModelSource};
 use paceline_tensor::{InstructionSet, Kernels, storage};
 use paceline_train::{Leaf, Lora, Means, Method, TrainableModel, Trained, TrainingClass};
+use paceline_weights::safetensors::Safetensors;
 use serde_json::Value;
 
 /// Sizes of `scripts/golden/train_gradients.py`.
@@ -392,7 +392,7 @@ fn adapters_keep_their_bytes_through_all_forms() {
     back.write(&folder.path().join("peft"), Form::Peft).unwrap();
     let read = |path: PathBuf| {
         let file = Safetensors::open(path.join("adapter_model.safetensors")).unwrap();
-        let of = |info: &paceline_formats::safetensors::TensorInfo| {
+        let of = |info: &paceline_weights::safetensors::TensorInfo| {
             (
                 info.name().to_owned(),
                 (info.shape().to_vec(), file.bytes_of(info).to_vec()),

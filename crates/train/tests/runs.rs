@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use paceline_base::{KernelClass, testing};
-use paceline_formats::safetensors::Safetensors;
 use paceline_mlx::{DeviceKind, Library};
 use paceline_model::adapter::files::{Adapter, Form};
 use paceline_model::{
@@ -19,6 +18,7 @@ use paceline_train::{
     StepReporter, TrainOn, TrainableModel, TrainingClass, TrainingJob, TrainingProgress,
     TrainingRun, TrainingWorkers, WorkerOptions, fuse, read_metrics, svg, worker,
 };
+use paceline_weights::safetensors::Safetensors;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 

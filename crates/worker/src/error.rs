@@ -95,7 +95,7 @@ pub enum Error {
     #[error(transparent)]
     Comm(#[from] paceline_comm::Error),
     #[error(transparent)]
-    Tokenizer(#[from] paceline_formats::tokenizer::Error),
+    Tokenizer(#[from] paceline_text::tokenizer::Error),
     /// Packing weights or allocating a cache failed.
     #[error(transparent)]
     Tensor(#[from] paceline_tensor::Error),

@@ -17,8 +17,8 @@ use std::ops::Range;
 use std::path::Path;
 
 use paceline_base::hex;
-use paceline_formats::chat::TOOL_USE_FILE;
 use paceline_model::ModelSource;
+use paceline_text::chat::TOOL_USE_FILE;
 use sha2::{Digest, Sha256};
 
 /// Hashed pages of weights, evenly spread over a model. A cold disk reads them in about 10 ms.

@@ -29,8 +29,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::lock;
-use paceline_formats::tensor::{Absent, Arrivals, MappedBytes};
 use paceline_model::{ModelFamily, ModelSource, Shard};
+use paceline_weights::tensor::{Absent, Arrivals, MappedBytes};
 
 use crate::Error;
 use paceline_store::verified::checksums::{Checksums, sums_beside};
@@ -478,8 +478,8 @@ mod tests {
     use std::collections::BTreeMap;
 
     use paceline_base::{BlockType, Rank};
-    use paceline_formats::gguf::testing::GgufWriter;
     use paceline_model::{Config, Split};
+    use paceline_weights::gguf::testing::GgufWriter;
     use sha2::Digest as _;
 
     use super::*;

@@ -1,9 +1,9 @@
 //! Text components of a model's files: tokenizer, chat template and response template.
 
-use paceline_formats::chat::{ChatTemplate, Error as ChatError, Interpreter, TemplateSources};
-use paceline_formats::tokenizer::{Error, Tokenizer};
-use paceline_formats::tools::ResponseTemplate;
 use paceline_model::ModelSource;
+use paceline_text::chat::{ChatTemplate, Error as ChatError, Interpreter, TemplateSources};
+use paceline_text::tokenizer::{Error, Tokenizer};
+use paceline_text::tools::ResponseTemplate;
 
 use crate::interpreter::{ChildProgram, SandboxedTemplate};
 

@@ -102,7 +102,7 @@ const EXEMPT: [Exemption; 20] = [
         "C hands over seconds, which become deadlines here",
     ),
     clock(
-        "crates/formats/src/tokenizer/steps.rs",
+        "crates/text/src/tokenizer/steps.rs",
         "patterns of an untrusted file search with a deadline",
     ),
     clock(

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::{fs, io};
 
 use paceline_base::{BlockType, SplitMix64};
-use paceline_formats::gguf::testing::GgufWriter;
+use paceline_weights::gguf::testing::GgufWriter;
 
 const WIDTH: usize = 64;
 const HEADS: usize = 2;

@@ -4,9 +4,10 @@ use std::error::Error as StdError;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
-use paceline_formats::tensor::OpenError;
-use paceline_formats::{LooksLike, chat, gguf, hf, safetensors, tokenizer};
 use paceline_model::split;
+use paceline_text::{chat, tokenizer};
+use paceline_weights::tensor::OpenError;
+use paceline_weights::{LooksLike, gguf, hf, safetensors};
 
 /// For a truncated file.
 const INCOMPLETE: &str = "the file is incomplete: fetch it again (`paceline pull MODEL` checks a \

@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use anyhow::Context;
 use paceline_engine::RequestFailure;
-use paceline_formats::chat::ChatMessage;
+use paceline_text::chat::ChatMessage;
 
 use super::chat_input::{COMMANDS, ChatInput, set, settings};
 use super::lines::{ChatLine, LineReader};

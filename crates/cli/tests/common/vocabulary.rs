@@ -1,6 +1,6 @@
 //! The vocabulary of models that tests write: three tokens of their own, then one for each byte.
 
-use paceline_formats::gguf::testing::GgufWriter;
+use paceline_weights::gguf::testing::GgufWriter;
 
 /// Tokens before those of the 256 bytes: unknown, start and end of a message.
 pub(crate) const FIRST_BYTE: usize = 3;

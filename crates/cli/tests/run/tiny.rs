@@ -7,7 +7,7 @@
 
 use std::path::Path;
 
-use paceline_formats::gguf::testing::GgufWriter;
+use paceline_weights::gguf::testing::GgufWriter;
 
 use crate::common::vocabulary::{self, FIRST_BYTE, VOCAB};
 

@@ -1,6 +1,6 @@
 //! Finds the start of a grammar in generated text.
 
-use paceline_formats::grammar::Start;
+use paceline_text::grammar::Start;
 
 /// Searches for markers in streamed text.
 #[derive(Clone, Debug)]
@@ -80,7 +80,7 @@ impl MarkerScanner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use paceline_formats::grammar::DelimitedSpan;
+    use paceline_text::grammar::DelimitedSpan;
 
     fn rests(start: &Start, pieces: &[&str]) -> Vec<(usize, String)> {
         let mut watch = MarkerScanner::of(start).unwrap();

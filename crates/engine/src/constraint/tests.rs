@@ -1,7 +1,7 @@
 //! Masks of grammars, tested without a model.
 
-use paceline_formats::grammar::DelimitedSpan;
-use paceline_formats::tokenizer::Specials;
+use paceline_text::grammar::DelimitedSpan;
+use paceline_text::tokenizer::Specials;
 
 use super::*;
 

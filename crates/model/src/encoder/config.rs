@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-use paceline_formats::gguf::Gguf;
-use paceline_formats::hf::HfFolder;
+use paceline_weights::gguf::Gguf;
+use paceline_weights::hf::HfFolder;
 use serde_json::Value;
 
 use super::decoder;

@@ -1,9 +1,9 @@
 //! Loads the weights of BERT from the Hugging Face layout or a GGUF file.
 
 use paceline_base::Bytes;
-use paceline_formats::hf::HfFolder;
-use paceline_formats::tensor::Tensor;
 use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, storage};
+use paceline_weights::hf::HfFolder;
+use paceline_weights::tensor::Tensor;
 
 use super::config::Bert;
 use crate::{Error, ModelSource};

@@ -15,8 +15,8 @@ pub(crate) use rope::RopeKind;
 
 use std::borrow::Cow;
 
-use paceline_formats::gguf::{self, Array, Gguf, Metadata};
 use paceline_tensor::RopePairs;
+use paceline_weights::gguf::{self, Array, Gguf, Metadata};
 use serde_json::Value;
 
 use super::ModelFamily;

@@ -19,10 +19,10 @@ use std::ops::Range;
 
 use half::f16;
 use paceline_base::BlockType;
-use paceline_formats::mlx;
-use paceline_formats::tensor::{MappedBytes, Tensor};
 use paceline_mlx::{Array, Dtype, QuantisedMode, Stream};
 use paceline_tensor::storage::{self, Chunk};
+use paceline_weights::mlx;
+use paceline_weights::tensor::{MappedBytes, Tensor};
 
 use crate::Error;
 use crate::weights::StoredTensor;

@@ -1,10 +1,10 @@
 //! Bytes of matrices in memory: as the CPU's kernels pack them, which is not as files store them.
 
 use paceline_base::BlockType;
-use paceline_formats::gguf::{Gguf, TensorInfo};
-use paceline_formats::hf::HfFolder;
-use paceline_formats::safetensors;
 use paceline_tensor::PackedMatrix;
+use paceline_weights::gguf::{Gguf, TensorInfo};
+use paceline_weights::hf::HfFolder;
+use paceline_weights::safetensors;
 
 /// Columns of FP8 that share a scale at least.
 const SCALE_COLS: usize = 32;

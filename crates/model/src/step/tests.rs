@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex};
 
 use folders::{DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS};
 use paceline_base::KernelClass;
-use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::{Kernels, PAGE};
+use paceline_weights::safetensors::Safetensors;
 use serde_json::Value;
 
 use super::{Batch, BatchSequence, BatchSize, ForwardStep, Logits, Workspace};

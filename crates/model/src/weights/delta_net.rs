@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use paceline_formats::tensor::MappedBytes;
 use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, storage};
+use paceline_weights::tensor::MappedBytes;
 
 use super::{Linear, ShardLoader, StoredTensor, WeightReader, pack_error, vector};
 use crate::config::{self, HeadOrder};

@@ -3,7 +3,7 @@
 //! last two use caches of others and have a wider feed-forward. Experts are part of every
 //! feed-forward, and every layer has embeddings of its own.
 
-use paceline_formats::gguf::{Array, MetadataValue};
+use paceline_weights::gguf::{Array, MetadataValue};
 
 use super::tiny::{Tiny, TinyFile};
 

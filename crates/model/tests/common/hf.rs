@@ -1,6 +1,6 @@
 //! The folders of `tests-data/golden/hf`, with logits of `transformers`.
 
-use paceline_formats::safetensors::Safetensors;
+use paceline_weights::safetensors::Safetensors;
 
 #[allow(unused_imports, reason = "each test binary uses its own part")]
 pub(crate) use super::folders::{DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS};

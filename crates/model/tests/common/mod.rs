@@ -20,10 +20,10 @@ use std::sync::Arc;
 
 use paceline_base::testing::from_package;
 use paceline_base::{KernelClass, Rank};
-use paceline_formats::gguf::testing::GgufWriter;
-use paceline_formats::tensor::Tensor;
 use paceline_model::{Error, LoadOptions, Model, ModelSource, Split};
 use paceline_tensor::Kernels;
+use paceline_weights::gguf::testing::GgufWriter;
+use paceline_weights::tensor::Tensor;
 use serde_json::Value;
 
 /// Threads of tests that are not about threads: the machines of CI have two cores.

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use paceline_base::{BlockType, SplitMix64};
-use paceline_formats::hf::HfFolder;
 use paceline_tensor::storage::dequantise;
+use paceline_weights::hf::HfFolder;
 use serde_json::{Value, json};
 
 use super::golden;

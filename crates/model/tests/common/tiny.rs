@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use paceline_base::{BlockType, SplitMix64};
-use paceline_formats::gguf::MetadataValue;
-use paceline_formats::gguf::testing::GgufWriter;
 use paceline_model::ModelFamily;
 use paceline_tensor::storage::random::random_row;
+use paceline_weights::gguf::MetadataValue;
+use paceline_weights::gguf::testing::GgufWriter;
 
 use super::gemma4;
 

@@ -2,9 +2,9 @@
 //! two layers that use the cache of one before them, and states that decay.
 
 use paceline_base::BlockType;
-use paceline_formats::gguf::{Gguf, testing::GgufWriter};
 use paceline_model::{Config, Error, LayerCache, ModelSource};
 use paceline_tensor::{HeadRows, Recurrence, storage::random::random_row};
+use paceline_weights::gguf::{Gguf, testing::GgufWriter};
 
 /// The name in `general.name`.
 const NAME: &str = "toy";

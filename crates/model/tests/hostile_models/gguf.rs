@@ -5,8 +5,8 @@ use std::path::Path;
 
 use paceline_base::testing::long;
 use paceline_base::{BlockType, KernelClass, SplitMix64};
-use paceline_formats::gguf::{Array, MetadataValue};
 use paceline_model::{Config, Error, ModelFamily, ModelSource};
+use paceline_weights::gguf::{Array, MetadataValue};
 
 use super::{check, refusal};
 use crate::common::runner::Runner;

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use paceline_base::testing::{Stopwatch, mutations};
 use paceline_base::{KernelClass, SplitMix64};
-use paceline_formats::gguf::{Array, MetadataValue as Entry};
 use paceline_model::{Error, ModelFamily};
+use paceline_weights::gguf::{Array, MetadataValue as Entry};
 use serde_json::{Map, Value, json};
 
 use super::gguf::small;

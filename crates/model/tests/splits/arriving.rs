@@ -8,9 +8,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 
 use paceline_base::lock;
-use paceline_formats::gguf::Gguf;
-use paceline_formats::safetensors::Safetensors;
-use paceline_formats::tensor::{Absent, Arrivals, MappedBytes};
+use paceline_weights::gguf::Gguf;
+use paceline_weights::safetensors::Safetensors;
+use paceline_weights::tensor::{Absent, Arrivals, MappedBytes};
 
 use super::*;
 

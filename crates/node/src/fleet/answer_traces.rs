@@ -6,8 +6,8 @@ use std::time::Duration;
 use paceline_cluster::nodes::InstanceId;
 use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use paceline_engine::{GenerationRequest, SamplingParams};
-use paceline_formats::chat::{ChatMessage, ChatOptions};
 use paceline_model::{Config, ModelSource};
+use paceline_text::chat::{ChatMessage, ChatOptions};
 use serde::{Deserialize, Serialize};
 
 use super::hosts::NodeConnection;

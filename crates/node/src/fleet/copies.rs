@@ -42,7 +42,7 @@ use paceline_base::{hex, lock};
 use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::{NodeId, placement, placement::InstanceSpec};
-use paceline_formats::gguf::Gguf;
+use paceline_weights::gguf::Gguf;
 
 use super::file_ranges::{self, FileFetch, FileInventory, Short};
 use super::hub::{self, HubOrigin, ModelHub};

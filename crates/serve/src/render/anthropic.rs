@@ -3,7 +3,7 @@
 //! A stream is `message_start`, then per block `content_block_start`, deltas and
 //! `content_block_stop`, then `message_delta` with the reason and the usage, and `message_stop`.
 
-use paceline_formats::chat::call_arguments;
+use paceline_text::chat::call_arguments;
 use serde_json::{Value, json};
 
 use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};

@@ -1,6 +1,6 @@
 //! `/api/chat` and `/api/generate`: a JSON object per line, the last with the statistics.
 
-use paceline_formats::chat::call_arguments;
+use paceline_text::chat::call_arguments;
 use serde_json::{Map, Value, json};
 
 use super::{DialectWriter, ResponseUsage, StreamFraming};

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use paceline_formats::chat::call_arguments;
+use paceline_text::chat::call_arguments;
 use serde_json::{Map, Value, json};
 
 use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};

@@ -17,7 +17,7 @@ pub(crate) mod llama;
 pub(crate) mod ollama;
 pub(crate) mod responses;
 
-use paceline_formats::grammar::MAX_GRAMMAR_BYTES;
+use paceline_text::grammar::MAX_GRAMMAR_BYTES;
 
 use super::schema;
 use crate::field::Field;

@@ -2,7 +2,7 @@
 //! `guided_grammar`; llama-server calls the last `grammar`. Grammars are in the Lark dialect of
 //! `llguidance`, whose compiler rejects GBNF.
 
-use paceline_formats::grammar::Grammar;
+use paceline_text::grammar::Grammar;
 use serde_json::Value;
 
 use super::RequestParser;

@@ -3,7 +3,7 @@
 //! Models trained for it have three special tokens. They stand before the prefix, before the
 //! suffix, and before the output.
 
-use paceline_formats::tokenizer::Specials;
+use paceline_text::tokenizer::Specials;
 use serde_json::{Map, Value};
 
 use super::bounds::MAX_EXTRA;

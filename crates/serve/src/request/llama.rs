@@ -1,6 +1,6 @@
 //! llama-server's endpoints without computation: `/tokenize`, `/detokenize`, `/apply-template`.
 
-use paceline_formats::tokenizer::Specials;
+use paceline_text::tokenizer::Specials;
 use serde_json::{Map, Value, json};
 
 use super::RequestParser;

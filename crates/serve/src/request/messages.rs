@@ -9,7 +9,7 @@
 //! Parts are joined by line ends, as in llama.cpp and vLLM. Templates reject roles and orders that
 //! they do not support.
 
-use paceline_formats::chat::call_arguments;
+use paceline_text::chat::call_arguments;
 use serde_json::{Map, Value, json};
 
 use super::bounds::{MAX_PARTS, MAX_TOOL_CALLS};

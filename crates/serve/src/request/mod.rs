@@ -21,8 +21,8 @@ pub(crate) mod schema;
 pub(crate) mod tools;
 
 use paceline_engine::GenerationRequest;
-use paceline_formats::chat::{Error as ChatError, PromptLimits, TemplateError};
-use paceline_formats::tokenizer::{self, Specials};
+use paceline_text::chat::{Error as ChatError, PromptLimits, TemplateError};
+use paceline_text::tokenizer::{self, Specials};
 use serde_json::{Map, Value};
 
 use bounds::{MAX_NOTE, MAX_NOTE_NAME, MAX_NOTES, MAX_STOP_CHARS, MAX_STOPS};

@@ -1,6 +1,6 @@
 //! `POST /api/chat` and `/api/generate`.
 
-use paceline_formats::chat::call_arguments;
+use paceline_text::chat::call_arguments;
 use serde_json::{Map, Value, json};
 
 use super::fields::ollama as table;

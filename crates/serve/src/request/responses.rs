@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use paceline_formats::chat::call_arguments;
+use paceline_text::chat::call_arguments;
 use serde_json::{Map, Value, json};
 
 use super::bounds::{ITEM_PART_KINDS, MAX_ITEM_PARTS, MAX_ITEM_TOOLS};

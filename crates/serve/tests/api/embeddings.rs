@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use paceline_engine::EncoderService;
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::ModelSource;
 use paceline_model::encoder::Encoder;
 use paceline_serve::ServedModel;
 use paceline_tensor::Kernels;
+use paceline_text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::rig::{Rig, refusal};

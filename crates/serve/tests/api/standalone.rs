@@ -31,8 +31,8 @@ use std::time::{Instant, SystemTime};
 use paceline_engine::{
     Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
 };
-use paceline_formats::grammar::Start;
 use paceline_serve::{Config, HttpServer, ServedModel, TimeSource};
+use paceline_text::grammar::Start;
 use serde_json::{Value, json};
 
 #[allow(dead_code, reason = "tests use more of it")]

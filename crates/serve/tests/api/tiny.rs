@@ -4,13 +4,13 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use paceline_engine::{Engine, EngineConfig, Runner, SamplingParams};
-use paceline_formats::chat::ChatTemplate;
-use paceline_formats::gguf::testing::GgufWriter;
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::testing::{spell, tiny_llama};
 use paceline_model::{LoadOptions, ModelSource};
 use paceline_serve::{ModelDetails, ServedModel};
 use paceline_tensor::Kernels;
+use paceline_text::chat::ChatTemplate;
+use paceline_text::tokenizer::Tokenizer;
+use paceline_weights::gguf::testing::GgufWriter;
 
 pub(crate) const CONTEXT: usize = 256;
 

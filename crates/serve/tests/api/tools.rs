@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use paceline_engine::Finish;
-use paceline_formats::chat::ChatTemplate;
-use paceline_formats::grammar::{Grammar, Start};
-use paceline_formats::tools::ResponseTemplate;
 use paceline_serve::ServedModel;
+use paceline_text::chat::ChatTemplate;
+use paceline_text::grammar::{Grammar, Start};
+use paceline_text::tools::ResponseTemplate;
 use serde_json::{Value, json};
 
 use crate::rig::{CHAT, Rig, chunks, prompt_text, refusal};

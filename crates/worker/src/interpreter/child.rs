@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use paceline_cluster::Control;
 use paceline_cluster::sandbox::Sandbox;
-use paceline_formats::chat::{Here, Interpreter, TemplateError};
+use paceline_text::chat::{Here, Interpreter, TemplateError};
 
 use super::{ChildRequest, ChildResponse, limits};
 use crate::Error;

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use paceline_base::KernelClass;
 use paceline_engine::Draft;
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{LoadedModel, MlxPlaces, ModelSource};
 use paceline_tensor::Kernels;
+use paceline_text::tokenizer::Tokenizer;
 
 use super::{WeightsStamp, check_file, parse};
 use crate::messages::{DraftJob, RankAssignment};

@@ -11,8 +11,8 @@ use paceline_engine::{
     Draft, DraftCounters, DraftCounts, Engine, Follower, GenerationRequest, Runner, Service, State,
     Ticket,
 };
-use paceline_formats::tokenizer::Tokenizer;
 use paceline_model::{LoadedModel, ModelSource, PageStore};
+use paceline_text::tokenizer::Tokenizer;
 
 use super::kv_transfer::KvTransfer;
 use super::tickets::Tickets;

@@ -1,9 +1,7 @@
 //! Grammars of tool calls allow exactly the texts that a family's parser reads as calls.
 
-use paceline_formats::chat::ChatTemplate;
-use paceline_formats::tools::{
-    CallGrammar, CallRules, Event, ReaderOptions, Syntax, ToolCallFormat,
-};
+use paceline_text::chat::ChatTemplate;
+use paceline_text::tools::{CallGrammar, CallRules, Event, ReaderOptions, Syntax, ToolCallFormat};
 use serde_json::{Value as Json, json};
 
 use super::families::{CASES, Case};

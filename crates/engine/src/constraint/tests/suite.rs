@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use paceline_formats::grammar::strict;
+use paceline_text::grammar::strict;
 use serde_json::Value as Json;
 
 use super::*;

@@ -1,7 +1,7 @@
 //! Constrained answers of a model that ignores the grammar.
 
 use paceline_base::testing::long;
-use paceline_formats::grammar::{Constraint, Grammar, Start};
+use paceline_text::grammar::{Constraint, Grammar, Start};
 
 use super::requests::{SAMPLED, request};
 use super::rig::{Rig, SequenceOutcome, alone};

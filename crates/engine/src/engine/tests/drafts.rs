@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use paceline_formats::grammar::{Constraint, Grammar};
 use paceline_tensor::PAGE;
+use paceline_text::grammar::{Constraint, Grammar};
 
 use super::requests::{SAMPLED, mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};

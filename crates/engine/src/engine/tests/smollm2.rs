@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use paceline_base::KernelClass;
-use paceline_formats::tokenizer::Specials;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, LoadOptions, Logits, ModelSource, Workspace,
 };
 use paceline_tensor::{Kernels, PAGE};
+use paceline_text::tokenizer::Specials;
 
 use super::requests::{SAMPLED, request};
 use super::rig::alone;

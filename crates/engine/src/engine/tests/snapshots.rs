@@ -1,7 +1,7 @@
 //! A moved sequence continues as if it had never been moved.
 
-use paceline_formats::text::StopOutput;
 use paceline_tensor::PAGE;
+use paceline_text::detokenizer::StopOutput;
 
 use super::requests::{mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};

@@ -3,8 +3,6 @@
 use std::sync::Arc;
 
 use paceline_base::Rank;
-use paceline_formats::gguf::testing::GgufWriter;
-use paceline_formats::tokenizer::{Specials, Tokenizer};
 use paceline_model::testing::{
     FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, WIDTH, ends, matrix, spell, tiny_llama,
 };
@@ -12,6 +10,8 @@ use paceline_model::{
     Adapter, AdapterId, AdapterPair, LayerRole, LoadOptions, Model, ModelSource, Split,
 };
 use paceline_tensor::{InstructionSet, Kernels};
+use paceline_text::tokenizer::{Specials, Tokenizer};
+use paceline_weights::gguf::testing::GgufWriter;
 
 #[path = "../../../../model/tests/common/toy.rs"]
 mod toy;
@@ -231,7 +231,7 @@ fn tokenizer_of(file: GgufWriter) -> Tokenizer {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vocabulary.gguf");
     file.write(&path);
-    let file = paceline_formats::gguf::Gguf::open(&path).unwrap();
+    let file = paceline_weights::gguf::Gguf::open(&path).unwrap();
     Tokenizer::from_gguf(file.metadata()).unwrap()
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use paceline_formats::gguf::Metadata;
+use paceline_weights::gguf::Metadata;
 
 use crate::{Error, ModelSource};
 
@@ -60,7 +60,7 @@ fn plain(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use paceline_formats::gguf::MetadataValue;
+    use paceline_weights::gguf::MetadataValue;
 
     use super::*;
     use crate::adapter::files::{Adapter, CONFIG, Form};

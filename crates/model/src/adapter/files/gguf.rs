@@ -10,8 +10,8 @@
 
 use std::path::Path;
 
-use paceline_formats::gguf::{Gguf, MetadataValue, testing::GgufWriter};
 use paceline_tensor::storage;
+use paceline_weights::gguf::{Gguf, MetadataValue, testing::GgufWriter};
 
 use super::{Adapter, Error, PREFIX, file_row, matrix_of, order, tensors};
 use crate::{Config, ModelFamily};
@@ -50,7 +50,7 @@ impl Base {
 
 /// Reads a file. `base` is needed where its rows are turned and it does not say by what.
 pub(super) fn read(path: &Path, base: Option<Base>) -> Result<Adapter, Error> {
-    let bad = |error: paceline_formats::gguf::Error| Error::malformed(path, error);
+    let bad = |error: paceline_weights::gguf::Error| Error::malformed(path, error);
     let file = Gguf::open(path).map_err(bad)?;
     let about = file.metadata();
     let text = |key: &str| about.opt_str(key).map_err(bad);

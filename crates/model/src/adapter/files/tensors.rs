@@ -4,8 +4,8 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-use paceline_formats::safetensors::Safetensors;
 use paceline_tensor::storage;
+use paceline_weights::safetensors::Safetensors;
 use serde_json::{Map, json};
 
 use super::Error;
@@ -73,7 +73,7 @@ pub fn floats(bytes: &[u8]) -> Vec<f32> {
 
 /// Reads all tensors of a file, widened to f32.
 pub fn read(path: &Path) -> Result<Vec<Named>, Error> {
-    let bad = |error: paceline_formats::safetensors::Error| Error::malformed(path, error);
+    let bad = |error: paceline_weights::safetensors::Error| Error::malformed(path, error);
     let file = Safetensors::open(path).map_err(bad)?;
     let names: Vec<String> = file.tensors().map(|info| info.name().to_owned()).collect();
     let read = |name: String| {

@@ -1,6 +1,6 @@
 //! Fields of gated delta nets.
 
-use paceline_formats::gguf::{self, Array};
+use paceline_weights::gguf::{self, Array};
 use serde_json::Value;
 
 use super::{ConfigFields, wrong_type, wrong_value};

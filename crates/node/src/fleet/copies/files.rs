@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use paceline_base::hex;
-use paceline_formats::chat::TOOL_USE_FILE;
-use paceline_formats::gguf::{Gguf, Header};
-use paceline_formats::tensor::MappedBytes;
+use paceline_text::chat::TOOL_USE_FILE;
+use paceline_weights::gguf::{Gguf, Header};
+use paceline_weights::tensor::MappedBytes;
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
@@ -227,7 +227,7 @@ fn digits(sum: Sha256) -> String {
 
 #[cfg(test)]
 mod tests {
-    use paceline_formats::gguf::testing::GgufWriter;
+    use paceline_weights::gguf::testing::GgufWriter;
 
     use super::*;
 

@@ -3,7 +3,7 @@
 use std::os::unix::fs::FileExt;
 
 use paceline_cluster::nodes::ClusterKey;
-use paceline_formats::gguf::testing::GgufWriter;
+use paceline_weights::gguf::testing::GgufWriter;
 
 use super::models::ModelIdentity;
 use super::tests::{agent, none, until, wanted};

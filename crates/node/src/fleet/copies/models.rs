@@ -19,7 +19,7 @@ use std::sync::Arc;
 use paceline_base::lock;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::Agent;
-use paceline_formats::gguf::Gguf;
+use paceline_weights::gguf::Gguf;
 
 use super::files::{PartFile, hash_bytes, model_files, safetensors_header};
 use super::messages::Fetch;

@@ -1,6 +1,6 @@
 //! Choices of `/v1/chat/completions`.
 
-use paceline_formats::tokenizer::Tokenizer;
+use paceline_text::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 
 use crate::choice::{ChoiceOutput, CompletedCall, Delta, ResponsePart, ScoredToken};

@@ -1,7 +1,7 @@
 //! Choices of `/v1/completions`.
 
 use paceline_engine::TokenLogprobs;
-use paceline_formats::tokenizer::Tokenizer;
+use paceline_text::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
 use crate::render::tokens::{escaped, number, starts};

@@ -6,7 +6,7 @@ mod completion;
 use std::sync::Arc;
 
 use paceline_engine::TokenLogprobs;
-use paceline_formats::tokenizer::Tokenizer;
+use paceline_text::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 
 use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};
