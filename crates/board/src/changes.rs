@@ -207,7 +207,7 @@ pub(super) fn managed(act: ClusterAct) -> Kind {
         ClusterAct::KeyMade(id) => ("key_made", id, None),
         ClusterAct::KeyRevoked(id) => ("key_revoked", id, None),
         ClusterAct::KeyAllowed(id) => ("key_allowed", id, None),
-        ClusterAct::ModelRemoved { model, by } => ("model_removed", model, by),
+        ClusterAct::Removed { name, by } => ("model_removed", name, by),
     };
     Kind::Managed {
         action,
@@ -301,8 +301,8 @@ mod tests {
 
     #[test]
     fn acts_of_users_and_members_are_audited() {
-        let removed = ClusterAct::ModelRemoved {
-            model: "m".to_owned(),
+        let removed = ClusterAct::Removed {
+            name: "m".to_owned(),
             by: Some("mini".to_owned()),
         };
         for (act, expected) in [

@@ -1171,7 +1171,7 @@ impl Inner {
         wanted: Option<&InstanceSpec>,
     ) -> Result<(), String> {
         let text = wanted.map(|it| serde_json::to_string(it).expect("a record is JSON"));
-        let written = self.agent.write(RegisterKey::Instance(id), epoch, text);
+        let written = self.agent.write(RegisterKey::Record(id), epoch, text);
         written.map_err(|error| error.to_string())
     }
 
@@ -1192,7 +1192,7 @@ impl Inner {
             let named = report.as_ref().and_then(|report| report.numbers.clone());
             let wires = report.as_ref().and_then(|report| report.wires.clone());
             let (computing, stand_ins) = computing(&wanted, report.as_ref(), &name);
-            let since = report.as_ref().and(map.register(&RegisterKey::State(id)));
+            let since = report.as_ref().and(map.register(&RegisterKey::Report(id)));
             let split = report.as_ref().and_then(|report| report.split.clone());
             let (state, progress, reason) = match self.told(&wanted, report, &name) {
                 // A request now would be answered with `no such model`.
@@ -1299,5 +1299,5 @@ fn has_failed(map: &paceline_cluster::nodes::Registers, id: InstanceId, epoch: u
 
 /// An owner's report of its instance.
 fn report(map: &paceline_cluster::nodes::Registers, id: InstanceId) -> Option<Report> {
-    serde_json::from_str(map.get(&RegisterKey::State(id))?).ok()
+    serde_json::from_str(map.get(&RegisterKey::Report(id))?).ok()
 }

@@ -105,7 +105,7 @@ fn answers(world: &SimWorld) -> Vec<String> {
 /// dead and sent it to no other: it is on that node's disk.
 fn expected(world: &SimWorld, id: &InstanceId) -> Option<usize> {
     let members = world.nodes.iter().filter_map(|node| node.member.as_ref());
-    let mut known = members.filter_map(|member| member.map().register(&RegisterKey::Instance(*id)));
+    let mut known = members.filter_map(|member| member.map().register(&RegisterKey::Record(*id)));
     let is_wanted = known.next()?.value.is_some();
     let told = known.all(|register| register.value.is_some() == is_wanted);
     match (is_wanted && told, world.unwanted.contains(id)) {

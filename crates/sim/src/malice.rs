@@ -183,8 +183,12 @@ impl World {
                 format!("[{node}]"),
             ),
             (RegisterKey::api_key(id, "k"), 0, format!("\"key {node}\"")),
-            (RegisterKey::Instance(instance), 1, record),
-            (RegisterKey::State(instance), 1, format!("\"ready {node}\"")),
+            (RegisterKey::Record(instance), 1, record),
+            (
+                RegisterKey::Report(instance),
+                1,
+                format!("\"ready {node}\""),
+            ),
         ] {
             self.honest.insert((key.clone(), value.clone()));
             self.written.insert(key.clone(), (node, value.clone()));
@@ -384,8 +388,8 @@ impl World {
         match self.random.below(9) {
             0 => RegisterKey::Node(id),
             1 | 2 => RegisterKey::Revoked(id),
-            3 => RegisterKey::Instance(instance),
-            4 => RegisterKey::State(instance),
+            3 => RegisterKey::Record(instance),
+            4 => RegisterKey::Report(instance),
             5 => RegisterKey::api_key(id, "k"),
             6 => RegisterKey::api_key(id, "new"),
             7 => RegisterKey::Named(format!("paths/{id}")),
@@ -488,8 +492,8 @@ impl World {
                 RegisterKey::Node(_) | RegisterKey::Named(_) => true,
                 // Any member may delete a key, and load or unload an instance.
                 RegisterKey::ApiKey(_) => map.get(key).is_some(),
-                RegisterKey::State(id) => {
-                    let record = map.register(&RegisterKey::Instance(*id));
+                RegisterKey::Report(id) => {
+                    let record = map.register(&RegisterKey::Record(*id));
                     let is_bad = |it: &Register| it.stamp.node == self.ids[BAD];
                     !record.is_some_and(is_bad) && map.get(key).is_some()
                 }

@@ -466,7 +466,7 @@ impl SimWorld {
         wanted: Option<&InstanceSpec>,
     ) {
         let value = wanted.map(|wanted| serde_json::to_string(wanted).expect("JSON"));
-        let key = RegisterKey::Instance(id);
+        let key = RegisterKey::Record(id);
         self.step(node, Event::Write { key, epoch, value });
     }
 

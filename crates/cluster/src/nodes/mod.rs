@@ -1,10 +1,9 @@
-//! A cluster of machines without a master: discovery, membership, shared map, sessions and
-//! placement.
+//! A cluster of machines without a master: discovery, membership, shared map and sessions.
 //!
 //! ```text
 //!  discovery, peers ── Found ──▶ ┌────────────────┐ ── Dial, Send, Close ──▶ sessions
 //!  sessions ── Linked, Received ▶│ Member::step   │
-//!  timer ────────────── Tick ───▶└────────────────┘ ── Changed ──▶ instances, command line
+//!  timer ────────────── Tick ───▶└────────────────┘ ── Changed ──▶ crates above
 //! ```
 //!
 //! All decisions are in [`Membership`], which has no clock and no sockets; time and randomness are
@@ -50,6 +49,7 @@ use std::str::FromStr;
 use paceline_base::unhex;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
+pub use RecordId as InstanceId;
 pub use clock::{HybridTimestamp, Now};
 pub use identity::Identity;
 pub use key::ClusterKey;
@@ -83,9 +83,9 @@ pub fn parse_all(bytes: &[u8]) {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub [u8; 16]);
 
-/// Id of an instance; drawn at random.
+/// Id of a record; drawn at random.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct InstanceId(pub u64);
+pub struct RecordId(pub u64);
 
 /// The text is no id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -116,19 +116,19 @@ impl FromStr for NodeId {
     }
 }
 
-impl fmt::Display for InstanceId {
+impl fmt::Display for RecordId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
     }
 }
 
-impl fmt::Debug for InstanceId {
+impl fmt::Debug for RecordId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-impl FromStr for InstanceId {
+impl FromStr for RecordId {
     type Err = NotAnId;
 
     fn from_str(text: &str) -> Result<Self, NotAnId> {
@@ -156,7 +156,7 @@ macro_rules! as_text {
 }
 
 as_text!(NodeId);
-as_text!(InstanceId);
+as_text!(RecordId);
 
 #[cfg(test)]
 mod tests {
@@ -193,12 +193,12 @@ mod tests {
         let id = NodeId(std::array::from_fn(|i| (i * 17) as u8));
         assert_eq!(id.to_string(), "00112233445566778899aabbccddeeff");
         assert_eq!(id.to_string().parse(), Ok(id));
-        let instance = InstanceId(0x00ff_0000_0000_0001);
-        assert_eq!(instance.to_string().parse(), Ok(instance));
-        let json = serde_json::to_string(&(id, instance)).unwrap();
+        let record = RecordId(0x00ff_0000_0000_0001);
+        assert_eq!(record.to_string().parse(), Ok(record));
+        let json = serde_json::to_string(&(id, record)).unwrap();
         assert_eq!(
-            serde_json::from_str::<(NodeId, InstanceId)>(&json).unwrap(),
-            (id, instance)
+            serde_json::from_str::<(NodeId, RecordId)>(&json).unwrap(),
+            (id, record)
         );
         for bad in [
             "",
@@ -209,7 +209,7 @@ mod tests {
             "0011",
         ] {
             assert!(
-                bad.parse::<NodeId>().is_err() && bad.parse::<InstanceId>().is_err(),
+                bad.parse::<NodeId>().is_err() && bad.parse::<RecordId>().is_err(),
                 "{bad}"
             );
         }

@@ -43,8 +43,8 @@ const GAIN: f64 = 0.67;
 /// delay.
 const KEPT: usize = 5;
 
-/// Bytes of the exchange whose time is a path's cost: the rows of a prompt's chunk of a small
-/// model.
+/// Bytes of the exchange whose time is a path's cost: some hundred rows of a
+/// few kilobytes.
 const EXCHANGE_BYTES: f64 = 262_144.0;
 
 /// Assumed bytes a second of a path without measured bandwidth: Fast Ethernet's.

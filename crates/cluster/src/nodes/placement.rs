@@ -16,11 +16,12 @@ use std::collections::BTreeMap;
 use paceline_base::KernelClass;
 use serde::{Deserialize, Serialize};
 
+pub use super::RecordId as InstanceId;
 use super::agent::NodeFacts;
 use super::member::Life;
 use super::reach::BrokenPairs;
 pub use super::registers::EPOCH_UNWANTED;
-use super::{InstanceId, NodeId, RegisterKey, Registers};
+use super::{NodeId, RegisterKey, Registers};
 
 /// The split that fits any number of nodes.
 pub const SPLIT_ANY: &str = "auto";
@@ -525,7 +526,7 @@ pub enum Duty {
 /// The instances in the map: id, epoch and spec.
 pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, InstanceSpec)> + '_ {
     map.iter().filter_map(|(key, register)| {
-        let RegisterKey::Instance(id) = key else {
+        let RegisterKey::Record(id) = key else {
             return None;
         };
         let wanted: InstanceSpec = serde_json::from_str(register.value.as_deref()?).ok()?;
@@ -564,6 +565,14 @@ pub fn abandoned(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) ->
         .filter(|(.., wanted)| acting(wanted, lives) == Some(own))
         .map(|(id, ..)| id)
         .collect()
+}
+
+/// The instances with ranks on a node, for people; `None` for none.
+pub fn work(map: &Registers, own: NodeId) -> Option<String> {
+    let own = wanted(map).filter(|(.., wanted)| wanted.nodes.contains(&own));
+    let models: Vec<String> = own.map(|(.., wanted)| wanted.model).collect();
+    let models = (!models.is_empty()).then(|| models.join(", "));
+    models.map(|models| format!("this node's cluster has instances: {models}"))
 }
 
 /// The owner, or the first live successor of a dead one.
@@ -661,7 +670,7 @@ mod tests {
             stamp,
             value: Some(serde_json::to_string(&wanted).unwrap()),
         };
-        Registers::from_entries([(RegisterKey::Instance(InstanceId(5)), register)])
+        Registers::from_entries([(RegisterKey::Record(InstanceId(5)), register)])
     }
 
     fn lives(living: &'static [u8]) -> impl Fn(NodeId) -> Life {
@@ -874,7 +883,7 @@ mod tests {
                 },
                 value: Some(value.to_owned()),
             };
-            let key = RegisterKey::Instance(InstanceId(5));
+            let key = RegisterKey::Record(InstanceId(5));
             let bad = Registers::from_entries([(key, register)]);
             assert_eq!(duties(&bad, node(1), lives(&[1])), []);
         }

@@ -1,7 +1,7 @@
 //! Which nodes can speak to each other: a graph, by the paths that each node measures.
 //!
 //! A node may reach two others that do not reach each other. Ranks of a group connect each to each,
-//! so an instance runs on a set of nodes without a broken pair. A pipeline may also run on a
+//! so it runs on a set of nodes without a broken pair. A pipeline may also run on a
 //! [`star`](BrokenPairs::star), whose first node relays between the others.
 
 use std::collections::BTreeSet;

@@ -18,8 +18,9 @@
 //!   dead.
 //! - An API key `MAKER/ID`: its maker. Any member deletes it.
 //! - A revocation: any other member; see `revocation.rs`.
-//! - An instance's record: any member, since the user of each may load, move and unload it.
-//! - An instance's report: the owner that the record names.
+//! - A record of a crate above: any member. Its value is opaque but for its owner, the first of its
+//!   `nodes`.
+//! - The report of a record: its owner.
 //! - An epoch that is more than [`EPOCH_JUMP_MAX`] above those of all other writers does not win.
 //!
 //! Bounds: [`REGISTERS_MAX`] slots and [`BYTES_MAX`] of values; of one writer
@@ -35,9 +36,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::clock::HybridTimestamp;
-use super::{InstanceId, NodeId, Signature, revocation};
+use super::{NodeId, RecordId, Signature, revocation};
 
-/// The epoch of the record of an unloaded instance.
+/// The epoch of a record that has ended.
 pub const EPOCH_UNWANTED: u64 = u64::MAX;
 
 /// Most slots, tombstones included: some forty for each of a hundred nodes.
@@ -48,7 +49,7 @@ pub const REGISTERS_MAX: usize = 4096;
 pub const BYTES_MAX: usize = 8 << 20;
 
 /// Most slots of one writer: a quarter of all. A node alone publishes two for each file of its
-/// models.
+/// store.
 pub const WRITER_REGISTERS_MAX: usize = REGISTERS_MAX / 4;
 
 /// Most bytes of one writer's values: a quarter of all.
@@ -69,8 +70,8 @@ pub const TOMBSTONE_MS: u64 = 7 * 24 * 3_600_000;
 /// How long hidden slots are kept: a day, in which the writer that hides them can be revoked.
 pub const HIDDEN_MS: u64 = 24 * 3_600_000;
 
-/// How far an epoch may be above those of the other writers. An instance whose placement changes
-/// once a minute needs two years for as many.
+/// How far an epoch may be above those of the other writers. A record that changes once
+/// a minute needs two years for as many.
 pub const EPOCH_JUMP_MAX: u64 = 1 << 20;
 
 /// The subject of a register.
@@ -78,10 +79,12 @@ pub const EPOCH_JUMP_MAX: u64 = 1 << 20;
 pub enum RegisterKey {
     /// Facts of a node, written by itself.
     Node(NodeId),
-    /// The spec of an instance, written by the node of the user's request, and by its successors.
-    Instance(InstanceId),
-    /// The report of an instance, written by its owner.
-    State(InstanceId),
+    /// A record of a crate above, written by any member.
+    #[serde(rename = "Instance")]
+    Record(RecordId),
+    /// The report of a record, written by its owner.
+    #[serde(rename = "State")]
+    Report(RecordId),
     /// A revoked node. Never deleted.
     Revoked(NodeId),
     /// An API key: the node that made it, `/`, and the key's id.
@@ -111,7 +114,7 @@ impl RegisterKey {
             Self::Node(id) => Some(*id),
             Self::Named(name) => name.split_once('/')?.1.parse().ok(),
             Self::ApiKey(_) => self.as_api_key().map(|(maker, _)| maker),
-            Self::Instance(_) | Self::State(_) | Self::Revoked(_) => None,
+            Self::Record(_) | Self::Report(_) | Self::Revoked(_) => None,
         }
     }
 
@@ -122,7 +125,7 @@ impl RegisterKey {
 
     /// Whether its epochs count changes of responsibility.
     const fn has_epochs(&self) -> bool {
-        matches!(self, Self::Instance(_) | Self::State(_))
+        matches!(self, Self::Record(_) | Self::Report(_))
     }
 
     /// Ids of API keys are eight hexadecimal digits; most others have a fixed length.
@@ -156,7 +159,7 @@ impl Register {
         self.value.as_ref().map_or(0, String::len)
     }
 
-    /// Whether it deletes for good, as the end of an instance does.
+    /// Whether it deletes for good, as the end of a record does.
     const fn is_end(&self) -> bool {
         self.value.is_none() && self.epoch == EPOCH_UNWANTED
     }
@@ -166,8 +169,8 @@ impl Register {
         let node = |id: &NodeId| id.0;
         let (tag, bytes) = match key {
             RegisterKey::Node(id) => (1, fold(&node(id))),
-            RegisterKey::Instance(id) => (2, id.0),
-            RegisterKey::State(id) => (3, id.0),
+            RegisterKey::Record(id) => (2, id.0),
+            RegisterKey::Report(id) => (3, id.0),
             RegisterKey::Revoked(id) => (4, fold(&node(id))),
             RegisterKey::ApiKey(id) => (5, fold(id.as_bytes())),
             RegisterKey::Named(name) => (6, fold(name.as_bytes())),
@@ -339,9 +342,8 @@ impl Registers {
         saved.collect()
     }
 
-    /// The records of instances and their reports alone, which a node takes along into another
-    /// cluster.
-    pub(crate) fn instances(&self) -> Self {
+    /// The records and their reports alone, which a node takes along into another cluster.
+    pub(crate) fn records(&self) -> Self {
         let mut map = Self::default();
         let groups = self.groups.iter().filter(|(key, _)| key.has_epochs());
         let slots = groups.flat_map(|(key, group)| group.slots.iter().map(move |slot| (key, slot)));
@@ -480,7 +482,7 @@ impl Registers {
     fn changed(&mut self, key: &RegisterKey) {
         self.settle(key);
         match key {
-            RegisterKey::Instance(id) => self.settle(&RegisterKey::State(*id)),
+            RegisterKey::Record(id) => self.settle(&RegisterKey::Report(*id)),
             RegisterKey::Revoked(_) => self.judge(),
             _ => {}
         }
@@ -509,7 +511,7 @@ impl Registers {
             return (!self.revoked.contains(&slot.writer())).then_some(0);
         }
         let owner = match key {
-            RegisterKey::State(id) => self.owner(*id),
+            RegisterKey::Report(id) => self.owner(*id),
             _ => None,
         };
         let counts = |slot: &Slot| {
@@ -533,13 +535,13 @@ impl Registers {
         Some(at)
     }
 
-    /// The owner of an instance, which alone reports on it.
-    fn owner(&self, id: InstanceId) -> Option<NodeId> {
+    /// The owner of a record, which alone reports on it.
+    fn owner(&self, id: RecordId) -> Option<NodeId> {
         #[derive(Deserialize)]
         struct Nodes {
             nodes: Vec<NodeId>,
         }
-        let record = self.get(&RegisterKey::Instance(id))?;
+        let record = self.get(&RegisterKey::Record(id))?;
         let record: Nodes = serde_json::from_str(record).ok()?;
         record.nodes.first().copied()
     }

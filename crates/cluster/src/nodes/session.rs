@@ -95,7 +95,7 @@ pub struct Hello {
     /// Version of the program.
     pub build: String,
     /// Revision of the numerics, which determines bits besides the kernel class. Nodes with
-    /// different revisions share no instance.
+    /// different revisions do not compute together.
     pub numerics: u32,
 }
 

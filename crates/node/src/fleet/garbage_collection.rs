@@ -49,7 +49,7 @@ fn file_of(key: &RegisterKey) -> Option<&str> {
 
 /// The instance of a record, even if this version cannot parse the record.
 fn instance_of((key, register): (&RegisterKey, &Register)) -> Option<InstanceId> {
-    let RegisterKey::Instance(id) = key else {
+    let RegisterKey::Record(id) = key else {
         return None;
     };
     register.value.is_some().then_some(*id)
@@ -62,7 +62,7 @@ fn idle(map: &Registers) -> BTreeMap<RegisterKey, Write> {
     let instances: BTreeSet<InstanceId> = map.iter().filter_map(instance_of).collect();
     let all_read = placement::wanted(map).count() == instances.len();
     let is_idle = |key: &RegisterKey| match key {
-        RegisterKey::State(id) => !instances.contains(id),
+        RegisterKey::Report(id) => !instances.contains(id),
         key => all_read && file_of(key).is_some_and(|sha256| !wanted.contains(sha256)),
     };
     let there = map.iter().filter(|(_, register)| register.value.is_some());
@@ -194,11 +194,11 @@ mod tests {
         let instance = serde_json::to_string(&instance).unwrap();
         let mut entries = vec![
             (
-                RegisterKey::Instance(InstanceId(1)),
+                RegisterKey::Record(InstanceId(1)),
                 register(1, Some(&instance)),
             ),
-            (RegisterKey::State(InstanceId(1)), register(1, Some("{}"))),
-            (RegisterKey::State(InstanceId(2)), register(1, Some("{}"))),
+            (RegisterKey::Report(InstanceId(1)), register(1, Some("{}"))),
+            (RegisterKey::Report(InstanceId(2)), register(1, Some("{}"))),
             (
                 RegisterKey::Named("paths/x".to_owned()),
                 register(1, Some("{}")),
@@ -212,7 +212,7 @@ mod tests {
         let mut seen = IdleRecords::default();
         assert!(seen.look(&map(&entries)).is_empty(), "the first look");
         let keys = |due: BTreeMap<RegisterKey, Write>| due.into_keys().collect::<Vec<_>>();
-        let report = RegisterKey::State(InstanceId(2));
+        let report = RegisterKey::Report(InstanceId(2));
         let all = [report.clone(), hub::key(&old), roots::key(&old)];
         assert_eq!(keys(seen.look(&map(&entries))), all);
         for (key, told) in &mut entries {
@@ -229,14 +229,14 @@ mod tests {
         let [known, later] = [1, 2].map(InstanceId);
         let map = map(&[
             (
-                RegisterKey::Instance(later),
+                RegisterKey::Record(later),
                 register(1, Some("{\"later\":1}")),
             ),
-            (RegisterKey::State(later), register(1, Some("{}"))),
-            (RegisterKey::State(known), register(1, Some("{}"))),
+            (RegisterKey::Report(later), register(1, Some("{}"))),
+            (RegisterKey::Report(known), register(1, Some("{}"))),
             (roots::key(&"a".repeat(64)), register(1, Some("{}"))),
         ]);
         let idle: Vec<RegisterKey> = idle(&map).into_keys().collect();
-        assert_eq!(idle, [RegisterKey::State(known)]);
+        assert_eq!(idle, [RegisterKey::Report(known)]);
     }
 }

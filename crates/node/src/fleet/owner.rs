@@ -604,7 +604,7 @@ impl OwnedInstance {
         let _: Result<(), _> =
             inner
                 .agent
-                .write(RegisterKey::State(self.id), self.epoch, Some(text));
+                .write(RegisterKey::Report(self.id), self.epoch, Some(text));
     }
 }
 

@@ -410,8 +410,8 @@ impl Inner {
             freed = Some(freed.unwrap_or(0) + bytes);
         }
         let freed = freed.ok_or_else(|| format!("it has no model {name:?}"))?;
-        self.agent.record(ClusterAct::ModelRemoved {
-            model: name.to_owned(),
+        self.agent.record(ClusterAct::Removed {
+            name: name.to_owned(),
             by: asker.map(|id| self.name(id)),
         });
         Ok(freed)

@@ -11,7 +11,7 @@ use super::{Agent, Inner};
 /// Most acts that wait for the log; the oldest make room. The log takes them some times a second.
 const ACTS_MAX: usize = 1024;
 
-/// An act that changes who may do what, or that removes a model.
+/// An act that changes who may do what, or that removes stored files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ClusterAct {
     /// This node shows a code that lets a machine in.
@@ -26,9 +26,9 @@ pub enum ClusterAct {
     KeyRevoked(String),
     /// An admin's key of another node may act as one on this node.
     KeyAllowed(String),
-    /// This node removed a model.
-    ModelRemoved {
-        model: String,
+    /// This node removed something from its store, by its name.
+    Removed {
+        name: String,
         /// The name of the node that asked; `None` for this node's user.
         by: Option<String>,
     },

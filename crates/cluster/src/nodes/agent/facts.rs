@@ -31,7 +31,7 @@ pub struct NodeFacts {
     pub memory_bytes: u64,
     /// Cores that the node may use.
     pub cores: u32,
-    /// Default kernel class of the node's own models.
+    /// Default kernel class of the node.
     pub kernel_class: String,
     /// Instruction sets that the kernels use.
     pub instructions: String,
@@ -72,10 +72,10 @@ pub struct EngineDevice {
     pub backend: String,
     /// Product name.
     pub name: Option<String>,
-    /// Memory that the device lends to models, in bytes.
+    /// Memory that the device lends to this program, in bytes.
     pub memory_bytes: Option<u64>,
     /// All memory of a device, if `memory_bytes` is what is free there. Absent in facts of a node,
-    /// where `memory_bytes` has the memory of its own models too.
+    /// where `memory_bytes` has the memory of its own ranks too.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total_bytes: Option<u64>,
     /// Why it cannot be used, if it cannot.
@@ -90,7 +90,7 @@ pub struct EngineDevice {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DeviceRates {
-    /// Rates of products, by the form of the weights.
+    /// Rates of products, by the form of the matrices.
     pub forms: Vec<FormRates>,
     /// Nanoseconds that an operation adds to an evaluation.
     pub operation_ns: u64,
@@ -99,23 +99,23 @@ pub struct DeviceRates {
     pub crossing_ns: u64,
 }
 
-/// Measured rates of products with weights of one form.
+/// Measured rates of products with matrices of one form.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct FormRates {
-    /// Bits of a weight with its part of a group's scale and bias.
+    /// Bits of a number with its part of a group's scale and bias.
     pub bits: u32,
     /// Whether the other factors are 32 bits wide, as in class `mlx-f32`; else 16.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub wide: bool,
-    /// Bytes of weights a second with one row: decoding.
+    /// Bytes of matrices a second with one row.
     pub reads: u64,
-    /// Operations a second with many rows: prompts.
+    /// Operations a second with many rows.
     pub computes: u64,
 }
 
-/// Compatibility of nodes: equal for all nodes of an instance. An engine's kernel class is a
-/// property of the instance.
+/// Compatibility of nodes: equal for nodes that compute together, whatever kernel class each
+/// has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
     /// As [`NodeFacts::protocol`].
@@ -125,7 +125,7 @@ pub struct Kind {
 }
 
 impl NodeFacts {
-    /// Nodes of one kind share instances.
+    /// Nodes of one kind compute together.
     pub const fn kind(&self) -> Kind {
         Kind {
             protocol: self.protocol,

@@ -12,7 +12,7 @@ use zeroize::Zeroizing;
 
 use super::super::member::{DialTarget, Event, Life};
 use super::super::pairing::{self, Code, Invitation};
-use super::super::{ClusterKey, NodeId, Register, RegisterKey, Registers, discovery, placement};
+use super::super::{ClusterKey, NodeId, Register, RegisterKey, Registers, discovery};
 use super::facts::NodeView;
 use super::files::{NodeFolder, NodeNames};
 use super::{Agent, ClusterAct, Error, HANDSHAKE_LIMIT, Inner, dial, facts, paths, rekey};
@@ -83,7 +83,7 @@ impl Agent {
         Ok(code)
     }
 
-    /// Moves this node with its instances out of its cluster of one into the cluster of `key`.
+    /// Moves this node with its records out of its cluster of one into the cluster of `key`.
     /// Waits some seconds for a node of it.
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl Agent {
         let already = lock(&self.inner.state).key == *key;
         if !already {
             self.check_alone()?;
-            self.enter(key, self.map().instances())?;
+            self.enter(key, self.map().records())?;
         }
         if let Some(addr) = at {
             let found = Event::Found(DialTarget::Peer(addr.to_string()));
@@ -133,9 +133,9 @@ impl Agent {
     /// Leaves the cluster for good and makes a new cluster of one.
     ///
     /// # Errors
-    /// [`Error::HasInstances`] if this node owns one; files that cannot be written.
+    /// [`Error::HasWork`]; files that cannot be written.
     pub fn leave(&self) -> Result<(), Error> {
-        self.check_owns_nothing()?;
+        self.check_idle()?;
         let key = ClusterKey::random()?;
         let inner = &self.inner;
         {
@@ -213,15 +213,10 @@ impl Agent {
         is_alone(&others)
     }
 
-    fn check_owns_nothing(&self) -> Result<(), Error> {
-        let (own, map) = (self.id(), self.map());
-        let wanted = placement::wanted(&map).filter(|(.., wanted)| wanted.nodes.contains(&own));
-        let models: Vec<String> = wanted.map(|(.., wanted)| wanted.model).collect();
-        match models.is_empty() {
-            true => Ok(()),
-            false => Err(Error::HasInstances {
-                models: models.join(", "),
-            }),
+    fn check_idle(&self) -> Result<(), Error> {
+        match (self.inner.config.work)(&self.map(), self.id()) {
+            None => Ok(()),
+            Some(work) => Err(Error::HasWork { work }),
         }
     }
 
@@ -285,7 +280,7 @@ impl Inner {
                         let epoch = 0;
                         self.step(&mut state, Event::Write { key, epoch, value });
                     }
-                    RegisterKey::Instance(_) | RegisterKey::State(_) => {
+                    RegisterKey::Record(_) | RegisterKey::Report(_) => {
                         let epoch = *epoch;
                         self.step(&mut state, Event::Write { key, epoch, value });
                     }
@@ -351,7 +346,7 @@ pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
     if !already {
         check_at_rest(&files)?;
         // In this order: a map without its cluster is useless, a foreign one does harm.
-        files.save_map(&files.map().map.instances(), NodeNames::new())?;
+        files.save_map(&files.map().map.records(), NodeNames::new())?;
         files.save_key(key)?;
     }
     Ok(Joined {

@@ -22,8 +22,8 @@
 //! and one that measures paths to other nodes. Each link has two more; each handshake, attempt and
 //! served channel has one. All have bounds and deadlines.
 //!
-//! The agent does not use models or instances. A crate above registers services and local commands,
-//! and reads [`placement`](super::placement) from the map.
+//! The agent does not know what nodes do for each other. A crate above registers services and local
+//! commands, and reads its own records from the map.
 
 mod accept;
 mod acts;
@@ -143,9 +143,9 @@ pub enum Error {
              takes it out"
     )]
     HasMembers { others: String },
-    /// The cluster that this node would leave has instances.
-    #[error("this node's cluster has instances: {models}")]
-    HasInstances { models: String },
+    /// This node has work for its cluster, as [`Config::work`] says.
+    #[error("{work}")]
+    HasWork { work: String },
     #[error("{name} is {state}, and only a dead node can be forgotten")]
     Lives { name: String, state: &'static str },
     #[error("a node does not revoke itself")]
@@ -193,6 +193,9 @@ pub struct Config {
     pub data_ports: Option<RangeInclusive<u16>>,
     /// Milliseconds added to the wall clock: 0 except in tests.
     pub clock_ahead_ms: u64,
+    /// What a node has to do for the cluster by the map, for people; `None` for nothing. A node with
+    /// work does not leave.
+    pub work: fn(&Registers, NodeId) -> Option<String>,
     /// The API keys of this machine, shared with the cluster.
     pub keys: Option<Arc<dyn KeyFile>>,
     /// Receives log lines about the cluster.
@@ -215,6 +218,7 @@ impl Config {
             data_interface: None,
             data_ports: None,
             clock_ahead_ms: 0,
+            work: |_, _| None,
             keys: None,
             tell: Arc::new(|_| {}),
         }

@@ -10,8 +10,8 @@ use tempfile::TempDir;
 use super::*;
 use crate::nodes::discovery::{DiscoveredNode, DiscoveryMethod};
 use crate::nodes::member::{ENTRIES_MAX, GossipMessage};
-use crate::nodes::registers::{SignedEntry, VALUE_BYTES_MAX};
-use crate::nodes::{ClusterKey, HybridTimestamp, InstanceId, Register, placement};
+use crate::nodes::registers::{EPOCH_UNWANTED, SignedEntry, VALUE_BYTES_MAX};
+use crate::nodes::{ClusterKey, HybridTimestamp, RecordId, Register};
 
 /// Longest wait of these tests, reached only if something hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -40,6 +40,13 @@ fn config(home: &Path, name: &str, peers: &[u16]) -> Config {
         .iter()
         .map(|port| format!("127.0.0.1:{port}"))
         .collect();
+    config.work = |map, own| {
+        let is_record = |key: &RegisterKey| matches!(key, RegisterKey::Record(_));
+        let mut live = map.iter().filter(|(key, _)| is_record(key));
+        let own = own.to_string();
+        let names = |it: &Register| it.value.as_ref().is_some_and(|it| it.contains(&own));
+        live.any(|(_, it)| names(it)).then(|| "work".to_owned())
+    };
     config
 }
 
@@ -123,7 +130,7 @@ fn nodes_meet_through_one_peer_and_see_one_die() {
         Err(Error::NoNode { .. })
     ));
     let two = nodes.pop().unwrap();
-    assert_eq!(two.agent.name(id), "three", "instances may still name it");
+    assert_eq!(two.agent.name(id), "three", "records may still name it");
     two.agent.stop();
     let again = Agent::start(config(two.home.path(), "three", &[])).unwrap();
     assert_eq!(again.name(id), format!("three-{}", &id.to_string()[..4]));
@@ -267,7 +274,7 @@ fn a_map_of_an_earlier_version_keeps_revocations_and_own_entries() {
     let named = |name: &str| RegisterKey::Named(name.to_owned());
     let saved = json!([
         entry(RegisterKey::Revoked(gone), other, 3),
-        entry(RegisterKey::Instance(InstanceId(7)), own, 2),
+        entry(RegisterKey::Record(RecordId(7)), own, 2),
         entry(named("mine"), own, 3),
         entry(named("theirs"), other, 0),
         entry(RegisterKey::ApiKey("k1".to_owned()), own, 0),
@@ -283,7 +290,7 @@ fn a_map_of_an_earlier_version_keeps_revocations_and_own_entries() {
     let two = node("two", &key, &[one.agent.port()]);
     let has_all = |agent: &Agent| {
         let map = agent.map();
-        let keys = [RegisterKey::Instance(InstanceId(7)), named("mine")];
+        let keys = [RegisterKey::Record(RecordId(7)), named("mine")];
         let keys = keys
             .into_iter()
             .chain(["k1", "k2"].map(|id| RegisterKey::api_key(own, id)));
@@ -335,7 +342,7 @@ fn channels_carry_messages_both_ways_and_end_with_their_peer() {
 fn the_map_is_shared_watched_and_kept_on_disk() {
     let nodes = cluster(&["one", "two"]);
     let (one, two) = (&nodes[0].agent, &nodes[1].agent);
-    let key = RegisterKey::Instance(InstanceId(7));
+    let key = RegisterKey::Record(RecordId(7));
     let mut watch = two.watch();
     one.write(key.clone(), 3, Some("[1]".to_owned())).unwrap();
     until("the write arrives", || {
@@ -500,13 +507,9 @@ fn nodes_join_by_code_and_are_refused_where_others_would_be_cut_off() {
         "{error}"
     );
     let code = one.invite().unwrap();
-    let (id, own) = (InstanceId(7), two.id());
-    let record = placement::InstanceSpec {
-        nodes: vec![own],
-        ..placement::InstanceSpec::default()
-    };
-    let text = serde_json::to_string(&record).unwrap();
-    two.write(RegisterKey::Instance(id), 1, Some(text)).unwrap();
+    let (id, own) = (RecordId(7), two.id());
+    let text = json!({ "nodes": [own] }).to_string();
+    two.write(RegisterKey::Record(id), 1, Some(text)).unwrap();
     // Neither node has an address of the other besides the pairing connection, so the newcomer gets
     // the other's control port.
     let joined = two.join_by_code(&code, Some(&peer)).unwrap();
@@ -516,13 +519,11 @@ fn nodes_join_by_code_and_are_refused_where_others_would_be_cut_off() {
     );
     until("it is seen", || lives(one).len() == 2);
     assert_eq!(one.cluster(), two.cluster());
-    let instances = |agent: &Agent| -> Vec<(InstanceId, u64)> {
+    let epoch = |agent: &Agent| {
         let map = agent.map();
-        placement::wanted(&map)
-            .map(|(id, epoch, _)| (id, epoch))
-            .collect()
+        map.register(&RegisterKey::Record(id)).map(|it| it.epoch)
     };
-    until("its instance came along", || instances(one) == [(id, 1)]);
+    until("its record came along", || epoch(one) == Some(1));
     let again = two.join_by_code(&code, Some(&peer)).unwrap_err();
     assert!(matches!(again, Error::HasMembers { .. }), "{again}");
     let error = two
@@ -534,9 +535,8 @@ fn nodes_join_by_code_and_are_refused_where_others_would_be_cut_off() {
         "this node is in a cluster with one, which it would lose: `paceline leave` takes it out"
     );
     let owns = two.leave().unwrap_err();
-    assert!(matches!(owns, Error::HasInstances { .. }), "{owns}");
-    let unwanted = placement::EPOCH_UNWANTED;
-    two.write(RegisterKey::Instance(id), unwanted, None)
+    assert!(matches!(owns, Error::HasWork { .. }), "{owns}");
+    two.write(RegisterKey::Record(id), EPOCH_UNWANTED, None)
         .unwrap();
     two.leave().unwrap();
     until("it is gone", || one.nodes().len() == 1);

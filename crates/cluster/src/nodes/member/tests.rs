@@ -1,6 +1,6 @@
 //! Tests of a member, stepped by hand; whole clusters of them are in the crate `sim`.
 
-use super::super::{HybridTimestamp, InstanceId};
+use super::super::{HybridTimestamp, RecordId};
 use super::*;
 use crate::testing::SimulatedSigner;
 
@@ -254,7 +254,7 @@ fn only_a_higher_incarnation_brings_a_node_back() {
 fn writes_reach_the_other_and_differences_are_exchanged() {
     let (mut one, mut two) = (member(1), member(2));
     let write = |number| Event::Write {
-        key: RegisterKey::State(InstanceId(number)),
+        key: RegisterKey::Report(RecordId(number)),
         epoch: 0,
         value: Some(number.to_string()),
     };
@@ -280,8 +280,8 @@ fn writes_reach_the_other_and_differences_are_exchanged() {
         assert!(count < 30, "it does not end");
     }
     assert_eq!(one.map().root(), two.map().root());
-    assert_eq!(one.map().get(&RegisterKey::State(InstanceId(2))), Some("2"));
-    assert_eq!(two.map().get(&RegisterKey::State(InstanceId(1))), Some("1"));
+    assert_eq!(one.map().get(&RegisterKey::Report(RecordId(2))), Some("2"));
+    assert_eq!(two.map().get(&RegisterKey::Report(RecordId(1))), Some("1"));
 }
 
 #[test]

@@ -38,7 +38,7 @@ fn contents(map: &Registers) -> Vec<(RegisterKey, Register)> {
 #[test]
 fn the_later_write_wins_and_an_epoch_over_both() {
     let mut map = Registers::default();
-    let key = RegisterKey::Instance(InstanceId(7));
+    let key = RegisterKey::Record(RecordId(7));
     assert!(map.take(key.clone(), write(1, 0, 10, Some("a")), 0));
     assert!(!map.take(key.clone(), write(2, 0, 9, Some("b")), 0));
     let higher = write(2, 0, 10, Some("c"));
@@ -57,20 +57,20 @@ fn each_entry_is_written_by_those_with_the_right() {
     let map = Registers::default();
     let (own, other) = (node(1), node(2));
     let facts = |id: NodeId| named(&format!("paths/{id}"));
-    let state = RegisterKey::State(InstanceId(1));
+    let state = RegisterKey::Report(RecordId(1));
     for (key, by_own, by_other, deleted_by_other) in [
         (RegisterKey::Node(own), true, false, true),
         (facts(own), true, false, true),
         (RegisterKey::api_key(own, "k"), true, false, true),
         (RegisterKey::ApiKey("k".to_owned()), false, false, false),
-        (named("weights/00"), true, true, true),
+        (named("files/00"), true, true, true),
         (RegisterKey::Revoked(other), true, false, false),
         (state, true, true, true),
     ] {
         let admits = |by, value| map.admits(&key, &write(by, 0, 1, value));
         let found = [admits(1, Some("1")), admits(2, Some("1")), admits(2, None)];
         assert_eq!(found, [by_own, by_other, deleted_by_other], "{key:?}");
-        let has_epochs = matches!(key, RegisterKey::State(_));
+        let has_epochs = matches!(key, RegisterKey::Report(_));
         assert_eq!(map.admits(&key, &write(1, 1, 1, Some("1"))), has_epochs);
     }
     let long = "x".repeat(VALUE_BYTES_MAX + 1);
@@ -84,7 +84,7 @@ fn each_entry_is_written_by_those_with_the_right() {
 #[test]
 fn an_epoch_far_above_all_others_does_not_win() {
     let mut map = Registers::default();
-    let key = RegisterKey::Instance(InstanceId(7));
+    let key = RegisterKey::Record(RecordId(7));
     map.take(key.clone(), write(1, 3, 1, Some("a")), 0);
     for epoch in [u64::MAX, u64::MAX - 1, EPOCH_JUMP_MAX + 4] {
         map.take(key.clone(), write(9, epoch, 2, Some("bad")), 0);
@@ -97,11 +97,11 @@ fn an_epoch_far_above_all_others_does_not_win() {
 }
 
 #[test]
-fn only_the_owner_reports_on_an_instance() {
+fn only_the_owner_reports_on_a_record() {
     let mut map = Registers::default();
-    let id = InstanceId(7);
+    let id = RecordId(7);
     let record = |owner: u8| format!("{{\"nodes\":[\"{}\"]}}", node(owner));
-    let (key, state) = (RegisterKey::Instance(id), RegisterKey::State(id));
+    let (key, state) = (RegisterKey::Record(id), RegisterKey::Report(id));
     map.take(key.clone(), write(1, 1, 1, Some(&record(2))), 0);
     map.take(state.clone(), write(9, 8, 9, Some("bad")), 0);
     assert_eq!(map.get(&state), None);
@@ -116,7 +116,7 @@ fn only_the_owner_reports_on_an_instance() {
 #[test]
 fn what_a_revoked_writer_hid_wins_again() {
     let mut map = Registers::default();
-    let key = RegisterKey::Instance(InstanceId(7));
+    let key = RegisterKey::Record(RecordId(7));
     map.take(key.clone(), write(1, 1, 1, Some("a")), 0);
     map.take(named("x"), write(9, 0, 1, Some("bad")), 0);
     map.take(key.clone(), write(9, u64::MAX, 2, None), 0);
@@ -202,7 +202,7 @@ fn tombstones_and_hidden_slots_go_in_time() {
 #[test]
 fn differences_are_found_by_marks() {
     let (mut one, mut two) = (Registers::default(), Registers::default());
-    let state = |id| RegisterKey::State(InstanceId(id));
+    let state = |id| RegisterKey::Report(RecordId(id));
     for id in 0..5 {
         one.take(state(id), write(1, 0, id, Some("1")), 0);
         two.take(state(id + 2), write(1, 0, id + 2, Some("1")), 0);
@@ -233,7 +233,7 @@ proptest! {
                     let revoked = RegisterKey::Revoked(node((id + ms) as u8 % 4));
                     (revoked, write(by, 0, ms, Some("{}")))
                 }
-                id => (RegisterKey::State(InstanceId(id)), write(by, epoch, ms, value)),
+                id => (RegisterKey::Report(RecordId(id)), write(by, epoch, ms, value)),
             }
         });
         let (mut one, mut two) = (Registers::default(), Registers::default());

@@ -171,7 +171,7 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
     let mut record = wanted(name.clone(), bytes.len() as u64);
     record.nodes = vec![one.id(), liar.id()];
     let text = serde_json::to_string(&record).unwrap();
-    one.write(RegisterKey::Instance(InstanceId(1)), 1, Some(text))
+    one.write(RegisterKey::Record(InstanceId(1)), 1, Some(text))
         .unwrap();
     let knows = || {
         let map = two.map();
