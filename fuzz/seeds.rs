@@ -155,7 +155,7 @@ const TEXTS: [(&str, &str); 37] = [
     ),
     ("node_messages/piece", "{\"id\":\"a\",\"at\":0}\nbytes"),
     (
-        "serve_events/two",
+        "load_events/two",
         "data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\ndata: [DONE]\n\n",
     ),
     (

@@ -6,8 +6,8 @@ use std::net::SocketAddr;
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
+use paceline_auth::tls::ServerProtocol;
 use paceline_fuzz::{ask, serve};
-use paceline_serve::tls::ServerProtocol;
 
 /// Paths of requests with a body. The first byte of the input chooses one; beyond the list the
 /// rest of the input is all that the client sends.

@@ -6,8 +6,8 @@ use std::net::SocketAddr;
 use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
+use paceline_auth::tls::{CertificateNames, OwnCertificate, ServerProtocol};
 use paceline_fuzz::{ask, serve};
-use paceline_serve::tls::{CertificateNames, OwnCertificate, ServerProtocol};
 
 static SERVER: LazyLock<SocketAddr> = LazyLock::new(|| {
     let folder = std::env::temp_dir().join(format!("paceline-fuzz-{}", std::process::id()));

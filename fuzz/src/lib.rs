@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use paceline_auth::tls::ServerProtocol;
 use paceline_engine::{
     Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
     TokenLogprobs,
 };
-use paceline_serve::tls::ServerProtocol;
 use paceline_serve::{Config, HttpServer, ModelDetails, ServedModel, TimeSource, default_sampling};
 use paceline_text::chat::ChatTemplate;
 use paceline_text::tokenizer::Tokenizer;

@@ -12,6 +12,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
+use paceline_auth::keys::{self, KeyInfo, KeyRole, Keys};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::pairing::Code;
@@ -23,7 +24,6 @@ use paceline_node::fleet::{
     self, Fleet, FleetSpec, LoadRequest, MakeKernels, TraceRequest, journals, leases,
 };
 use paceline_node::{DRAFTS, tunnel};
-use paceline_serve::keys::{self, KeyInfo, KeyRole, Keys};
 use paceline_serve::{
     JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome, ModelRegistry, Upstreams,
 };

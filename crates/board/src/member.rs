@@ -8,7 +8,7 @@ use std::thread::available_parallelism;
 use paceline_base::KernelClass;
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::{Agent, KeyFile, NodeFacts};
-use paceline_serve::keys::Keys;
+use paceline_auth::keys::Keys;
 use paceline_tensor::InstructionSet;
 use serde_json::{Value, json};
 
@@ -51,7 +51,7 @@ impl KeyFile for ApiKeys {
     }
 
     fn restrict(&self, id: &str, entry: &str) -> Option<String> {
-        paceline_serve::keys::restricted(id, entry)
+        paceline_auth::keys::restricted(id, entry)
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_cluster::nodes::discovery;
-use paceline_serve::tls::{
+use paceline_auth::tls::{
     CertificateNames, OwnCertificate, RenewalReason, ServerProtocol, TlsIdentity,
 };
 use paceline_serve::{
@@ -32,6 +32,8 @@ pub enum Error {
     /// Unusable settings or certificate.
     #[error("{0}")]
     Serve(#[from] paceline_serve::Error),
+    #[error(transparent)]
+    Tls(#[from] paceline_auth::tls::Error),
     /// An unusable upstream.
     #[error("an upstream's settings")]
     Upstream(#[from] SpecError),

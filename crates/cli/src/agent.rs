@@ -11,8 +11,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Context;
+use paceline_load_generator::trust;
+use paceline_serve::DEFAULT_PORT;
 use paceline_serve::agent::{AgentProgram, AgentServer};
-use paceline_serve::{DEFAULT_PORT, load_generator};
 use serde_json::{Value, json};
 
 use crate::error::Error;
@@ -165,9 +166,7 @@ pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     };
     let config = ureq::Agent::config_builder()
         .timeout_global(Some(PATIENCE))
-        .tls_config(load_generator::trust(
-            home::certificates_for(url)?.as_deref(),
-        ))
+        .tls_config(trust(home::certificates_for(url)?.as_deref()))
         .proxy(None)
         .build();
     let mut request = ureq::Agent::new_with_config(config).get(url);

@@ -2,7 +2,7 @@
 
 use std::time::SystemTime;
 
-use paceline_serve::keys::{KeyInfo, KeyRole, Keys};
+use paceline_auth::keys::{KeyInfo, KeyRole, Keys};
 use serde_json::{Value, json};
 
 use crate::output::{print, print_err};

@@ -14,7 +14,7 @@ use axum::http::{HeaderMap, Request, Version};
 use serde::{Deserialize, Serialize};
 
 use crate::field::clip;
-use crate::keys::WatchedKeys;
+use paceline_auth::keys::WatchedKeys;
 use crate::rejection::Rejection;
 
 /// Clients and web pages that may send requests. Loopback names and addresses, and the address that
@@ -26,7 +26,7 @@ pub struct Access {
     pub hosts: Vec<String>,
     /// Web pages that may use the API, as browsers spell an origin: `https://chat.example.org`.
     pub origins: Vec<String>,
-    /// A file of [`keys`](crate::keys); without one no client needs a key. The server reads the
+    /// A file of [`keys`](paceline_auth::keys); without one no client needs a key. The server reads the
     /// file again when it changes. An empty or missing file admits no client.
     pub keys: Option<PathBuf>,
     /// Allows addresses that others can reach although there are no keys.

@@ -39,7 +39,7 @@ use crate::concurrency::ConcurrencyLimit;
 use crate::config::Config;
 use crate::connection::ConnectionHandle;
 use crate::endpoint::{ENDPOINTS, Endpoint};
-use crate::keys::WatchedKeys;
+use paceline_auth::keys::WatchedKeys;
 use crate::metrics::Metrics;
 use crate::model::ServedModel;
 use crate::phase::ServerPhase;

@@ -17,7 +17,7 @@ use crate::journal::{JournalBounds, Journals};
 use crate::limits::ApiLimits;
 use crate::live_requests::LiveRequests;
 use crate::tally::EventTally;
-use crate::tls::ServerProtocol;
+use paceline_auth::tls::ServerProtocol;
 use crate::upstream::Upstreams;
 
 /// The port of exo's API: clients that were set up for it find paceline there.

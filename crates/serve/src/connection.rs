@@ -38,7 +38,7 @@ use crate::access::{LocalAddress, Remote, UrlScheme};
 use crate::config::Timeouts;
 use crate::phase::{ServerPhase, reach};
 use crate::stream::KeepAliveRequest;
-use crate::tls::{ClientStream, ServerProtocol};
+use paceline_auth::tls::{ClientStream, ServerProtocol};
 
 /// Maximum bytes of a request line with headers. Eight times the limit of common servers; keys and
 /// cookies of other programs on `localhost` are included.

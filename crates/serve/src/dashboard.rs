@@ -39,11 +39,11 @@ use crate::api::address;
 use crate::api::handlers::body_in_time;
 use crate::config::{CommandHandler, Config};
 use crate::events::{Event, EventLog};
-use crate::keys::{ClientKey, WatchedKeys, revoked};
 use crate::phase::{ServerPhase, reach};
 use crate::rejection::Rejection;
 
 const PAGE: &str = include_str!("../assets/index.html");
+use paceline_auth::keys::{ClientKey, WatchedKeys, revoked};
 const STYLE: &str = include_str!("../assets/paceline.css");
 const SCRIPT: &str = include_str!("../assets/paceline.js");
 

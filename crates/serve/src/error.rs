@@ -2,9 +2,6 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
-
-use tokio_rustls::rustls;
 
 /// Startup and runtime errors of a server. Errors of clients are rejections of requests.
 #[derive(Debug, thiserror::Error)]
@@ -36,34 +33,7 @@ pub enum Error {
     #[error("setting up the server")]
     SetUp(#[source] io::Error),
     #[error(transparent)]
-    Keys(#[from] crate::keys::Error),
-    /// A file of a certificate or its key could not be read.
-    #[error("reading {}", path.display())]
-    TlsRead { path: PathBuf, source: io::Error },
-    /// A file of a certificate or its key could not be written.
-    #[error("writing {}", path.display())]
-    TlsWrite { path: PathBuf, source: io::Error },
-    /// A PEM file of the wrong kind.
-    #[error("{}: no {what} in PEM form", path.display())]
-    TlsPem {
-        path: PathBuf,
-        /// `certificate` or `private key`.
-        what: &'static str,
-        source: rustls::pki_types::pem::Error,
-    },
-    /// A certificate and a key that do not match.
-    #[error("certificate {} with key {}", certificate.display(), key.display())]
-    TlsPair {
-        certificate: PathBuf,
-        key: PathBuf,
-        source: rustls::Error,
-    },
-    /// Certificates that cannot be trusted.
-    #[error("trusting {}", path.display())]
-    TlsTrust {
-        path: PathBuf,
-        source: rustls::Error,
-    },
-    #[error("making a certificate")]
-    TlsMake(#[source] rcgen::Error),
+    Keys(#[from] paceline_auth::keys::Error),
+    #[error(transparent)]
+    Tls(#[from] paceline_auth::tls::Error),
 }

@@ -12,8 +12,6 @@
 //! a web page of another site cannot use it.
 //!
 //! - [`Server`], [`Config`]: bind, run, stop.
-//! - [`keys`]: API keys in a file, kept as hashes.
-//! - [`tls`]: certificates, for addresses that other machines reach.
 //! - [`Upstreams`]: other servers, whose models are listed with the own ones.
 //! - [`Journals`]: the replies of streamed responses. Events have ids. A disconnected client sends
 //!   the same request with the last id in `Last-Event-ID`, and the stream resumes after it. It can
@@ -64,10 +62,8 @@ mod facts;
 mod field;
 mod journal;
 mod json;
-pub mod keys;
 mod limits;
 mod live_requests;
-pub mod load_generator;
 mod log;
 mod metrics;
 mod model;
@@ -82,7 +78,6 @@ mod store;
 mod stream;
 mod tally;
 pub mod testing;
-pub mod tls;
 mod tool_support;
 mod unserved;
 mod upstream;

@@ -20,7 +20,7 @@ use paceline_engine::{GenerationRequest, Reply, RequestFailure, Service, Sink, T
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Sleep;
 
-use crate::keys::{ClientKey, revoked};
+use paceline_auth::keys::{ClientKey, revoked};
 use crate::metrics::Metrics;
 use crate::phase::{ServerPhase, reach};
 use crate::rejection::Rejection;

@@ -16,7 +16,7 @@ use crate::api::registry::ModelRegistry;
 use crate::config::{Config, StatusSource, Timeouts};
 use crate::connection::Acceptor;
 use crate::phase::{ServerPhase, reach};
-use crate::tls::ServerProtocol;
+use paceline_auth::tls::ServerProtocol;
 use crate::upstream::Upstreams;
 use crate::{Error, ServedModel, api, dashboard};
 

@@ -24,10 +24,12 @@ enum CrateLayer {
 use CrateLayer::{Dev, Level};
 
 /// Every crate there may be, by folder name. A new crate is entered here and in ARCHITECTURE.md.
-const LAYERS: [(&str, CrateLayer); 30] = [
+const LAYERS: [(&str, CrateLayer); 32] = [
     ("base", Level(0)),
     ("tensor", Level(1)),
     ("weights", Level(1)),
+    ("auth", Level(1)),
+    ("load-generator", Level(1)),
     ("comm", Level(1)),
     ("plan", Level(1)),
     ("store", Level(1)),
@@ -65,6 +67,7 @@ const OWNED: [(&str, &[&str]); 4] = [
         "tokio",
         &[
             "comm",
+            "auth",
             "cluster",
             "engine",
             "mapreduce",

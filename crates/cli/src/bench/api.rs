@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use paceline_serve::DEFAULT_PORT;
-use paceline_serve::load_generator::{
-    self, Arrivals, GoodputLimits, IN_FLIGHT_MAX, LoadProfile, RequestLengths, TargetServer,
-    TokenRange, object, table,
+use paceline_load_generator::{
+    Arrivals, GoodputLimits, IN_FLIGHT_MAX, LoadProfile, RequestLengths, TargetServer, TokenRange,
+    object, table,
 };
+use paceline_serve::DEFAULT_PORT;
 
 use crate::home;
 use crate::interrupt::Signals;
@@ -97,7 +97,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let load = args.load()?;
     let predicted = load.server.predicted(PATIENCE);
     let report = signals.orderly(|cancel| {
-        let report = load_generator::run(&load, Instant::now, &|| cancel.is_cancelled());
+        let report = paceline_load_generator::run(&load, Instant::now, &|| cancel.is_cancelled());
         anyhow::Ok(report)
     })?;
     print(&match args.json {

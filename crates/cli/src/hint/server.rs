@@ -2,7 +2,9 @@
 
 use std::io::ErrorKind;
 
-use paceline_serve::{Error, load_generator};
+use paceline_auth::tls;
+use paceline_load_generator as load_generator;
+use paceline_serve::Error;
 
 /// The hint for a server's error.
 pub(super) fn hint(error: &Error) -> Option<String> {
@@ -29,19 +31,14 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             }
             _ => return None,
         },
-        Error::TlsPem { what, .. } => format!(
+        Error::Tls(tls::Error::Pem { what, .. }) => format!(
             "a {what} in PEM form is text with lines of dashes; `openssl x509 -inform der` or \
              `openssl pkcs12` make it out of other forms"
         ),
-        Error::TlsPair { .. } => {
+        Error::Tls(tls::Error::Pair { .. }) => {
             "--tls-cert has the server's own certificate first, and --tls-key is its key".into()
         }
-        Error::Keys(_)
-        | Error::SetUp(_)
-        | Error::TlsRead { .. }
-        | Error::TlsWrite { .. }
-        | Error::TlsTrust { .. }
-        | Error::TlsMake(_) => return None,
+        Error::Keys(_) | Error::SetUp(_) | Error::Tls(_) => return None,
         Error::NoAddress | Error::Limit { .. } | Error::Name { .. } => {
             "`paceline up --help` explains the options".into()
         }

@@ -26,7 +26,7 @@ use crate::events::Kind;
 use crate::field::{FieldValues, FieldWarnings};
 use crate::journal::JournalHead;
 use crate::json;
-use crate::keys::{ClientKey, WatchedKeys};
+use paceline_auth::keys::{ClientKey, WatchedKeys};
 use crate::log;
 use crate::model::ServedModel;
 use crate::phase::ServerPhase;

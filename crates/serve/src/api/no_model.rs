@@ -19,7 +19,7 @@ use crate::Error;
 use crate::access::{ClientIdentity, check_origin};
 use crate::config::{Config, StatusSource};
 use crate::connection::ConnectionHandle;
-use crate::keys::WatchedKeys;
+use paceline_auth::keys::WatchedKeys;
 use crate::metrics::{OPEN_METRICS, facts_text};
 use crate::rejection::{ErrorStyle, Rejection};
 use crate::unserved::UnservedModels;

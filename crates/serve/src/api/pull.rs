@@ -27,7 +27,7 @@ use super::no_model::Idle;
 use super::{App, json_response};
 use crate::config::{Config, PULLS_MAX, PullStep, Puller};
 use crate::field::FieldValues;
-use crate::keys::{ClientKey, revoked};
+use paceline_auth::keys::{ClientKey, revoked};
 use crate::rejection::Rejection;
 
 /// Maximum unread steps; the pull blocks then.

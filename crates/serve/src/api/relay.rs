@@ -37,7 +37,7 @@ use super::{ENDPOINTS, json_response, shares};
 use crate::access::ClientIdentity;
 use crate::concurrency::{ConcurrencyLimit, ConcurrencyPermit};
 use crate::field::clip;
-use crate::keys::revoked;
+use paceline_auth::keys::revoked;
 use crate::live_requests::ProgressUpdater;
 use crate::phase::{ServerPhase, reach};
 use crate::rejection::{ErrorStyle, Rejection};
@@ -381,7 +381,7 @@ impl RelayContext {
 fn early_end(
     limit: Duration,
     mut phase: watch::Receiver<ServerPhase>,
-    key: Option<crate::keys::ClientKey>,
+    key: Option<paceline_auth::keys::ClientKey>,
 ) -> EarlyEnd {
     let limit_s = limit.as_secs();
     let deadline = sleep(limit);

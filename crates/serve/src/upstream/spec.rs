@@ -11,7 +11,7 @@ use std::sync::Arc;
 use axum::http::Uri;
 use tokio_rustls::rustls::ClientConfig;
 
-use crate::tls::client_config;
+use paceline_auth::tls::client_config;
 
 /// Maximum bytes of a key file. Keys of common servers have some hundred.
 const KEY_BYTES_MAX: u64 = 8 << 10;
@@ -39,7 +39,7 @@ pub enum SpecError {
     KeyText { path: PathBuf },
     /// The certificates of the server are unusable.
     #[error(transparent)]
-    Certificate(#[from] crate::Error),
+    Certificate(#[from] paceline_auth::tls::Error),
 }
 
 /// Whether an upstream may answer for a model that the cluster serves under the same name. Its

@@ -1,6 +1,6 @@
 //! Hosts, origins and keys over the wire.
 
-use paceline_serve::keys::{KeyRole, Keys};
+use paceline_auth::keys::{KeyRole, Keys};
 use paceline_serve::{Config, Error, HttpServer};
 use std::sync::Arc;
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use paceline_auth::keys::{KeyRole, Keys};
 use paceline_serve::events::{EVENTS_MAX, Kind};
-use paceline_serve::keys::{KeyRole, Keys};
 use paceline_serve::{Config, DashboardConfig, HttpServer, StatusSource};
 use serde_json::{Value, json};
 

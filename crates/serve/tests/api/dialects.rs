@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use paceline_auth::keys::{KeyRole, Keys};
 use paceline_engine::Finish;
-use paceline_serve::keys::{KeyRole, Keys};
 use paceline_serve::{PullStep, Puller, Removal, Remover};
 use serde_json::{Value, json};
 

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use paceline_engine::{Finish, RequestFailure};
-use paceline_serve::load_generator::{
-    self, Arrivals, GoodputLimits, LoadProfile, Report, RequestLengths, TargetServer,
+use paceline_load_generator::{
+    Arrivals, GoodputLimits, LoadProfile, Report, RequestLengths, TargetServer,
 };
 
 use crate::client::PATIENCE;
@@ -27,7 +27,7 @@ fn load_of(rig: &Rig, arrivals: Arrivals) -> LoadProfile {
 }
 
 fn run(load: &LoadProfile) -> Report {
-    load_generator::run(load, Instant::now, &|| false)
+    paceline_load_generator::run(load, Instant::now, &|| false)
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn a_cancelled_run_sends_no_more() {
         Arrivals::Closed { clients: 1 },
         Arrivals::Poisson { per_s: 0.001 },
     ] {
-        let report = load_generator::run(&load_of(&rig, arrivals), Instant::now, &|| true);
+        let report = paceline_load_generator::run(&load_of(&rig, arrivals), Instant::now, &|| true);
         assert_eq!(report.requests, 0);
     }
     assert_eq!(rig.service.requests().len(), 0);

@@ -5,8 +5,8 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
+use paceline_auth::keys::{KeyRole, Keys};
 use paceline_engine::{Finish, State};
-use paceline_serve::keys::{KeyRole, Keys};
 
 use crate::client::{PATIENCE, connect, raw, receive};
 use crate::rig::{CHAT, Rig, chat_body, refusal};

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use paceline_auth::keys::{KeyRole, Keys};
 use paceline_engine::{Finish, Service};
-use paceline_serve::keys::{KeyRole, Keys};
 use paceline_serve::{
     Config, HttpServer, JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome,
     ModelRegistry, StatusSource,

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use paceline_serve::tls::{CertificateNames, OwnCertificate, ServerProtocol};
+use paceline_auth::tls::{CertificateNames, OwnCertificate, ServerProtocol};
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};

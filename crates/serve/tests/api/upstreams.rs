@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
+use paceline_auth::keys::{KeyRole, Keys};
 use paceline_engine::{Finish, Service, State};
-use paceline_serve::keys::{KeyRole, Keys};
 use paceline_serve::{
     Config, HttpServer, ServedModel, StatusSource, UpstreamArg, UpstreamSpec, Upstreams,
 };

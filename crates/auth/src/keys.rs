@@ -384,37 +384,37 @@ fn stamp(path: &Path) -> KeyFileStamp {
 
 /// The keys of a file, read again when it changes.
 #[derive(Debug)]
-pub(crate) struct WatchedKeys {
+pub struct WatchedKeys {
     current: Mutex<(KeyFileStamp, Keys)>,
 }
 
 impl WatchedKeys {
     /// # Errors
     /// The errors of [`Keys::open`].
-    pub(crate) fn open(path: &Path) -> Result<Self, Error> {
+    pub fn open(path: &Path) -> Result<Self, Error> {
         let current = Mutex::new((stamp(path), Keys::open(path)?));
         Ok(Self { current })
     }
 
     /// The id of `key`, if it is in the file now. An unreadable file admits no key. Cost: a stat of
     /// the file, and a hash per key.
-    pub(crate) fn id_of(&self, key: &str) -> Option<String> {
+    pub fn id_of(&self, key: &str) -> Option<String> {
         self.with_current(|keys| keys.id_of(key).map(str::to_owned))
     }
 
     /// Whether the file still has the key with this id. Cost: a stat of the file.
-    pub(crate) fn has(&self, id: &str) -> bool {
+    pub fn has(&self, id: &str) -> bool {
         self.with_current(|keys| keys.list().any(|info| info.id == id))
     }
 
     /// Whether the key with this id is an admin's. Cost: a stat of the file.
-    pub(crate) fn is_admin(&self, id: &str) -> bool {
+    pub fn is_admin(&self, id: &str) -> bool {
         let is_it = |info: &KeyInfo| info.id == id && info.role == KeyRole::Admin;
         self.with_current(|keys| keys.list().any(is_it))
     }
 
     /// Number of keys now.
-    pub(crate) fn count(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.with_current(|keys| keys.list().count())
     }
 
@@ -433,14 +433,14 @@ impl WatchedKeys {
 
 /// The key of a request; its response ends when the key is revoked.
 #[derive(Clone, Debug)]
-pub(crate) struct ClientKey {
-    pub(crate) keys: Arc<WatchedKeys>,
-    pub(crate) id: String,
+pub struct ClientKey {
+    pub keys: Arc<WatchedKeys>,
+    pub id: String,
 }
 
 impl ClientKey {
     /// Whether the key was revoked.
-    pub(crate) fn is_revoked(&self) -> bool {
+    pub fn is_revoked(&self) -> bool {
         !self.keys.has(&self.id)
     }
 }
@@ -450,7 +450,7 @@ impl ClientKey {
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Waits until the key is revoked; for ever without a key.
-pub(crate) async fn revoked(key: Option<&ClientKey>) {
+pub async fn revoked(key: Option<&ClientKey>) {
     let Some(key) = key else {
         return std::future::pending().await;
     };

@@ -10,6 +10,7 @@
 //! certificates: API keys authenticate them. The crypto provider is named at each use, because
 //! rustls panics where it has to choose among several.
 
+mod error;
 mod self_signed;
 mod stream;
 
@@ -30,10 +31,9 @@ use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::{ClientConfig, Error as TlsError, RootCertStore, ServerConfig};
 
-use crate::Error;
-
+pub use error::Error;
 pub use self_signed::{CertificateNames, OwnCertificate, RenewalReason};
-pub(crate) use stream::{ClientStream, StallGuard};
+pub use stream::{ClientStream, StallGuard};
 
 /// First byte of a TLS connection: the type of a record with a handshake (RFC 8446, section 5.1).
 /// No method of HTTP begins with it.
@@ -64,7 +64,7 @@ pub enum ServerProtocol {
 
 impl ServerProtocol {
     /// The URL scheme for clients of the address `bound`.
-    pub(crate) fn scheme(&self, bound: SocketAddr) -> &'static str {
+    pub fn scheme(&self, bound: SocketAddr) -> &'static str {
         match self {
             Self::Plain => "http",
             Self::TlsOffLoopback(_) if is_loopback(bound) => "http",
@@ -77,11 +77,7 @@ impl ServerProtocol {
     ///
     /// # Errors
     /// The client left, has no common TLS parameters, or was rejected for plain HTTP.
-    pub(crate) async fn accept(
-        &self,
-        stream: TcpStream,
-        patience: Duration,
-    ) -> io::Result<ClientStream> {
+    pub async fn accept(&self, stream: TcpStream, patience: Duration) -> io::Result<ClientStream> {
         let (identity, may_be_plain) = match self {
             Self::Plain => return Ok(ClientStream::Plain(StallGuard::new(stream, patience))),
             Self::TlsOffLoopback(identity) => (identity, is_loopback(stream.local_addr()?)),
@@ -151,11 +147,11 @@ impl TlsIdentity {
     /// PKCS #1 or SEC 1), both in PEM form.
     ///
     /// # Errors
-    /// [`Error::TlsRead`], [`Error::TlsPem`], and [`Error::TlsPair`] for a key of another
+    /// [`Error::Read`], [`Error::Pem`], and [`Error::Pair`] for a key of another
     /// certificate.
     pub fn from_files(certificate: &Path, key: &Path) -> Result<Self, Error> {
         let (chain, private) = (read_chain(certificate)?, read_key(key)?);
-        Self::new(chain, private).map_err(|source| Error::TlsPair {
+        Self::new(chain, private).map_err(|source| Error::Pair {
             certificate: certificate.to_owned(),
             key: key.to_owned(),
             source,
@@ -192,8 +188,8 @@ impl TlsIdentity {
 /// Settings of a client that trusts the certificates in the file, else the public authorities.
 ///
 /// # Errors
-/// [`Error::TlsRead`], [`Error::TlsPem`], [`Error::TlsTrust`].
-pub(crate) fn client_config(certificates: Option<&Path>) -> Result<Arc<ClientConfig>, Error> {
+/// [`Error::Read`], [`Error::Pem`], [`Error::Trust`].
+pub fn client_config(certificates: Option<&Path>) -> Result<Arc<ClientConfig>, Error> {
     let mut roots = RootCertStore::empty();
     match certificates {
         None => roots.extend(webpki_roots::TLS_SERVER_ROOTS.iter().cloned()),
@@ -203,12 +199,12 @@ pub(crate) fn client_config(certificates: Option<&Path>) -> Result<Arc<ClientCon
                 .map(|it| roots.add(it))
                 .collect::<Result<Vec<()>, _>>();
             let path = path.to_owned();
-            added.map_err(|source| Error::TlsTrust { path, source })?;
+            added.map_err(|source| Error::Trust { path, source })?;
         }
     }
     let builder = ClientConfig::builder_with_provider(provider());
     let builder = builder.with_safe_default_protocol_versions();
-    let builder = builder.map_err(|error| Error::SetUp(io::Error::other(error)))?;
+    let builder = builder.map_err(Error::SetUp)?;
     let mut config = builder.with_root_certificates(roots).with_no_client_auth();
     config.alpn_protocols = vec![PROTOCOL.to_vec()];
     Ok(Arc::new(config))
@@ -236,12 +232,12 @@ fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, Error> {
 
 fn pem_error(path: &Path, what: &'static str, source: pem::Error) -> Error {
     let path = path.to_owned();
-    Error::TlsPem { path, what, source }
+    Error::Pem { path, what, source }
 }
 
 /// Reads at most [`MAX_FILE_BYTES`]; a truncated file is not valid PEM.
 fn read(path: &Path) -> Result<Vec<u8>, Error> {
-    let failed = |source| Error::TlsRead {
+    let failed = |source| Error::Read {
         path: path.to_owned(),
         source,
     };
@@ -297,12 +293,12 @@ mod tests {
             (error.to_string(), error)
         };
         let (text, pair) = error(&certificate, &key);
-        assert!(matches!(pair, Error::TlsPair { .. }), "{pair:?}");
+        assert!(matches!(pair, Error::Pair { .. }), "{pair:?}");
         assert!(text.contains("two/key.pem"), "{text}");
         let (text, swapped) = error(&key, &certificate);
-        assert!(matches!(swapped, Error::TlsPem { .. }), "{swapped:?}");
+        assert!(matches!(swapped, Error::Pem { .. }), "{swapped:?}");
         assert!(text.contains("two/key.pem: no certificate"), "{text}");
         let (_, none) = error(&dir.path().join("none"), &key);
-        assert!(matches!(none, Error::TlsRead { .. }), "{none:?}");
+        assert!(matches!(none, Error::Read { .. }), "{none:?}");
     }
 }

@@ -24,8 +24,8 @@ use tokio_rustls::rustls::client::danger::ServerCertVerifier;
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use tokio_rustls::rustls::{CertificateError, Error as TlsError, RootCertStore};
 
+use super::Error;
 use super::{TlsIdentity, provider, read_chain};
-use crate::Error;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -80,7 +80,7 @@ impl OwnCertificate {
     /// folder gets `cert.pem` of mode 0644 and `key.pem` of mode 0600.
     ///
     /// # Errors
-    /// [`Error::TlsRead`], [`Error::TlsWrite`], [`Error::TlsMake`].
+    /// [`Error::Read`], [`Error::Write`], [`Error::Make`].
     pub fn open(folder: &Path, names: &CertificateNames, now_unix_s: u64) -> Result<Self, Error> {
         let files = CertificateFiles::of(folder);
         let made = match files.open() {
@@ -111,7 +111,7 @@ impl OwnCertificate {
 /// The reason to replace an unusable identity; passes other errors on.
 fn reason(error: Error) -> Result<RenewalReason, Error> {
     match error {
-        Error::TlsRead { path, source } if source.kind() == io::ErrorKind::NotFound => {
+        Error::Read { path, source } if source.kind() == io::ErrorKind::NotFound => {
             let is_key = path.ends_with(KEY);
             Ok(if is_key {
                 RenewalReason::Unusable
@@ -119,7 +119,7 @@ fn reason(error: Error) -> Result<RenewalReason, Error> {
                 RenewalReason::First
             })
         }
-        Error::TlsPem { .. } | Error::TlsPair { .. } => Ok(RenewalReason::Unusable),
+        Error::Pem { .. } | Error::Pair { .. } => Ok(RenewalReason::Unusable),
         other => Err(other),
     }
 }
@@ -175,9 +175,9 @@ impl CertificateFiles {
     }
 
     fn make(&self, names: &CertificateNames, now_unix_s: u64) -> Result<(), Error> {
-        let key = KeyPair::generate().map_err(Error::TlsMake)?;
-        let params = params(names, &key, now_unix_s).map_err(Error::TlsMake)?;
-        let certificate = params.self_signed(&key).map_err(Error::TlsMake)?;
+        let key = KeyPair::generate().map_err(Error::Make)?;
+        let params = params(names, &key, now_unix_s).map_err(Error::Make)?;
+        let certificate = params.self_signed(&key).map_err(Error::Make)?;
         let made = fs::create_dir_all(&self.folder);
         made.map_err(|source| write_error(&self.folder, source))?;
         self.write(&self.key, &key.serialize_pem(), 0o600)?;
@@ -203,7 +203,7 @@ impl CertificateFiles {
 
 fn write_error(path: &Path, source: io::Error) -> Error {
     let path = path.to_owned();
-    Error::TlsWrite { path, source }
+    Error::Write { path, source }
 }
 
 /// Fields of the certificate: as Apple requires of servers, and not an authority. rustls accepts no

@@ -13,7 +13,7 @@ use tokio_rustls::server::TlsStream;
 /// A TCP stream with a write timeout: it fails when the peer reads nothing for a while. It is below
 /// TLS, whose own buffer hides how much the peer has read.
 #[derive(Debug)]
-pub(crate) struct StallGuard {
+pub struct StallGuard {
     stream: TcpStream,
     patience: Duration,
     /// Runs while a write is pending.
@@ -21,7 +21,7 @@ pub(crate) struct StallGuard {
 }
 
 impl StallGuard {
-    pub(crate) const fn new(stream: TcpStream, patience: Duration) -> Self {
+    pub const fn new(stream: TcpStream, patience: Duration) -> Self {
         Self {
             stream,
             patience,
@@ -93,7 +93,7 @@ impl AsyncWrite for StallGuard {
 /// The byte stream of a client. A client that ends TLS without `close_notify` has left: reads fail,
 /// where a plain half-closed client may still wait for its response.
 #[derive(Debug)]
-pub(crate) enum ClientStream {
+pub enum ClientStream {
     Plain(StallGuard),
     Tls(Box<TlsStream<StallGuard>>),
 }
@@ -104,7 +104,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Duplex for T {}
 
 impl ClientStream {
     /// `http` or `https`.
-    pub(crate) const fn scheme(&self) -> &'static str {
+    pub const fn scheme(&self) -> &'static str {
         match self {
             Self::Plain(_) => "http",
             Self::Tls(_) => "https",
@@ -112,7 +112,7 @@ impl ClientStream {
     }
 
     /// Takes the pending socket error.
-    pub(crate) fn take_error(&self) -> io::Result<Option<io::Error>> {
+    pub fn take_error(&self) -> io::Result<Option<io::Error>> {
         let socket = match self {
             Self::Plain(socket) => socket,
             Self::Tls(stream) => stream.get_ref().0,
@@ -125,7 +125,7 @@ impl ClientStream {
     ///
     /// # Errors
     /// The client is gone, or its buffer is full.
-    pub(crate) fn say(&mut self, words: &[u8], cx: &mut Context<'_>) -> io::Result<()> {
+    pub fn say(&mut self, words: &[u8], cx: &mut Context<'_>) -> io::Result<()> {
         match self {
             Self::Plain(socket) => socket.stream.try_write(words).map(drop),
             Self::Tls(stream) => {

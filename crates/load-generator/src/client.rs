@@ -278,7 +278,7 @@ fn message(text: &str) -> String {
 }
 
 /// Parses `bytes` as server-sent events and as an error body, for fuzzing.
-pub(crate) fn parse(bytes: &[u8], now: fn() -> Instant) {
+pub fn parse(bytes: &[u8], now: fn() -> Instant) {
     let mut stream = SseReader::new(now(), now);
     if stream.read(bytes).is_ok() {
         let _ = stream.end();

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use client::{LoadClient, LoadOutcome};
 use jobs::TimedRequest;
 
-pub(crate) use client::parse;
+pub use client::parse;
 pub use client::{PredictedSpeed, TargetServer, trust};
 pub use jobs::{RequestLengths, TokenRange};
 pub use output::{object, table};
