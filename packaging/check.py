@@ -119,12 +119,16 @@ class Checks:
         return head + f"\0GLIBC_{glibc}\0".encode()
 
     def formula(self):
-        """Homebrew's formula names the archive and its hash"""
-        source = self.folder / "paceline.tar.gz"
-        source.write_bytes(b"sources")
-        text = make.formula(source, "https://example.com/paceline.tar.gz", self.folder).read_text()
+        """Homebrew's formula names the archives and their hashes"""
+        systems = ("darwin-arm64", "linux-x86_64", "linux-aarch64")
+        for system in systems:
+            (self.folder / f"paceline-{make.version()}-{system}.tar.gz").write_text(system)
+        text = make.formula(self.folder, "https://example.com/releases/download/v1").read_text()
         assert not re.search(r"@[A-Z0-9]+@", text), text
-        assert hashlib.sha256(b"sources").hexdigest() in text and f'"{make.version()}"' in text, text
+        assert 'homepage "https://example.com"' in text and f'"{make.version()}"' in text, text
+        for system in systems:
+            assert re.search(rf'v1/paceline-[0-9.]+-{system}.tar.gz"\n +sha256 "'
+                             + hashlib.sha256(system.encode()).hexdigest(), text), text
         if shutil.which("ruby"):
             run("ruby", "-c", self.folder / "paceline.rb")
 

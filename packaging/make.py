@@ -60,10 +60,14 @@ def glibc(program: Path) -> str:
 
 
 def strip(path: Path, *options: str) -> None:
-    """Removes symbols where this machine's tool knows the processor; they only cost space."""
-    if shutil.which("strip"):
+    """Removes symbols where this machine's tool knows the processor; they only cost space. On a Mac it would
+    break the signature."""
+    if shutil.which("strip") and sys.platform != "darwin":
         subprocess.run(["strip", *options, path], stderr=subprocess.DEVNULL, check=False)
 
+
+#: The public key that signs releases, and what installs and removes them: `lib/paceline` has both.
+KEY, INSTALLER = ROOT / "packaging/release.pub", ROOT / "packaging/install.sh"
 
 #: A folder beside a program whose files become `lib/paceline` of the prefix: MLX's C layer.
 OWN = "paceline-lib"
@@ -92,8 +96,7 @@ def stage(binary: Path, tool: Path, folder: Path) -> None:
         (places[shell] / name).write_text(run(tool, "completions", shell))
     shutil.copy(ROOT / "LICENSE", places["doc"] / "copyright")
     shutil.copy(ROOT / "CHANGELOG.md", places["doc"])
-    library = binary.parent / "libpaceline_c.so"
-    if library.exists():
+    for library in binary.parent.glob("libpaceline_c.[sd][oy]*"):
         shutil.copy(library, places["lib"])
         strip(places["lib"] / library.name, "--strip-unneeded")
         shutil.copy(ROOT / "crates/capi/include/paceline.h", places["include"])
@@ -101,6 +104,19 @@ def stage(binary: Path, tool: Path, folder: Path) -> None:
         shutil.copytree(binary.parent / OWN, places["lib"] / "paceline")
     for place in sorted(folder.rglob("*")):
         os.utime(place, (epoch(), epoch()))
+
+
+def installed_tarball(folder: Path, *about) -> Path:
+    """The archive for install.sh, which has that script and the key that signs releases too."""
+    own = folder / "usr/lib/paceline"
+    own.mkdir(exist_ok=True)
+    added = [Path(shutil.copy(file, own)) for file in (KEY, INSTALLER) if file.is_file()]
+    made = tarball(folder, *about)
+    for file in added:
+        file.unlink()
+    if not any(own.iterdir()):
+        own.rmdir()
+    return made
 
 
 def tarball(folder: Path, arch: str, out: Path, name: str = "paceline", system: str | None = None) -> Path:
@@ -210,15 +226,34 @@ def sbom(out: Path) -> Path:
     return target
 
 
-def formula(source: Path, url: str, out: Path) -> Path:
-    """Homebrew's formula for an archive of the sources that is published at `url`."""
-    text = (ROOT / "packaging/homebrew/paceline.rb.in").read_text()
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()
-    for name, value in (("URL", url), ("SHA256", digest), ("VERSION", version())):
+def filled(template: Path, target: Path, **values: str) -> Path:
+    """Writes `template` with each `@NAME@` replaced; a name without a value stays."""
+    text = template.read_text()
+    for name, value in values.items():
         text = text.replace(f"@{name}@", value)
-    target = out / "paceline.rb"
     target.write_text(text)
+    shutil.copymode(template, target)
     return target
+
+
+def formula(out: Path, url: str) -> Path:
+    """Homebrew's formula for the archives in `out`, which will be published at `url`."""
+    systems = {"darwin-arm64": "on_macos", "linux-x86_64": "on_intel", "linux-aarch64": "on_arm"}
+    blocks = {}
+    for system, block in systems.items():
+        archive = out / f"paceline-{version()}-{system}.tar.gz"
+        if archive.is_file():
+            digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+            blocks[system] = f'''  {block} do
+    url "{url}/{archive.name}"
+    sha256 "{digest}"
+  end
+'''
+    linux = "".join(text for system, text in blocks.items() if system.startswith("linux"))
+    if linux:
+        linux = "  on_linux do\n" + "".join(f"  {line}\n" for line in linux.splitlines()) + "  end\n"
+    return filled(ROOT / "packaging/homebrew/paceline.rb.in", out / "paceline.rb", VERSION=version(),
+                  HOMEPAGE=url.partition("/releases")[0], ARCHIVES=blocks.get("darwin-arm64", "") + linux)
 
 
 def main() -> None:
@@ -227,8 +262,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "target/packages")
     parser.add_argument("--arch", default=platform.machine(), help="processor of BINARY, such as aarch64")
     parser.add_argument("--tool", type=Path, help="a paceline of this machine [default: BINARY]")
-    parser.add_argument("--source", type=Path, help="archive of the sources, for Homebrew's formula")
-    parser.add_argument("--source-url", help="where that archive is published")
     arguments = parser.parse_args()
     binary, out = arguments.binary.resolve(), arguments.out.resolve()
     if not binary.is_file():
@@ -236,9 +269,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     folder = out / "stage"
     stage(binary, (arguments.tool or binary).resolve(), folder)
-    made = [tarball(folder, arguments.arch, out), sbom(out)]
-    if arguments.source and arguments.source_url:
-        made.append(formula(arguments.source, arguments.source_url, out))
+    made = [installed_tarball(folder, arguments.arch, out), sbom(out)]
     for name, tool, make in (("deb", "dpkg-deb", deb), ("rpm", "rpmbuild", rpm)):
         if shutil.which(tool):
             made.append(make(folder, arguments.arch, out))

@@ -1,6 +1,12 @@
-"""Builds what is published: programs and wheels for Linux on x86-64 and AArch64, and their packages.
+"""Builds what is published: programs and wheels for Linux on x86-64 and AArch64, their packages and images,
+and what installs them.
 
     python packaging/release.py [--arch x86_64 --arch aarch64] [--out target/publish] [--twice]
+    python packaging/release.py --finish --url https://HOST/OWNER/NAME/releases --sign KEY
+
+The second form makes what lists the other files, in a folder that has archives of other machines too:
+install.sh, Homebrew's formula, the page's text, SHA256SUMS and its signature by minisign. The first form
+ends with the same, without an address and without a signature unless they are given.
 
 `cargo xtask release` runs it in an environment with cargo-zigbuild, maturin, wheel and Zig
 (`scripts/package/requirements-release.txt`). Zig links against glibc 2.28, whatever this machine has, so
@@ -27,6 +33,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import image
 import layer
 import make
 
@@ -76,7 +83,7 @@ def build(root: Path, arch: str) -> Path:
     """Program and C library of `root`; the folder where both lie."""
     say("cargo", "zigbuild", "--release", "--locked", "--target-dir", root / "target/zig",
         "--target", f"{target(arch)}.{GLIBC[0]}.{GLIBC[1]}", "-p", "paceline-cli", "-p", "paceline-capi",
-        "--bin", "paceline", "--lib", cwd=root, env=environment(root))
+        "--features", "paceline-cli/gpu", "--bin", "paceline", "--lib", cwd=root, env=environment(root))
     return root / "target/zig" / target(arch) / "release"
 
 
@@ -173,19 +180,38 @@ def check_wheel(path: Path, arch: str) -> None:
         assert machine(archive.read(next(name for name in names if name.endswith(".so"))))
 
 
-Skip = layer.Skip
+Skip = (layer.Skip, image.Skip)
 
 
 def check_runs(program: Path, arch: str) -> None:
     """The program says its version, in an emulator where it is for another processor."""
     command = [program, "version"]
+    command = emulated(arch, command)
+    said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=LIMIT).stdout
+    assert said == f"paceline {make.version()}\n", said
+
+
+def emulated(arch: str, command: list) -> list:
+    """The command, by an emulator where it is for another processor."""
     if arch != platform.machine():
         emulator, libraries = shutil.which(f"qemu-{arch}"), Path(f"/usr/{arch}-linux-gnu")
         if not emulator or not libraries.is_dir():
-            raise Skip(f"qemu-{arch} or {libraries} is missing")
+            raise layer.Skip(f"qemu-{arch} or {libraries} is missing")
         command = [emulator, "-L", libraries, *command]
-    said = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, timeout=LIMIT).stdout
-    assert said == f"paceline {make.version()}\n", said
+    return command
+
+
+def check_gpu(program: Path, arch: str) -> None:
+    """The program has the feature `gpu`: without it, `--device gpu` is refused by that name."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "x.f32")
+        file.write_bytes(struct.pack("<4f", 1, 2, 3, 4))
+        command = [program, "mapreduce", "reduce", "sum", file, "--raw", "f32", "--device", "gpu"]
+        done = subprocess.run([str(word) for word in emulated(arch, command)], text=True, check=False,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT)
+    assert "feature" not in done.stdout, done.stdout
+
+
 
 
 def publish(root: Path, arch: str, out: Path, tool: Path | None) -> Path:
@@ -209,10 +235,59 @@ def everything(root: Path, archs: list[str], out: Path) -> dict[str, Path]:
     for arch in sorted(archs, key=lambda arch: arch != own):
         tool = None if arch == own else programs.get(own, root / "target/release/paceline")
         programs[arch] = publish(root, arch, out, tool)
+        archive = out / f"paceline-{make.version()}-linux-{arch}.tar.gz"
+        report(f"an image for {arch}", image.image, archive, arch,
+               out / f"paceline-{make.version()}-{arch}.oci.tar")
     report("MLX's C layer for macOS", darwin_layer, out)
+    return programs
+
+
+#: Made by `finish` out of the others.
+FINISHED = ("release.pub", "install.sh", "paceline.rb", "NOTES.md", "SHA256SUMS", "SHA256SUMS.minisig")
+
+
+def finish(out: Path, url: str | None, secret: Path | None) -> None:
+    """What lists the other files: install.sh, formula, text of the page, checksums, signature."""
+    for name in FINISHED:
+        (out / name).unlink(missing_ok=True)
+    key = None
+    if make.KEY.is_file():
+        shutil.copy(make.KEY, out)
+        key = make.KEY.read_text().splitlines()[1]
+    values = {"FROM": url and f"{url}/latest/download", "KEY": key}
+    make.filled(make.INSTALLER, out / "install.sh", **{name: value for name, value in values.items() if value})
+    if url:
+        make.formula(out, f"{url}/download/v{make.version()}")
+    notes(out, url)
     lines = [f"{sum_}  {name}\n" for name, sum_ in sums(out).items()]
     (out / "SHA256SUMS").write_text("".join(lines))
-    return programs
+    if secret:
+        assert key, f"{make.KEY} is missing: programs would not know the key"
+        make.run("minisign", "-S", "-s", secret, "-m", out / "SHA256SUMS", "-t", f"paceline {make.version()}")
+        make.run("minisign", "-V", "-p", make.KEY, "-m", out / "SHA256SUMS")
+
+
+def notes(out: Path, url: str | None) -> None:
+    """The text of a release's page: how to install, what to run first, and what has changed."""
+    install = f"curl -fsSL {url}/latest/download/install.sh | sh" if url else "sh install.sh"
+    changes = (make.ROOT / "CHANGELOG.md").read_text()
+    own = re.search(rf"^## (?:{re.escape(make.version())}|Unreleased)\b.*?\n(.*?)(?=^## |\Z)", changes, re.S | re.M)
+    (out / "NOTES.md").write_text(f"""## Install or upgrade
+
+```
+{install}
+paceline doctor        # what this machine has, what is missing, what mends it
+paceline selftest      # known answers on each engine; its report can be posted
+paceline upgrade       # later, on one machine: all machines of its cluster, one after the other
+```
+
+Linux with glibc 2.28 or later on x86-64 and AArch64, macOS 14 on Apple silicon. `SHA256SUMS` has the hash
+of each file; `minisign -V -p release.pub -m SHA256SUMS` checks its signature.
+
+## Changes
+
+{own[1].strip() if own else ""}
+""")
 
 
 def darwin_layer(out: Path) -> None:
@@ -225,21 +300,22 @@ def darwin_layer(out: Path) -> None:
 
 def sums(out: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(out.iterdir()) if path.is_file() and path.name != "SHA256SUMS"}
+            for path in sorted(out.iterdir()) if path.is_file() and not path.name.startswith("SHA256SUMS")}
 
 
 def check_twice(archs: list[str], out: Path) -> None:
     """A clone in another folder gives the same files."""
     dirty = make.run("git", "-C", ROOT, "status", "--porcelain", "--untracked-files=no").strip()
     if dirty:
-        raise Skip("the work tree has changes that no clone would have")
+        raise layer.Skip("the work tree has changes that no clone would have")
     again = ROOT / "target/again/at/another/depth"
     shutil.rmtree(again, ignore_errors=True)
     again.parent.mkdir(parents=True, exist_ok=True)
     make.run("git", "clone", "--quiet", "--shared", ROOT, again)
     everything(again, archs, again / "target/publish")
     one, two = sums(out), sums(again / "target/publish")
-    unlike = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
+    unlike = sorted(name for name in one.keys() | two.keys()
+                    if one.get(name) != two.get(name) and name not in FINISHED)
     assert not unlike, f"other bytes: {', '.join(unlike)}"
     shutil.rmtree(again)
 
@@ -263,16 +339,24 @@ def main() -> None:
     parser.add_argument("--arch", action="append", choices=sorted(MACHINES))
     parser.add_argument("--out", type=Path, default=ROOT / "target/publish")
     parser.add_argument("--twice", action="store_true")
+    parser.add_argument("--finish", action="store_true", help="build nothing")
+    parser.add_argument("--url", help="page of the releases")
+    parser.add_argument("--sign", type=Path, metavar="KEY", help="minisign's secret key, without a password")
     arguments = parser.parse_args()
     archs, out = arguments.arch or ["x86_64", "aarch64"], arguments.out.resolve()
-    programs = everything(ROOT, archs, out)
-    passed = []
+    programs = {} if arguments.finish else everything(ROOT, archs, out)
+    passed = [report("checksums, install.sh and the page's text", finish, out, arguments.url, arguments.sign)]
     for arch, program in programs.items():
         made = next(out.glob(f"*manylinux_*_{arch}.whl"), Path("no wheel"))
         passed += [report(f"the wheel for {arch} is a manylinux_2_28", check_wheel, made, arch),
                    report(f"the program for {arch} asks for glibc 2.28 at most", check_elf, "paceline",
                           program.read_bytes(), arch),
-                   report(f"the program for {arch} runs", check_runs, program, arch)]
+                   report(f"the program for {arch} runs", check_runs, program, arch),
+                   report(f"the program for {arch} has array jobs on GPUs", check_gpu, program, arch)]
+        if arch == platform.machine():
+            with tempfile.TemporaryDirectory() as folder:
+                made = out / f"paceline-{make.version()}-{arch}.oci.tar"
+                passed.append(report("the image's program runs", image.check, made, Path(folder)))
     if arguments.twice:
         passed.append(report("a second build elsewhere has the same bytes", check_twice, archs, out))
     print(json.dumps(sums(out), indent=1))
