@@ -1,9 +1,8 @@
 //! Errors of model measurements.
 
-use std::io;
-use std::process::ExitStatus;
-
 use paceline_engine::RequestFailure;
+use paceline_process::Ending;
+use std::io;
 
 /// Why a model cannot be measured.
 #[derive(Debug, thiserror::Error)]
@@ -28,11 +27,8 @@ pub enum Error {
         name: &'static str,
         source: io::Error,
     },
-    #[error("{name} did not run ({status}), its message is above")]
-    PeerEnded {
-        name: &'static str,
-        status: ExitStatus,
-    },
+    #[error("{name} {ending}, its message is above")]
+    PeerEnded { name: &'static str, ending: Ending },
     #[error("the answer of {name}'s script is not two numbers")]
     PeerAnswer {
         name: &'static str,

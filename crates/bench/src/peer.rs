@@ -1,9 +1,10 @@
 //! llama.cpp and mlx-lm as their maintainers build them, driven by the scripts in the tree.
 
 use std::ffi::{OsStr, OsString};
-use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
+
+use paceline_process::{Ending, Program};
 
 use crate::Error;
 
@@ -30,9 +31,7 @@ pub struct PeerRun {
 #[derive(Debug)]
 pub struct PeerProcess {
     name: &'static str,
-    child: Child,
-    requests: ChildStdin,
-    answers: BufReader<ChildStdout>,
+    program: Program,
 }
 
 impl PeerProcess {
@@ -65,21 +64,13 @@ impl PeerProcess {
     }
 
     fn start(name: &'static str, mut python: Command, task: PeerRun) -> Result<Self, Error> {
-        let mut child = python
+        python
             .env("PYTHONSAFEPATH", "1") // no module of the current folder
             .args(["--prompt", &task.prompt.to_string()])
-            .args(["--gen", &task.generate.to_string(), "--serve"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(|source| Error::PeerStart { name, source })?;
-        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        Ok(Self {
-            name,
-            requests: stdin.expect("piped"),
-            answers: BufReader::new(stdout.expect("piped")),
-            child,
-        })
+            .args(["--gen", &task.generate.to_string(), "--serve"]);
+        let program = Program::start(&mut python);
+        let program = program.map_err(|source| Error::PeerStart { name, source })?;
+        Ok(Self { name, program })
     }
 
     /// Name of the program.
@@ -92,28 +83,14 @@ impl PeerProcess {
     /// # Errors
     /// If the program ended, or its output is invalid.
     pub fn run(&mut self) -> Result<(f64, f64), Error> {
-        let (mut line, name) = (String::new(), self.name);
-        let sent = writeln!(self.requests).and_then(|()| self.requests.flush());
-        if sent.is_err() || self.heard(&mut line)? == 0 {
-            let ended = self.child.wait();
-            let status = ended.map_err(|source| Error::PeerLost { name, source })?;
-            return Err(Error::PeerEnded { name, status });
+        let name = self.name;
+        let sent = self.program.send_line("");
+        let line = self.program.receive_line();
+        let line = line.map_err(|source| Error::PeerLost { name, source })?;
+        if sent.is_err() || line.is_empty() {
+            let ending = self.program.wait().unwrap_or(Ending::Unknown);
+            return Err(Error::PeerEnded { name, ending });
         }
         serde_json::from_str(&line).map_err(|source| Error::PeerAnswer { name, source })
-    }
-
-    /// Reads a line of its output; returns its bytes.
-    fn heard(&mut self, line: &mut String) -> Result<usize, Error> {
-        let name = self.name;
-        let read = self.answers.read_line(line);
-        read.map_err(|source| Error::PeerLost { name, source })
-    }
-}
-
-impl Drop for PeerProcess {
-    fn drop(&mut self) {
-        // Closing its input would end the process, but it may still be loading a model.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }

@@ -10,11 +10,11 @@ pub mod nodes;
 mod rivals;
 
 use std::fmt;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, Write};
 use std::net::SocketAddr;
 use std::num::NonZeroU8;
 use std::path::PathBuf;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -24,6 +24,7 @@ use paceline_comm::{
 };
 use paceline_comm_rdma::settings::Lookup;
 use paceline_node::launcher_env;
+use paceline_process::{Ending, Program};
 use serde::{Deserialize, Serialize};
 
 use self::rivals::{RivalRanks, SumRunner, compare};
@@ -236,18 +237,6 @@ pub fn threads(args: &RankSettings) -> Result<Report> {
     })
 }
 
-/// Child processes, killed on drop.
-struct Children(Vec<Child>);
-
-impl Drop for Children {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
 /// The variant of this program's ranks, for comparisons with themselves.
 #[derive(Clone, Copy)]
 struct Kind {
@@ -257,24 +246,17 @@ struct Kind {
 
 /// The processes of one group, which have measured and wait for turns.
 struct Ranks {
-    children: Children,
-    outputs: Vec<BufReader<ChildStdout>>,
+    programs: Vec<Program>,
 }
 
 impl Ranks {
     fn start(args: &RankSettings, kind: Kind) -> Result<(Self, Report)> {
-        let (mut children, mut outputs) = (Children(Vec::new()), Vec::new());
-        for rank in 0..args.ranks {
-            let mut child = rank_command(args, kind, rank)
-                .spawn()
-                .context("cannot start a rank")?;
-            outputs.push(BufReader::new(child.stdout.take().expect("piped")));
-            children.0.push(child);
-        }
+        let start = |rank| Program::start(&mut rank_command(args, kind, rank));
+        let programs = (0..args.ranks).map(start).collect::<Result<Vec<_>, _>>();
+        let mut programs = programs.context("cannot start a rank")?;
         let mut addrs = Vec::new();
-        for output in &mut outputs {
-            let mut line = String::new();
-            output.read_line(&mut line)?;
+        for program in &mut programs {
+            let line = program.receive_line()?;
             ensure!(!line.is_empty(), "a rank ended before it had an address");
             addrs.push(line.trim().to_owned());
         }
@@ -282,7 +264,7 @@ impl Ranks {
             true => hex(tcp::GroupKey::random()?.bytes()),
             false => "-".to_owned(),
         };
-        let mut ranks = Self { children, outputs };
+        let mut ranks = Self { programs };
         let id = hex(&tcp::GroupId::random().0);
         ranks.send_line(&format!("{id} {key} {}", addrs.join(" ")))?;
         let line = ranks.receive_line().context("rank 0 reported no figures")?;
@@ -290,28 +272,26 @@ impl Ranks {
     }
 
     fn send_line(&mut self, line: &str) -> Result<()> {
-        for child in &mut self.children.0 {
-            writeln!(child.stdin.as_mut().expect("piped"), "{line}")?;
+        for program in &mut self.programs {
+            program.send_line(line)?;
         }
         Ok(())
     }
 
     /// Reads the next line of rank 0.
     fn receive_line(&mut self) -> Result<String> {
-        let mut line = String::new();
-        self.outputs[0].read_line(&mut line)?;
+        let line = self.programs[0].receive_line()?;
         ensure!(!line.is_empty(), "a rank failed, its message is above");
         Ok(line)
     }
 
     /// Closes their inputs and waits for their end.
     fn end(mut self) -> Result<()> {
-        for child in &mut self.children.0 {
-            drop(child.stdin.take());
-        }
-        for child in &mut self.children.0 {
-            let status = child.wait()?;
-            ensure!(status.success(), "a rank failed, its message is above");
+        self.programs.iter_mut().for_each(Program::close_input);
+        for program in &mut self.programs {
+            let ending = program.wait();
+            let is_fine = ending.is_some_and(Ending::is_success);
+            ensure!(is_fine, "a rank failed, its message is above");
         }
         Ok(())
     }
@@ -331,9 +311,7 @@ fn rank_command(args: &RankSettings, kind: Kind, rank: u32) -> Command {
         .args(["--max-bytes", &args.max_bytes.to_string()])
         .args(["--streams", &kind.streams.to_string()])
         .arg("--transport")
-        .arg(args.backend.name())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
+        .arg(args.backend.name());
     if let Some(force) = args.algorithm {
         command.arg("--algorithm").arg(force.name());
     }

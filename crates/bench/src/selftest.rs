@@ -77,10 +77,12 @@ pub fn part(
 /// The row about the end of a process; `is_idle`: none of its checks passed.
 fn exit(check: &str, ended: &Ended, is_idle: bool) -> Row {
     match ended.ending {
-        Ending::Exited(status) if status.success() && is_idle => {
+        Ending::Exited(status) if status.is_success() && is_idle => {
             Row::skipped(check, "none of its checks passed")
         }
-        Ending::Exited(status) if status.success() => Row::passed(check, "exit code").with(0.0, ""),
+        Ending::Exited(status) if status.is_success() => {
+            Row::passed(check, "exit code").with(0.0, "")
+        }
         _ => Row::failed(check, ended.reason()),
     }
 }

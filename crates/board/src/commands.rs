@@ -23,6 +23,7 @@ use paceline_node::context_size::{ContextBudget, KvMemory};
 use paceline_node::fleet::{
     self, Fleet, FleetSpec, LoadRequest, MakeKernels, TraceRequest, journals, leases,
 };
+use paceline_process::Program;
 use paceline_node::{DRAFTS, tunnel};
 use paceline_serve::{
     JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome, ModelRegistry, Upstreams,

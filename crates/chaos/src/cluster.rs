@@ -5,9 +5,8 @@ use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::fs::{DirEntryExt as _, FileExt as _};
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -16,6 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use paceline_cluster::nodes::agent::local;
 use paceline_model::SplitKind;
+use paceline_process::Process;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -104,7 +104,7 @@ struct NodeProcess {
     around: Vec<String>,
     api: ApiEndpoint,
     control: u16,
-    process: Option<Child>,
+    process: Option<Process>,
     /// A fault hits it in this round.
     is_hit: bool,
     /// It is leaving the cluster.
@@ -370,7 +370,10 @@ impl Cluster {
                 let bytes = file.metadata()?.len();
                 file.set_len(bytes / 2)
             }),
-            Fault::KillNode | Fault::LoseInLoad => node.kill(),
+            Fault::KillNode | Fault::LoseInLoad => {
+                node.kill();
+                Ok(())
+            }
             Fault::LeaveNode => {
                 node.leaves = true;
                 signal(&[node.pid()?], Signal::TERM)
@@ -449,7 +452,7 @@ impl Cluster {
             true => signal(&workers, Signal::KILL)?,
             false => {
                 self.nodes[victim].is_hit = true;
-                self.nodes[victim].kill()?;
+                self.nodes[victim].kill();
             }
         }
         let loaded = load.join().map_err(|_| anyhow!("a load panicked"))?;
@@ -559,7 +562,7 @@ impl Drop for Cluster {
             let _ = kill_process(pid, Signal::CONT);
         }
         for node in &mut self.nodes {
-            let _ = node.kill();
+            node.kill();
         }
         self.spaces = None; // disks first: what is on them goes with them
         if thread::panicking() {
@@ -602,7 +605,7 @@ impl NodeProcess {
         }
         let name = format!("{} leaves", self.name);
         let process = self.process.as_mut().context("it was not started")?;
-        until(limit, &name, || Ok(process.try_wait()?.is_some()))?;
+        until(limit, &name, || Ok(process.has_ended()))?;
         self.process = None;
         Ok(())
     }
@@ -677,12 +680,11 @@ impl NodeProcess {
             .arg("--with-parent")
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
-            .stderr(log)
-            .process_group(0); // Ctrl-C is for this program, which ends them
+            .stderr(log);
         if let Some(peer) = peer {
             command.args(["--peer", &peer.to_string()]);
         }
-        self.process = Some(command.spawn().context("cannot start a node")?);
+        self.process = Some(Process::start(&mut command).context("cannot start a node")?);
         Ok(())
     }
 
@@ -690,11 +692,12 @@ impl NodeProcess {
     /// A node that ended, with the end of its log.
     fn check(&mut self) -> Result<()> {
         let process = self.process.as_mut().context("it was not started")?;
-        let Some(status) = process.try_wait()? else {
+        if !process.has_ended() {
             return Ok(());
-        };
+        }
+        let ending = process.reap();
         let log = fs::read_to_string(self.home.join("log")).unwrap_or_default();
-        bail!("{} ended with {status}: {}", self.name, log.trim())
+        bail!("{} {ending}: {}", self.name, log.trim())
     }
 
     fn request(&self, command: &str, arguments: Value) -> Result<Value, local::Error> {
@@ -713,13 +716,8 @@ impl NodeProcess {
         child.context("the node does not run in its namespaces")
     }
 
-    fn kill(&mut self) -> Result<()> {
-        let Some(mut process) = self.process.take() else {
-            return Ok(());
-        };
-        process.kill()?;
-        process.wait()?;
-        Ok(())
+    fn kill(&mut self) {
+        self.process = None; // which kills it
     }
 
     /// Worker processes of the node.

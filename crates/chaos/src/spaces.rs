@@ -5,13 +5,13 @@
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
 use std::net::Ipv4Addr;
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{ChildStdin, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use paceline_process::Process;
 
 /// Namespaces of a node besides its network: its own processes and mounts. So it shares no memory
 /// with other nodes, as on another machine.
@@ -47,7 +47,7 @@ pub(crate) struct Spaces {
     names: Vec<String>,
     disks: Vec<PathBuf>,
     /// Ends when its input is closed.
-    switch: Option<Child>,
+    switch: Option<(Process, ChildStdin)>,
 }
 
 /// A link from one node to another, in one direction.
@@ -110,21 +110,22 @@ impl Spaces {
         let mut command = Command::new("python3");
         command.args(["-c", SWITCH, "0"]).args(&self.names);
         command.stdin(Stdio::piped()).stdout(Stdio::null());
-        command.stderr(Stdio::piped()).process_group(0); // Ctrl-C is for this program
-        let child = command.spawn().context("cannot run python3")?;
-        let switch = self.switch.insert(child);
+        let started = Process::start(command.stderr(Stdio::piped()));
+        let mut switch = started.context("cannot run python3")?;
         let (last, begun) = (&self.names[self.names.len() - 1], Instant::now());
         while ip(&["-n", last, "link", "show", "eth0"]).is_err() {
-            if let Some(status) = switch.try_wait()? {
+            if switch.has_ended() {
                 let mut said = String::new();
-                if let Some(mut stderr) = switch.stderr.take() {
+                if let Some(mut stderr) = switch.take_stderr() {
                     let _ = stderr.read_to_string(&mut said);
                 }
-                bail!("the switch ended with {status}: {}", said.trim());
+                bail!("the switch {}: {}", switch.reap(), said.trim());
             }
             ensure!(begun.elapsed() < SWITCH_LIMIT, "the switch does not start");
             thread::sleep(Duration::from_millis(10));
         }
+        let input = switch.take_stdin().context("the switch has no input")?;
+        self.switch = Some((switch, input));
         Ok(())
     }
 
@@ -164,8 +165,8 @@ impl Spaces {
     pub(crate) fn set(&self, (from, to): (usize, usize), link: Link) -> Result<()> {
         let loss = f64::from(link.loss_percent) / 100.0;
         let (delay, rate) = (link.delay_ms, link.rate_kbit_s);
-        let switch = self.switch.as_ref().and_then(|it| it.stdin.as_ref());
-        let mut input = switch.context("there is no switch")?;
+        let switch = self.switch.as_ref().context("there is no switch")?;
+        let mut input = &switch.1;
         writeln!(input, "{from} {to} {delay} {loss} {rate}").context("the switch has ended")
     }
 
@@ -203,9 +204,7 @@ impl Drop for Spaces {
         for disk in &self.disks {
             let _ = run(Command::new("umount").arg("-l").arg(disk));
         }
-        if let Some(mut switch) = self.switch.take() {
-            let _ = (switch.kill(), switch.wait());
-        }
+        self.switch = None;
         for name in &self.names {
             let _ = ip(&["netns", "del", name]); // the first that failed has no others behind it
         }

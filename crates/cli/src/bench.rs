@@ -8,7 +8,6 @@ mod plan;
 
 use crate::interrupt::Signals;
 
-pub(crate) use comm::start_rank;
 
 /// What to measure.
 #[derive(Debug, clap::Subcommand)]

@@ -13,7 +13,6 @@ use paceline_mapreduce::reduce::Op;
 use paceline_mapreduce::worker::{self, FileAccess};
 
 use crate::error::Error;
-pub(crate) use hosts::start_far;
 use job::ArrayJobArgs;
 
 /// What to compute.

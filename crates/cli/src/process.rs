@@ -2,10 +2,14 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 pub(crate) use paceline_cluster::machine::peak_memory_bytes;
 pub(crate) use paceline_cluster::this_process::{end_with_parent, ignores, own_program};
+use paceline_board::commands::ProgramStarter;
 use paceline_node::workers::for_workers;
+use paceline_process::Program;
 use paceline_worker::interpreter::ChildProgram;
 
 /// Disables TF32 in MLX, here and in child processes: f32 products are computed in f32. So a kernel
@@ -21,6 +25,17 @@ pub(crate) unsafe fn disable_tf32() {
 /// The environment of workers: the needed part of this process's.
 pub(crate) fn worker_env() -> Vec<(OsString, OsString)> {
     for_workers(std::env::vars_os())
+}
+
+/// Starts `program` with `words` and `more` for a connection from another machine.
+pub(crate) fn starter(program: &Path, words: &[&str], more: Vec<OsString>) -> ProgramStarter {
+    let program = program.to_owned();
+    let args: Vec<OsString> = words.iter().map(OsString::from).chain(more).collect();
+    Box::new(move || {
+        let mut command = Command::new(&program);
+        command.args(&args).env_clear().envs(worker_env());
+        Program::start(command.stderr(Stdio::null()))
+    })
 }
 
 /// The environment of a relay between a job and its worker on a host. It is all of this process's,

@@ -23,7 +23,7 @@ use crate::interrupt::Signals;
 use crate::output::{counted, print, print_err};
 use crate::{home, load, process, pull};
 
-pub(crate) use placement::{TrainHostArgs, TrainWorkerArgs, far, start_far, work};
+pub(crate) use placement::{TrainHostArgs, TrainWorkerArgs, far, work};
 
 const EXAMPLES: &str = "\
 Examples:

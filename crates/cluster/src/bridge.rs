@@ -24,16 +24,13 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use paceline_process::processes::{Ending, Process};
+use paceline_process::{Ending, Process, skip_to};
 
 use crate::Error;
 use crate::control::take_stdin;
 
 /// Longest wait for the worker's first line: 10 s for a connection, and a program on a cold disk.
 const GREETING_LIMIT: Duration = Duration::from_secs(30);
-
-/// Most bytes that a login shell may print before the worker's first line.
-const NOISE_BYTES_MAX: usize = 64 << 10;
 
 /// Poll interval for the exit of the shell.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
@@ -153,24 +150,6 @@ fn pass_worker(mut from: ChildStdout, started: &Sender<()>, mut to: UnixStream) 
     }
 }
 
-/// Reads up to and including a line; returns whether it came within the first 64 KiB. Reads byte by
-/// byte, since the following bytes belong to another reader.
-pub fn skip_to(from: &mut impl Read, greeting: &str) -> bool {
-    let mut line = Vec::new();
-    let mut byte = [0];
-    for _ in 0..NOISE_BYTES_MAX {
-        if !matches!(from.read(&mut byte), Ok(1)) {
-            return false;
-        }
-        match byte[0] {
-            b'\n' if line == greeting.as_bytes() => return true,
-            b'\n' => line.clear(),
-            other => line.push(other),
-        }
-    }
-    false
-}
-
 /// Forwards bytes as they arrive, until an end or an error of either side.
 fn copy(from: &mut impl Read, to: &mut impl Write) {
     let mut piece = vec![0; PIECE_BYTES];
@@ -215,18 +194,6 @@ pub(crate) fn over(input: File, output: File) -> std::io::Result<UnixStream> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_a_login_shell_prints_is_skipped() {
-        let mut text = &b"Welcome!\nworker 2\n worker\nworker\n\n{}\n"[..];
-        assert!(skip_to(&mut text, "worker"));
-        assert_eq!(text, b"\n{}\n");
-        assert!(!skip_to(&mut &b"worker"[..], "worker"));
-        let noise = vec![b'x'; 2 * NOISE_BYTES_MAX];
-        let mut noise = noise.as_slice();
-        assert!(!skip_to(&mut noise, "worker"));
-        assert_eq!(noise.len(), NOISE_BYTES_MAX);
-    }
 
     #[test]
     fn bytes_go_both_ways_until_the_input_ends() {

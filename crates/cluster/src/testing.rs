@@ -2,7 +2,7 @@
 //! nodes.
 
 use paceline_base::SplitMix64;
-use paceline_process::processes::{LINE_TEXT_BYTES_MAX, LineBuffer};
+use paceline_process::{LINE_TEXT_BYTES_MAX, LineBuffer};
 
 use crate::nodes::identity::Error;
 use crate::nodes::signature::Signer;

@@ -20,7 +20,7 @@
 //!
 //! **The terminal.** Children have no terminal among their standard streams: input is the channel,
 //! output is `/dev/null`, errors are a pipe. They are not in its foreground group either
-//! ([`Process`](paceline_process::processes::Process) says why). They cannot change its state, so
+//! ([`Process`](paceline_process::Process) says why). They cannot change its state, so
 //! there is nothing to restore when they are killed.
 //!
 //! One thread, the *monitor*, starts all children, reads from them, measures their silence and
@@ -43,7 +43,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use paceline_base::{Rank, lock};
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

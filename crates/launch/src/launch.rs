@@ -39,7 +39,7 @@ use std::io::{Read, Write};
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 
 pub use blocking_stream::BlockingStream;
 pub use error::Error;

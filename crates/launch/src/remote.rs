@@ -15,7 +15,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use paceline_process::processes::{Ending, Process};
+use paceline_process::{Ending, Process};
 
 use crate::hostfile::is_here;
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 use paceline_cluster::workers::{Event, last_words};
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 
 use paceline_worker::messages::FromWorker;
 

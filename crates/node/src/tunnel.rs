@@ -10,12 +10,12 @@
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::Child;
 use std::time::{Duration, Instant};
 
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::local::{self, CommandProgress};
 use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
+use paceline_process::Program;
 use serde_json::{Value, json};
 
 /// The service that starts a training worker.
@@ -48,44 +48,28 @@ const LEAD_LOOK: Duration = Duration::from_millis(5);
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Starts a program for each channel to `service`, which is [`TRAIN`], [`BENCH`] or [`ARRAYS`].
-/// `start` returns a child with pipes as standard input and output.
 pub fn serve(
     agent: &Agent,
     service: &str,
-    start: impl Fn() -> io::Result<Child> + Send + Sync + 'static,
+    start: impl Fn() -> io::Result<Program> + Send + Sync + 'static,
 ) {
     agent.serve(service, move |channel| match start() {
-        Ok(child) => join(&channel, child),
+        Ok(program) => join(&channel, program),
         Err(_) => channel.close(), // the other end sees the closed channel
     });
 }
 
 /// Forwards bytes between a channel and a program until either ends, then ends the program.
-fn join(channel: &ServiceChannel, mut child: Child) {
-    let (input, output) = (child.stdin.take(), child.stdout.take());
+fn join(channel: &ServiceChannel, mut program: Program) {
+    let (input, output) = (program.take_input(), program.take_output());
     std::thread::scope(|scope| {
-        if let Some(output) = output {
-            scope.spawn(|| send(channel, output));
-        }
+        scope.spawn(|| send(channel, output));
         if let Some(input) = input {
             // Without a heartbeat: a lost program closes the channel.
             receive(channel, input, &mut || true);
         }
-        end(&mut child); // closes its output, which ends the other thread
+        program.end_within(GRACE); // closes its output, which ends the other thread
     });
-}
-
-/// Waits for a program whose input has ended, and kills it when it does not end.
-fn end(child: &mut Child) {
-    let began = Instant::now();
-    while began.elapsed() < GRACE {
-        match child.try_wait() {
-            Ok(None) => std::thread::sleep(LOOK_EVERY / 10),
-            _ => return,
-        }
-    }
-    let _ = child.kill(); // fails if it has just exited
-    let _ = child.wait();
 }
 
 /// Connects the program listening at the socket in `arguments` to `service` of the node in

@@ -1,12 +1,19 @@
 //! Child processes: process groups, exit states, and whole lines of their output.
 //!
-//! The crates `cluster` (workers of one group) and `launch` (programs on many machines) start
-//! processes with it. It knows neither the ranks' messages nor other machines.
+//! Every crate that starts a program owns it by this one, wherever it runs:
+//! - [`Process`]: a child that ends with its owner, together with its own children.
+//! - [`Program`]: a program with its standard input and output, here, behind a shell such as that
+//!   of `ssh`, or at the other end of a socket, such as a node's.
+//! - [`Ending`], [`ExitLog`]: the exit state of a process; the first failure of many.
+//! - [`LineBuffer`], [`LineTail`], [`PrefixedWriter`]: whole lines from chunks, the last lines, and
+//!   many processes' lines on one output without mixing.
+//!
+//! It knows neither the ranks' messages nor other machines.
 //!
 //! ```
 //! use std::io::Read;
 //! use std::process::{Command, Stdio};
-//! use paceline_process::processes::{Ending, LineBuffer, Process};
+//! use paceline_process::{Ending, LineBuffer, Process};
 //!
 //! # fn main() -> std::io::Result<()> {
 //! let mut command = Command::new("sh");
@@ -27,6 +34,15 @@
 //! # }
 //! ```
 //!
-//! All items are in [`processes`]. A failed start is the system's own error.
+//! A failed start is the system's own error.
 
-pub mod processes;
+mod exit;
+mod lines;
+mod process;
+mod program;
+
+pub use exit::{Ending, ExitLog};
+pub use lines::{LINE_TEXT_BYTES_MAX, LineBuffer, LineTail, PrefixedWriter};
+pub use process::Process;
+pub use program::{MESSAGE_BYTES_MAX, Program, skip_to};
+pub use rustix::process::Signal;

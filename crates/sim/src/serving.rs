@@ -30,7 +30,7 @@ use paceline_engine::{Finish, GenerationRequest, Reply, RequestFailure, Ticket};
 use paceline_node::supervisor::{
     Action, Event, HELD_LIMIT, Health, Notice, Policy, SplitCandidate, Supervisor,
 };
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 use paceline_worker::RankTraffic;
 use paceline_worker::messages::{FromWorker, RankFacts};
 

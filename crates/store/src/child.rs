@@ -6,10 +6,11 @@
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+
+use paceline_process::{Ending, Process};
 
 use crate::Error;
 use crate::progress::Cancel;
@@ -20,35 +21,6 @@ const POLL: Duration = Duration::from_millis(50);
 const LOG_BYTES: u64 = 4 << 10;
 /// Maximum last lines in an error.
 const LOG_LINES: usize = 4;
-
-/// A child that is killed when dropped.
-#[derive(Debug)]
-pub(crate) struct ToolProcess(Child);
-
-impl ToolProcess {
-    /// Starts `command` in a process group of its own.
-    pub(crate) fn start(mut command: Command) -> std::io::Result<Self> {
-        command.process_group(0).spawn().map(Self)
-    }
-
-    /// The exit status, if it has ended.
-    pub(crate) fn try_wait(&mut self) -> std::io::Result<Option<ExitStatus>> {
-        self.0.try_wait()
-    }
-}
-
-impl Drop for ToolProcess {
-    fn drop(&mut self) {
-        if !matches!(self.0.try_wait(), Ok(None)) {
-            return;
-        }
-        // Kills the whole group: the program may have children, and wrappers such as pyenv's are
-        // shells. The group exists as long as its unreaped leader does.
-        let group = rustix::process::Pid::from_child(&self.0);
-        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
-        let _ = self.0.wait();
-    }
-}
 
 /// Runs `command` in `folder`, which only we write to, and makes Python import only installed
 /// modules, not from its working folder. This is Python's option `-P`, which versions before 3.11
@@ -74,35 +46,33 @@ pub(crate) fn run(
         .stdin(Stdio::null())
         .stdout(create(out)?)
         .stderr(create(log)?);
-    let mut child = ToolProcess::start(command).map_err(|error| match error.kind() {
+    let mut child = Process::start(&mut command).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::ToolMissing {
             program: program.clone(),
         },
         _ => Error::io("start", Path::new(&program), error),
     })?;
-    let status = wait(&mut child, &program, limit, cancel)?;
-    if status.success() {
+    let ending = wait(&mut child, &program, limit, cancel)?;
+    if ending.is_success() {
         return Ok(());
     }
     Err(Error::ToolFailed {
         program,
-        status: code(status),
+        status: code(ending),
         log: last_words(&tail(log).unwrap_or_default()),
     })
 }
 
 fn wait(
-    child: &mut ToolProcess,
+    child: &mut Process,
     program: &str,
     limit: Duration,
     cancel: &Cancel,
-) -> Result<ExitStatus, Error> {
+) -> Result<Ending, Error> {
     let start = Instant::now();
     loop {
-        let ended = child.try_wait();
-        let ended = ended.map_err(|error| Error::io("wait for", Path::new(program), error))?;
-        if let Some(status) = ended {
-            return Ok(status);
+        if child.has_ended() {
+            return Ok(child.reap());
         }
         if start.elapsed() >= limit {
             return Err(Error::ToolStalled {
@@ -115,11 +85,12 @@ fn wait(
     }
 }
 
-/// An exit status as a number, or as the system's text.
-pub(crate) fn code(status: ExitStatus) -> String {
-    status
-        .code()
-        .map_or_else(|| status.to_string(), |code| code.to_string())
+/// An exit code as a number, or another end in words.
+pub(crate) fn code(ending: Ending) -> String {
+    match ending {
+        Ending::Code(code) => code.to_string(),
+        other => other.to_string(),
+    }
 }
 
 /// The last lines of an output, joined.

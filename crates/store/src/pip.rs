@@ -8,12 +8,13 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
+use paceline_process::{Ending, Process};
 
-use crate::child::{ToolProcess, code, confine, last_words, tail};
+use crate::child::{code, confine, last_words, tail};
 use crate::download::PullContext;
 use crate::{Error, disk};
 
@@ -55,7 +56,7 @@ pub(crate) fn download(
     let status = watch(&mut child, wheel, ([&target, &temp], &log), ctx);
     ctx.progress.finish();
     let status = status?;
-    if !status.success() {
+    if !status.is_success() {
         return Err(explain((wheel, since), status, &log, ctx));
     }
     the_wheel(wheel, &target)
@@ -67,7 +68,7 @@ fn start(
     temp: &Path,
     log: &Path,
     ctx: &PullContext<'_>,
-) -> Result<ToolProcess, Error> {
+) -> Result<Process, Error> {
     let fail = |error| Error::io("write", log, error);
     let out = File::create(log).map_err(fail)?;
     let err = out.try_clone().map_err(fail)?;
@@ -90,7 +91,7 @@ fn start(
         .stdout(out)
         .stderr(err);
     confine(&mut command, temp);
-    ToolProcess::start(command).map_err(|error| match error.kind() {
+    Process::start(&mut command).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::PythonMissing {
             program: program(ctx),
         },
@@ -105,19 +106,18 @@ fn program(ctx: &PullContext<'_>) -> String {
 /// Waits for the child, and reports the largest file's growth. Ends early where pip asks an index
 /// and gets no answer: pip itself retries for over a minute.
 fn watch(
-    child: &mut ToolProcess,
+    child: &mut Process,
     wheel: WheelRequest<'_>,
     (dirs, log): ([&Path; 2], &Path),
     ctx: &mut PullContext<'_>,
-) -> Result<ExitStatus, Error> {
+) -> Result<Ending, Error> {
     let (limit, reach) = (
         ctx.options.deadlines.pip_stall,
         ctx.options.deadlines.index_reach,
     );
     let (mut seen, mut moved, mut asking) = (0, Instant::now(), None::<Instant>);
     loop {
-        let ended = child.try_wait();
-        let ended = ended.map_err(|error| Error::io("wait for", dirs[0], error))?;
+        let has_ended = child.has_ended();
         let size = dirs.iter().map(|dir| largest(dir, 3)).max().unwrap_or(0);
         if size > seen {
             // pip's temporary file may be a little larger than the wheel's record says.
@@ -126,8 +126,8 @@ fn watch(
                 .advance(size.min(most).saturating_sub(seen.min(most)));
             (seen, moved) = (size, Instant::now());
         }
-        if let Some(status) = ended {
-            return Ok(status);
+        if has_ended {
+            return Ok(child.reap());
         }
         if asking.is_none() && has_entry(dirs[1]) {
             asking = Some(Instant::now());
@@ -172,7 +172,7 @@ fn unreachable(wheel: WheelRequest<'_>, after: Duration) -> Error {
 
 fn explain(
     (wheel, since): (WheelRequest<'_>, Instant),
-    status: ExitStatus,
+    status: Ending,
     log: &Path,
     ctx: &PullContext<'_>,
 ) -> Error {

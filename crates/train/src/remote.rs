@@ -13,7 +13,6 @@ mod run_side;
 mod ssh;
 mod worker_side;
 
-pub use frames::Ends;
 pub use run_side::forward_to_worker;
 pub use ssh::{GREETING, by_ssh};
 pub use worker_side::{FarSpec, run_worker};

@@ -11,8 +11,9 @@ use paceline_model::adapter::files::{Adapter, Form};
 use paceline_model::{
     Batch, BatchSequence, BatchSize, LoadOptions, Logits, MlxPlaces, Model, ModelSource, Workspace,
 };
+use paceline_process::Program;
 use paceline_tensor::{Kernels, PAGE, storage};
-use paceline_train::remote::{Ends, FarSpec, forward_to_worker, run_worker};
+use paceline_train::remote::{FarSpec, GREETING, forward_to_worker, run_worker};
 use paceline_train::{
     Error, Leaf, Means, Method, OptimiserOptions, Post, Report, Rule, RunOptions, Schedule,
     StepReporter, TrainOn, TrainableModel, TrainingClass, TrainingJob, TrainingProgress,
@@ -37,20 +38,10 @@ fn as_worker() {
 #[test]
 fn as_near() {
     let connect = || {
-        let program = std::env::current_exe().unwrap();
-        let mut far = std::process::Command::new(program)
-            .args(["runs::as_far", "--exact", "--nocapture"])
-            .env("PACELINE_TRAIN_FAR", "1")
-            .stdin(std::process::Stdio::piped())
-            .stdout(std::process::Stdio::piped())
-            .spawn()
-            .unwrap();
-        let (from, to) = (far.stdout.take().unwrap(), far.stdin.take().unwrap());
-        std::thread::spawn(move || far.wait());
-        Ok(Ends {
-            from: Box::new(AfterBanner::new(from)),
-            to: Box::new(to),
-        })
+        let mut far = std::process::Command::new(std::env::current_exe().unwrap());
+        far.args(["runs::as_far", "--exact", "--nocapture"]);
+        far.env("PACELINE_TRAIN_FAR", "1");
+        Ok(Program::by_shell(&mut far, "", GREETING).unwrap())
     };
     assert!(forward_to_worker(connect, "no such name").is_err());
 }
@@ -62,9 +53,9 @@ fn as_far() {
         return;
     }
     let scratch = tempfile::tempdir().unwrap();
-    // A mark, since the test program says something on standard output before.
-    let mut to = std::io::stdout();
-    std::io::Write::write_all(&mut to, MARK).unwrap();
+    // The test program prints lines before.
+    print!("\n{GREETING}\n");
+    std::io::Write::flush(&mut std::io::stdout()).unwrap();
     let spec = FarSpec {
         program: std::env::current_exe().unwrap(),
         args: worker_args(),
@@ -72,39 +63,7 @@ fn as_far() {
         scratch: scratch.path(),
         find: &|_, _| None,
     };
-    let ends = Ends {
-        from: Box::new(std::io::stdin()),
-        to: Box::new(to),
-    };
-    assert!(run_worker(ends, spec).is_err());
-}
-
-const MARK: &[u8] = b"\nthe line begins here\n";
-
-/// The output after the mark.
-struct AfterBanner<R> {
-    from: R,
-    seen: Vec<u8>,
-}
-
-impl<R: std::io::Read> AfterBanner<R> {
-    fn new(from: R) -> Self {
-        Self {
-            from,
-            seen: Vec::new(),
-        }
-    }
-}
-
-impl<R: std::io::Read> std::io::Read for AfterBanner<R> {
-    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        while !self.seen.ends_with(MARK) {
-            let mut byte = [0];
-            self.from.read_exact(&mut byte)?;
-            self.seen.push(byte[0]);
-        }
-        self.from.read(buffer)
-    }
+    assert!(run_worker(Program::parent(), spec).is_err());
 }
 
 fn worker_args() -> Vec<OsString> {

@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 use paceline_base::{Rank, lock};
 use paceline_cluster::Error::{TooLong, Unencodable};
 use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
-use paceline_process::processes::{Ending, Signal};
+use paceline_process::{Ending, Signal};
 use paceline_text::chat::{Interpreter, RenderInput, TemplateError};
 use serde::{Deserialize, Serialize};
 

@@ -12,12 +12,12 @@
 //! Ranks use the network paths that workers of an instance would use, always encrypted.
 
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, Read};
 use std::net::SocketAddr;
 use std::num::NonZeroU8;
 use std::ops::RangeInclusive;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -27,6 +27,7 @@ use paceline_cluster::nodes::discovery::listen_address;
 use paceline_comm::{Backend, tcp};
 use paceline_comm_rdma::settings::Lookup;
 use paceline_node::tunnel;
+use paceline_process::{MESSAGE_BYTES_MAX, Program};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -43,9 +44,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Most ranks: a longer list of addresses is invalid.
 const RANKS_MAX: usize = 64;
-
-/// Longest line between a rank and its parent: far longer than the report of all sizes.
-const LINE_BYTES_MAX: u64 = 1 << 20;
 
 /// Setup of a rank, its first message.
 #[derive(Debug, Serialize, Deserialize)]
@@ -65,13 +63,6 @@ struct RankMachine {
     is_own: bool,
     /// Its measured paths to the others, as reported by its node.
     paths: Vec<Value>,
-}
-
-/// A rank's process, which ends when this is dropped.
-struct RankProcess {
-    to: Option<Box<dyn Write>>,
-    from: BufReader<Box<dyn Read>>,
-    child: Option<Child>,
 }
 
 /// This machine's node, through which the nodes of other machines start ranks too.
@@ -96,22 +87,6 @@ impl LocalNode<'_> {
     }
 }
 
-/// Starts a rank for another machine's measurement; `more` has its listening address.
-///
-/// # Errors
-/// The system's error.
-pub fn start_rank(
-    program: &Path,
-    more: &[OsString],
-    env: &[(OsString, OsString)],
-) -> std::io::Result<Child> {
-    let mut command = Command::new(program);
-    command.args(["bench", "comm", "--elsewhere"]).args(more);
-    command.env_clear().envs(env.iter().cloned());
-    command.stdin(Stdio::piped()).stdout(Stdio::piped());
-    command.stderr(Stdio::null()).spawn()
-}
-
 /// The listening address of a rank of this machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Listen<'a> {
@@ -121,7 +96,7 @@ pub struct Listen<'a> {
     pub ports: Option<&'a RangeInclusive<u16>>,
 }
 
-/// Runs a rank that [`start_rank`] started; its setup overrides some of `args`.
+/// Runs a rank for another machine's measurement; its setup overrides some of `args`.
 ///
 /// # Errors
 /// The step that failed.
@@ -132,7 +107,7 @@ pub fn rank(
     lines: &mut RankStreams<'_>,
 ) -> Result<()> {
     let mut line = String::new();
-    Read::take(&mut *lines.input, LINE_BYTES_MAX).read_line(&mut line)?;
+    Read::take(&mut *lines.input, MESSAGE_BYTES_MAX).read_line(&mut line)?;
     let setup: Setup = serde_json::from_str(&line).context("no setup of a rank")?;
     let listener = listen(at)?;
     let own = RankSettings {
@@ -175,7 +150,7 @@ pub fn measure(args: &RankSettings, names: &NodeSelection, here: LocalNode<'_>) 
     let machines = machines(names, here)?;
     let mut seats = Vec::new();
     for (rank, machine) in (0..).zip(&machines) {
-        let mut seat = RankProcess::of(machine, &args.program, here)?;
+        let mut seat = start(machine, &args.program, here)?;
         let setup = Setup {
             rank,
             max_bytes: args.max_bytes,
@@ -188,7 +163,7 @@ pub fn measure(args: &RankSettings, names: &NodeSelection, here: LocalNode<'_>) 
     }
     let mut places = Vec::new();
     for (seat, machine) in seats.iter_mut().zip(&machines) {
-        let said = seat.receive_line().with_context(|| machine.name.clone())?;
+        let said = receive(seat).with_context(|| machine.name.clone())?;
         places.push(said.trim().parse::<SocketAddr>()?);
     }
     let id = hex(&tcp::GroupId::random().0);
@@ -198,12 +173,10 @@ pub fn measure(args: &RankSettings, names: &NodeSelection, here: LocalNode<'_>) 
         let seen: Vec<String> = seen.iter().map(SocketAddr::to_string).collect();
         seat.send_line(&format!("{id} {key} {}", seen.join(" ")))?;
     }
-    let line = seats[0]
-        .receive_line()
-        .context("rank 0 reported no figures")?;
+    let line = receive(&mut seats[0]).context("rank 0 reported no figures")?;
     let mut report: Report = serde_json::from_str(&line)?;
     report.nodes = machines.into_iter().map(|machine| machine.name).collect();
-    seats.iter_mut().for_each(RankProcess::close); // all before the first is waited for
+    seats.iter_mut().for_each(Program::close_input); // all before the first is waited for
     Ok(report)
 }
 
@@ -354,57 +327,27 @@ fn seen_by(
     places.iter().enumerate().map(seen).collect()
 }
 
-impl RankProcess {
-    /// Starts the rank of `machine`.
-    fn of(machine: &RankMachine, program: &Path, here: LocalNode<'_>) -> Result<Self> {
-        if machine.is_own {
-            let child = start_rank(program, here.listen, here.env);
-            let mut child = child.context("cannot start a rank")?;
-            let (to, from) = (child.stdin.take(), child.stdout.take());
-            return Ok(Self {
-                to: Some(Box::new(to.context("a rank without input")?)),
-                from: BufReader::new(Box::new(from.context("a rank without output")?)),
-                child: Some(child),
-            });
-        }
-        let stream = tunnel::line(here.home, &machine.id, tunnel::BENCH);
-        let stream = stream.with_context(|| format!("cannot reach {}", machine.name))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
-        Ok(Self {
-            to: Some(Box::new(stream.try_clone()?)),
-            from: BufReader::new(Box::new(stream)),
-            child: None,
-        })
+/// Starts the rank of `machine`.
+fn start(machine: &RankMachine, program: &Path, here: LocalNode<'_>) -> Result<Program> {
+    if machine.is_own {
+        let mut command = Command::new(program);
+        let rank = ["bench", "comm", "--elsewhere"];
+        command.args(rank).args(here.listen).env_clear();
+        command.envs(here.env.iter().cloned()).stderr(Stdio::null());
+        return Program::start(&mut command).context("cannot start a rank");
     }
-
-    fn send_line(&mut self, text: &str) -> Result<()> {
-        let to = self.to.as_mut().context("the rank was ended")?;
-        writeln!(to, "{text}")?;
-        Ok(to.flush()?)
-    }
-
-    fn receive_line(&mut self) -> Result<String> {
-        let mut line = String::new();
-        Read::take(&mut self.from, LINE_BYTES_MAX).read_line(&mut line)?;
-        ensure!(!line.is_empty(), "a rank ended too early");
-        Ok(line)
-    }
-
-    /// Closes its input, so that it ends.
-    fn close(&mut self) {
-        drop(self.to.take());
-    }
+    let stream = tunnel::line(here.home, &machine.id, tunnel::BENCH);
+    let stream = stream.with_context(|| format!("cannot reach {}", machine.name))?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    Ok(Program::connected(stream)?)
 }
 
-impl Drop for RankProcess {
-    fn drop(&mut self) {
-        self.close();
-        if let Some(child) = &mut self.child {
-            let _ = child.kill(); // what it had to say was heard
-            let _ = child.wait();
-        }
-    }
+/// The next line of a rank.
+fn receive(rank: &mut Program) -> Result<String> {
+    let line = rank.receive_line()?;
+    ensure!(!line.is_empty(), "a rank ended too early");
+    Ok(line)
 }
 
 #[cfg(test)]

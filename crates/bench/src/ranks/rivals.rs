@@ -3,12 +3,13 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
+use paceline_process::Process;
 
-use super::{Children, RankSettings, Ranks, RivalLibrary};
+use super::{RankSettings, Ranks, RivalLibrary};
 use crate::comm::{Rival, SIZES, calls};
 use crate::quantile;
 
@@ -59,7 +60,7 @@ pub(super) fn compare(
 
 /// Ranks of another library.
 pub(super) struct RivalRanks {
-    _children: Children,
+    _processes: Vec<Process>,
     /// By rank.
     streams: Vec<BufReader<TcpStream>>,
 }
@@ -69,9 +70,9 @@ impl RivalRanks {
     pub(super) fn start(args: &RankSettings, peer: RivalLibrary) -> Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0))?;
         let port = listener.local_addr()?.port().to_string();
-        let mut children = match peer {
+        let mut processes = match peer {
             RivalLibrary::Mlx => mlx(args, &port)?,
-            RivalLibrary::Mpi => Children(vec![mpi(args, &port)?]),
+            RivalLibrary::Mpi => vec![mpi(args, &port)?],
         };
         let mut streams = Vec::new();
         listener.set_nonblocking(true)?;
@@ -82,18 +83,14 @@ impl RivalRanks {
                 Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
                 Err(error) => return Err(error).context("another library does not start"),
             }
-            for child in &mut children.0 {
-                if let Some(status) = child.try_wait()? {
-                    bail!(
-                        "{} did not run ({status}), its message is above",
-                        peer.name()
-                    );
-                }
+            if let Some(ended) = processes.iter_mut().find(|it| it.has_ended()) {
+                let (name, ending) = (peer.name(), ended.reap());
+                bail!("{name} {ending}, its message is above");
             }
         }
         streams.sort_by_key(|(rank, _)| *rank);
         Ok(Self {
-            _children: children,
+            _processes: processes,
             streams: streams.into_iter().map(|(_, stream)| stream).collect(),
         })
     }
@@ -127,7 +124,7 @@ impl SumRunner for RivalRanks {
     }
 }
 
-fn mlx(args: &RankSettings, port: &str) -> Result<Children> {
+fn mlx(args: &RankSettings, port: &str) -> Result<Vec<Process>> {
     let addrs = (0..args.ranks).map(|_| {
         let free = TcpListener::bind(("127.0.0.1", 0))?;
         Ok(vec![free.local_addr()?.to_string()])
@@ -135,35 +132,35 @@ fn mlx(args: &RankSettings, port: &str) -> Result<Children> {
     let addrs = addrs.collect::<std::io::Result<Vec<_>>>()?;
     let hosts = tempfile::NamedTempFile::new()?.into_temp_path();
     std::fs::write(&hosts, serde_json::to_string(&addrs)?)?;
-    let mut children = Children(Vec::new());
+    let mut processes = Vec::new();
     for rank in 0..args.ranks {
-        let child = Command::new(&args.python)
+        let mut command = Command::new(&args.python);
+        command
             .args(["-c", SCRIPT, "mlx", port])
             .env("MLX_RANK", rank.to_string())
             .env("MLX_HOSTFILE", &*hosts)
-            .stdin(Stdio::null())
-            .spawn()
-            .with_context(|| format!("cannot run {}", args.python.display()))?;
-        children.0.push(child);
+            .stdin(Stdio::null());
+        let process = Process::start(&mut command);
+        processes.push(process.with_context(|| format!("cannot run {}", args.python.display()))?);
     }
     // The ranks read the file when they start; it may stay behind.
     let _ = hosts.keep();
-    Ok(children)
+    Ok(processes)
 }
 
-fn mpi(args: &RankSettings, port: &str) -> Result<Child> {
+fn mpi(args: &RankSettings, port: &str) -> Result<Process> {
     let options = [
         "--allow-run-as-root",
         "--oversubscribe",
         "--bind-to",
         "none",
     ];
-    Command::new("mpirun")
+    let mut command = Command::new("mpirun");
+    command
         .args(options)
         .args(["-n", &args.ranks.to_string()])
         .arg(&args.python)
         .args(["-c", SCRIPT, "mpi", port])
-        .stdin(Stdio::null())
-        .spawn()
-        .context("cannot run mpirun")
+        .stdin(Stdio::null());
+    Process::start(&mut command).context("cannot run mpirun")
 }

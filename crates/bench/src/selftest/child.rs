@@ -1,10 +1,12 @@
 //! A program under a deadline: its lines as they come, and how it ended.
 
 use std::io::{self, BufRead, BufReader, Read};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use paceline_process::Process;
 
 /// Interval of looking for the end of the program, its deadline, and the caller's signal.
 const POLL: Duration = Duration::from_millis(20);
@@ -15,7 +17,7 @@ const LAST_LINES: Duration = Duration::from_secs(1);
 /// How a program ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    Exited(ExitStatus),
+    Exited(paceline_process::Ending),
     /// It was killed at the deadline.
     Late,
     /// It was killed because the caller has enough.
@@ -33,7 +35,7 @@ pub struct Ended {
 impl Ended {
     /// Whether it ended by itself with code 0.
     pub fn succeeded(&self) -> bool {
-        matches!(self.ending, Ending::Exited(status) if status.success())
+        matches!(self.ending, Ending::Exited(status) if status.is_success())
     }
 
     /// The end in words, with the complaint.
@@ -56,16 +58,6 @@ enum Line {
     Complaint(String),
 }
 
-/// Killed and reaped on drop.
-struct Killed(Child);
-
-impl Drop for Killed {
-    fn drop(&mut self) {
-        let _ = self.0.kill(); // it may have ended
-        let _ = self.0.wait();
-    }
-}
-
 /// Runs `command` until it ends, `until` is past, or `is_cancelled`. `see` receives the lines of
 /// its standard output. Its standard input stays open and empty, so that it can end with this
 /// process.
@@ -80,8 +72,8 @@ pub fn run(
 ) -> io::Result<Ended> {
     let piped = command.stdin(Stdio::piped());
     let piped = piped.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = Killed(piped.spawn()?);
-    let lines = lines(&mut child.0)?;
+    let mut process = Process::start(piped)?;
+    let lines = lines(&mut process)?;
     let mut complaint = String::new();
     let mut take = |line| match line {
         Line::Result(line) => see(&line),
@@ -95,11 +87,11 @@ pub fn run(
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => thread::sleep(POLL),
         }
-        if let Some(status) = child.0.try_wait()? {
+        if process.has_ended() {
             while let Ok(line) = lines.recv_timeout(LAST_LINES) {
                 take(line);
             }
-            break Ending::Exited(status);
+            break Ending::Exited(process.reap());
         }
         if is_cancelled() {
             break Ending::Cancelled;
@@ -112,10 +104,10 @@ pub fn run(
 }
 
 /// The lines of both outputs, as they come.
-fn lines(child: &mut Child) -> io::Result<Receiver<Line>> {
+fn lines(process: &mut Process) -> io::Result<Receiver<Line>> {
     let (sender, receiver) = channel();
-    let stdout = child.stdout.take().expect("piped");
-    let stderr = child.stderr.take().expect("piped");
+    let stdout = process.take_stdout().expect("piped");
+    let stderr = process.take_stderr().expect("piped");
     read(stdout, sender.clone(), Line::Result)?;
     read(stderr, sender, Line::Complaint)?;
     Ok(receiver)
@@ -158,9 +150,12 @@ mod tests {
     fn lines_codes_and_signals_arrive() {
         let (ended, lines) = shell("echo one; echo why >&2; echo two; exit 3", far(), false);
         assert_eq!(lines, ["one", "two"]);
-        assert_eq!(ended.reason(), "exit status: 3: why");
+        assert_eq!(ended.reason(), "exited with code 3: why");
         let (ended, _) = shell("kill -ABRT $$", far(), false);
-        assert!(ended.reason().starts_with("signal: 6"), "{ended:?}");
+        assert!(
+            ended.reason().starts_with("was ended by SIGABRT"),
+            "{ended:?}"
+        );
         assert!(!ended.succeeded());
         assert!(shell("exit 0", far(), false).0.succeeded());
     }

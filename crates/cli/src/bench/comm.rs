@@ -4,10 +4,8 @@
 //! ranks itself. With a launcher (`paceline launch`, `mlx.launch`, `mpirun`), each process is a
 //! rank of its group, and rank 0 reports.
 
-use std::ffi::OsString;
 use std::num::NonZeroU8;
-use std::path::{Path, PathBuf};
-use std::process::Child;
+use std::path::PathBuf;
 
 use anyhow::ensure;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -223,14 +221,6 @@ fn over_cluster(args: &Args, settings: &RankSettings) -> anyhow::Result<Report> 
         None => NodeSelection::parse(args.nodes.as_deref().unwrap_or_default()),
     };
     nodes::measure(settings, &names, here)
-}
-
-/// Starts a rank for another machine's benchmark; `more` has its listen options.
-///
-/// # Errors
-/// The system's error.
-pub(crate) fn start_rank(program: &Path, more: &[OsString]) -> std::io::Result<Child> {
-    nodes::start_rank(program, more, &worker_env())
 }
 
 fn print(args: &Args, report: &Report) -> anyhow::Result<()> {

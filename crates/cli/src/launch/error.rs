@@ -7,7 +7,7 @@ use paceline_launch::hostfile::Error as HostfileError;
 use paceline_launch::launch::openmpi::FindError;
 use paceline_launch::launch::{Error as LaunchError, PlanError};
 use paceline_launch::remote::Error as RemoteError;
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 
 /// Local errors of a launch.
 #[derive(Debug, thiserror::Error)]

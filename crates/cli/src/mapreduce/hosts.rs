@@ -4,19 +4,15 @@
 //! and back. They start it by `ssh` or through the node of the other machine. Inputs have the same
 //! paths on all machines. A worker with different inputs is excluded. Results are written here.
 
-use std::ffi::OsString;
-use std::path::Path;
-use std::process::{Child, Command, Stdio};
-
 use anyhow::{Context, bail, ensure};
 use paceline_cluster::bridge;
 use paceline_launch::hostfile::Hostfile;
 use paceline_launch::remote::{Sharing, SshClient, quote};
 use paceline_mapreduce::worker::GREETING;
 use paceline_node::tunnel;
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 
-use crate::{home, process};
+use crate::home;
 
 /// Parses comma-separated host names.
 ///
@@ -60,19 +56,6 @@ pub(super) fn bridge_to_node(id: &str) -> anyhow::Result<()> {
     let by_parent = bridge::join(line, id, GREETING)?;
     ensure!(by_parent, "the line to its node ended");
     Ok(())
-}
-
-/// Starts a worker for another node; `folders` has `--folder DIR` for each readable folder.
-///
-/// # Errors
-/// The system's error.
-pub(crate) fn start_far(program: &Path, folders: &[OsString]) -> std::io::Result<Child> {
-    let mut command = Command::new(program);
-    command.args(["mapreduce", "worker", "--stdio", "--lent"]);
-    command.args(folders);
-    command.env_clear().envs(process::worker_env());
-    command.stdin(Stdio::piped()).stdout(Stdio::piped());
-    command.stderr(Stdio::null()).spawn()
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::error::Error as StdError;
 
 use paceline_comm_rdma::ENABLE_RDMA;
 use paceline_launch::topology::Error as TopologyError;
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 
 use crate::launch::ssh_works;
 

@@ -3,12 +3,12 @@
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
 use paceline_node::tunnel;
-use paceline_train::remote::{self, Ends, FarSpec, GREETING};
+use paceline_process::Program;
+use paceline_train::remote::{self, FarSpec, GREETING};
 use paceline_train::{Means, Post, worker};
 
 use super::Args;
@@ -134,10 +134,6 @@ pub(crate) fn far(args: &TrainHostArgs) -> anyhow::Result<()> {
     if !args.store_only {
         print(GREETING)?; // a login shell may have printed lines before
     }
-    let ends = Ends {
-        from: Box::new(std::io::stdin()),
-        to: Box::new(std::io::stdout()),
-    };
     let spec = FarSpec {
         program: process::own_program().context("cannot find this program's own file")?,
         args: vec!["train-worker".into()],
@@ -145,41 +141,25 @@ pub(crate) fn far(args: &TrainHostArgs) -> anyhow::Result<()> {
         scratch: scratch.path(),
         find: &find,
     };
-    match remote::run_worker(ends, spec) {
+    match remote::run_worker(Program::parent(), spec) {
         Ok(never) => match never {},
         Err(error) => Err(error.into()),
     }
 }
 
-/// Starts `paceline train-far` for another node of the cluster.
-///
-/// # Errors
-/// The system's error.
-pub(crate) fn start_far(program: &Path) -> std::io::Result<Child> {
-    let mut command = Command::new(program);
-    command.args(["train-far", "--store-only"]);
-    command.env_clear().envs(process::worker_env());
-    command.stdin(Stdio::piped()).stdout(Stdio::piped());
-    command.stderr(Stdio::null()).spawn()
-}
-
 /// A connection to this program on a host.
-fn by_ssh(host: &str) -> Result<Ends, paceline_train::Error> {
+fn by_ssh(host: &str) -> Result<Program, paceline_train::Error> {
     let failed = |reason: String| paceline_train::Error::Line { reason };
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     remote::by_ssh(host, &program)
 }
 
 /// A connection to a node of the cluster, through the own node.
-fn by_node(id: &str) -> Result<Ends, paceline_train::Error> {
+fn by_node(id: &str) -> Result<Program, paceline_train::Error> {
     let failed = |reason: &dyn std::fmt::Display| paceline_train::Error::Line {
         reason: reason.to_string(),
     };
     let home = home::folder().map_err(|error| failed(&error))?;
     let stream = tunnel::line(&home, id, tunnel::TRAIN).map_err(|error| failed(&error))?;
-    let other = stream.try_clone().map_err(|error| failed(&error))?;
-    Ok(Ends {
-        from: Box::new(other),
-        to: Box::new(stream),
-    })
+    Program::connected(stream).map_err(|error| failed(&error))
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::{AwakeTime, Rank, lock};
-use paceline_process::processes::{LineBuffer, LineTail, Process};
+use paceline_process::{LineBuffer, LineTail, Process};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal;
 

@@ -17,7 +17,7 @@ use paceline_base::Rank;
 use paceline_base::testing::Stopwatch;
 use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
-use paceline_process::processes::{Ending, Signal};
+use paceline_process::{Ending, Signal};
 use rustix::process::{Pid, kill_process, test_kill_process};
 
 use roles::{ROLE, RoleCommand, RoleReply};

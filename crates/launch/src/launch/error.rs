@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 
 use crate::remote;
 

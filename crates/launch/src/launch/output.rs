@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use paceline_base::Rank;
-use paceline_process::processes::{LineBuffer, PrefixedWriter};
+use paceline_process::{LineBuffer, PrefixedWriter};
 
 use super::Tags;
 

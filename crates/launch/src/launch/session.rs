@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_process::processes::{Ending, LineBuffer, LineTail, Process, Signal};
+use paceline_process::{Ending, LineBuffer, LineTail, Process, Signal};
 
 use super::output::{LineRouter, Output, OutputStream};
 use super::state_machine::{Event, LaunchMachine, SessionAction};

@@ -12,7 +12,7 @@
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
-use paceline_process::processes::{Ending, Signal};
+use paceline_process::{Ending, Signal};
 
 use super::{Error, LaunchLimits, Notice};
 

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::net::{Ipv4Addr, SocketAddr};
 
 use paceline_engine::{Finish, SamplingParams};
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 
 use super::*;
 use paceline_worker::RankTraffic;

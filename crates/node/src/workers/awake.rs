@@ -5,8 +5,9 @@
 //! process, however that ends.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
+use paceline_process::Process;
 use tracing::debug;
 
 /// The program of macOS that holds an assertion against idle sleep (IOKit's
@@ -28,7 +29,9 @@ const SYSTEMD_RUNS: &str = "/run/systemd/system";
 
 /// An assertion against idle sleep. Dropping it lets the machine sleep again.
 #[derive(Debug)]
-pub(super) struct Awake(Option<Child>);
+pub(super) struct Awake {
+    _holder: Option<Process>,
+}
 
 impl Awake {
     /// Holds the assertion, where this system has a program for that. A program that fails is no
@@ -38,7 +41,7 @@ impl Awake {
         match () {
             () if cfg!(target_os = "macos") => Self::by(&MACOS),
             () if has_systemd => Self::by(&SYSTEMD),
-            () => Self(None),
+            () => Self { _holder: None },
         }
     }
 
@@ -46,49 +49,40 @@ impl Awake {
         let (program, arguments) = words.split_first().expect("a program");
         let mut command = Command::new(program);
         command.args(arguments).stdin(Stdio::piped());
-        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        if let Err(error) = &child {
+        let holder = Process::start(command.stdout(Stdio::null()).stderr(Stdio::null()));
+        if let Err(error) = &holder {
             debug!(program, %error, "the machine may go to sleep");
         }
-        Self(child.ok())
-    }
-}
-
-impl Drop for Awake {
-    fn drop(&mut self) {
-        let Some(child) = &mut self.0 else {
-            return;
-        };
-        // Its command reads to the end; the program itself needs not wait for that.
-        drop(child.stdin.take());
-        let _ = child.kill(); // it may have ended
-        let _ = child.wait();
+        Self {
+            _holder: holder.ok(),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use paceline_process::Ending;
+
     use super::*;
 
     #[test]
     fn the_end_of_this_process_ends_it() {
         let mut awake = Awake::by(&["sh", "-c", "cat"]);
-        let child = awake.0.as_mut().unwrap();
-        assert!(child.try_wait().unwrap().is_none(), "it is held");
-        drop(child.stdin.take()); // as the system does
-        assert!(child.wait().unwrap().success());
+        let holder = awake._holder.as_mut().unwrap();
+        drop(holder.take_stdin()); // as the system does
+        assert_eq!(holder.reap(), Ending::Code(0));
     }
 
     #[test]
     fn dropping_it_leaves_no_process() {
         let awake = Awake::by(&["cat"]);
-        let id = awake.0.as_ref().unwrap().id();
+        let id = awake._holder.as_ref().unwrap().id();
         drop(awake);
         assert!(!Path::new(&format!("/proc/{id}")).exists());
     }
 
     #[test]
     fn a_system_without_the_program_serves_all_the_same() {
-        assert!(Awake::by(&["/nonexistent/program"]).0.is_none());
+        assert!(Awake::by(&["/nonexistent/program"])._holder.is_none());
     }
 }

@@ -22,7 +22,7 @@ use paceline_base::Rank;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::discovery::listen_address;
 use paceline_cluster::workers::Event;
-use paceline_process::processes::Ending;
+use paceline_process::Ending;
 use serde::{Deserialize, Serialize};
 
 use super::connection::{

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use paceline_cluster::{BEAT, LINE_BYTES_MAX};
+use paceline_process::Program;
 
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
@@ -39,20 +40,6 @@ const HELD_MAX: usize = 256;
 /// Longest name of a file.
 const NAME_BYTES_MAX: usize = 4096;
 
-/// Both directions of a connection.
-pub struct Ends {
-    /// From the other end.
-    pub from: Box<dyn Read + Send>,
-    /// To the other end.
-    pub to: Box<dyn Write + Send>,
-}
-
-impl std::fmt::Debug for Ends {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("both ends of a line")
-    }
-}
-
 /// The sending direction. Clones share it.
 #[derive(Clone)]
 pub(super) struct FrameSender(Arc<Mutex<Box<dyn Write + Send>>>);
@@ -64,21 +51,28 @@ pub(super) struct FrameConnection {
     began: Instant,
     heard: Arc<Mutex<Instant>>,
     broken: Arc<Mutex<Option<String>>>,
+    /// Ends with the connection.
+    _other: Program,
 }
 
 impl FrameConnection {
-    pub(super) fn new(ends: Ends) -> Result<Self, Error> {
+    /// A connection to the program `other`.
+    pub(super) fn new(mut other: Program) -> Result<Self, Error> {
+        let from = other.take_output();
+        let to = other.take_input();
+        let to = to.ok_or_else(|| broken("its input is closed"))?;
         let (put, frames) = sync_channel(HELD_MAX);
         let began = Instant::now();
         let line = Self {
-            out: FrameSender(Arc::new(Mutex::new(ends.to))),
+            out: FrameSender(Arc::new(Mutex::new(to))),
             frames,
             began,
             heard: Arc::new(Mutex::new(began + FIRST)),
             broken: Arc::default(),
+            _other: other,
         };
         let reader = FrameReader {
-            from: ends.from,
+            from,
             put,
             heard: Arc::clone(&line.heard),
             broken: Arc::clone(&line.broken),
@@ -341,14 +335,8 @@ mod tests {
 
     fn lines() -> (FrameConnection, FrameConnection) {
         let (a, b) = UnixStream::pair().unwrap();
-        let ends = |stream: UnixStream| Ends {
-            from: Box::new(stream.try_clone().unwrap()),
-            to: Box::new(stream),
-        };
-        (
-            FrameConnection::new(ends(a)).unwrap(),
-            FrameConnection::new(ends(b)).unwrap(),
-        )
+        let connect = |stream| FrameConnection::new(Program::connected(stream).unwrap()).unwrap();
+        (connect(a), connect(b))
     }
 
     #[test]

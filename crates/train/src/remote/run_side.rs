@@ -10,8 +10,9 @@ use std::time::Duration;
 use paceline_base::lock;
 use paceline_cluster::Control;
 use paceline_model::ModelSource;
+use paceline_process::Program;
 
-use super::frames::{Ends, FileReceiver, FrameConnection, FrameSender, broken};
+use super::frames::{FileReceiver, FrameConnection, FrameSender, broken};
 use crate::data::file_of;
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
@@ -33,7 +34,7 @@ type WorkerChannel = Control<ToWorker, FromWorker>;
 /// # Errors
 /// [`Error::Line`] at the end of the connection, with its reason; [`Error::Files`].
 pub fn forward_to_worker(
-    connect: impl FnOnce() -> Result<Ends, Error>,
+    connect: impl FnOnce() -> Result<Program, Error>,
     model: &str,
 ) -> Result<Infallible, Error> {
     let channel = Arc::new(WorkerChannel::from_stdin()?);

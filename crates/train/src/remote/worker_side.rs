@@ -8,8 +8,9 @@ use std::time::Duration;
 use paceline_base::Rank;
 use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
+use paceline_process::Program;
 
-use super::frames::{Ends, FileReceiver, FrameConnection, broken, is_inside};
+use super::frames::{FileReceiver, FrameConnection, broken, is_inside};
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
 use crate::stage::ModelStage;
@@ -37,13 +38,13 @@ pub struct FarSpec<'a> {
     pub find: &'a dyn Fn(&str, &Path) -> Option<PathBuf>,
 }
 
-/// Runs one worker for the run at the other end of `ends`. Returns when the connection ends, or
+/// Runs one worker for the run at the program `run`. Returns when the connection ends, or
 /// with an error that the other side has received too.
 ///
 /// # Errors
 /// [`Error::Line`] at the end of the connection; [`Error::Cluster`], [`Error::Files`].
-pub fn run_worker(ends: Ends, spec: FarSpec<'_>) -> Result<Infallible, Error> {
-    let line = FrameConnection::new(ends)?;
+pub fn run_worker(run: Program, spec: FarSpec<'_>) -> Result<Infallible, Error> {
+    let line = FrameConnection::new(run)?;
     line.send(b'h', &[])?;
     let mut far = Far {
         files: FileReceiver::new(spec.scratch.to_owned()),
