@@ -41,6 +41,7 @@
 //! Others:
 //! - `pinned_file`: single files for nodes of a cluster.
 //! - `engine`: the same for MLX's libraries; `package_index`: their wheels without pip.
+//! - [`release`]: published releases of this program, and the files of an installation.
 //! - `child`: external programs.
 //! - `listing`: all models as text and JSON.
 //! - `audit`: the log.
@@ -71,6 +72,7 @@ mod pip;
 mod preview;
 mod progress;
 mod pull;
+pub mod release;
 mod select;
 mod spec;
 pub mod storage;
