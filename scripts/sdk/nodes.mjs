@@ -11,10 +11,10 @@ export const CHROMIUM = {
     "--disable-background-networking", "--disable-component-update", "--disable-sync"],
 };
 
-/** `paceline up` in a home of its own, when it listens. */
-export function up(binary, home, name) {
+/** `paceline up` in a home of its own, with `more` of an environment, when it listens. */
+export function up(binary, home, name, more = {}) {
   const child = spawn(binary, ["up", "--name", name, "--port", "0", "--control-port", "0", "--no-beacons"],
-    { env: { ...process.env, PACELINE_HOME: home, OPENAI_API_KEY: "" }, stdio: ["ignore", "ignore", "pipe"] });
+    { env: { ...process.env, PACELINE_HOME: home, OPENAI_API_KEY: "", ...more }, stdio: ["ignore", "ignore", "pipe"] });
   let said = "";
   const listening = new Promise((found, lost) => {
     setTimeout(() => lost(new Error(`${name} does not listen: ${said}`)), PATIENCE_MS).unref();

@@ -283,14 +283,13 @@ pub fn manage(
         "preview" => ask_preview(fleet, arguments),
         "models" => {
             let all = paceline_store::list(home).map_err(|error| error.to_string())?;
-            let whole = all.iter().filter(|entry| entry.found().is_ok());
-            let told: Vec<Value> = whole
-                .map(|entry| {
-                    let name = entry.name.to_string();
-                    let files = entry.file_count();
-                    json!({ "name": name, "bytes": entry.bytes.0, "file_count": files })
-                })
-                .collect();
+            let told = all.iter().map(|entry| {
+                let (name, files) = (entry.name.to_string(), entry.file_count());
+                let problem = entry.found().err().map(|error| error.to_string());
+                json!({ "name": name, "bytes": entry.bytes.0, "file_count": files,
+                        "problem": problem })
+            });
+            let told: Vec<Value> = told.collect();
             Ok(json!({ "models": told }))
         }
         "join" | "forget" | "revoke" => of_cluster(agent, command, arguments),

@@ -30,14 +30,16 @@ use paceline_node::InstanceSummary;
 use paceline_serve::{
     CommandHandler, LiveRequests, MetricSample, StageProbe, StatusSource, Upstreams,
 };
-use paceline_store::{Audit, Cancel, Home};
+use paceline_store::{Audit, Home};
 use paceline_worker::CollectiveTraffic;
 use serde_json::{Value, json};
 
 use crate::changes::{self, ChangeDetector};
 use crate::downloads::{Downloads, PullSource};
 use crate::heap::TrimPolicy;
+use crate::host::{self, HostProbes};
 use crate::label::label;
+use crate::own_cluster::MeasuredRates;
 use crate::peers::PeerReports;
 use crate::traffic::TrafficMeter;
 use crate::{Error, MessageSink, devices, links, peers, traffic};
@@ -62,7 +64,7 @@ pub type TrafficSource = dyn Fn() -> Vec<CollectiveTraffic> + Send + Sync;
 
 /// The data behind a node's dashboard, metrics and logs. Clones share it.
 #[derive(Clone)]
-pub struct Dashboard(Arc<Inner>);
+pub struct Dashboard(pub(crate) Arc<Inner>);
 
 impl fmt::Debug for Dashboard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -95,14 +97,14 @@ pub(crate) struct Inner {
     counts: OnceLock<Box<TrafficSource>>,
     figures: OnceLock<Box<FigureSource>>,
     traffic: TrafficMeter,
-    manage: OnceLock<Box<CommandHandler>>,
+    pub(crate) manage: OnceLock<Box<CommandHandler>>,
     /// Price of a kilowatt-hour.
     kwh_price: OnceLock<f64>,
     sample: Mutex<TelemetrySample>,
     pub(crate) peers: PeerReports,
-    downloads: Downloads,
-    /// Cancels the downloads at the end.
-    cancel: Cancel,
+    pub(crate) downloads: Downloads,
+    pub(crate) host: OnceLock<HostProbes>,
+    pub(crate) rates: OnceLock<MeasuredRates>,
     over: AtomicBool,
 }
 
@@ -116,7 +118,7 @@ pub struct DashboardThreads {
 impl Drop for DashboardThreads {
     fn drop(&mut self) {
         self.board.0.over.store(true, Ordering::SeqCst);
-        self.board.0.cancel.cancel();
+        self.board.0.downloads.cancel_all();
         for thread in self.threads.drain(..) {
             let _ = thread.join(); // it has no result, and a panic there was reported
         }
@@ -140,7 +142,8 @@ impl Dashboard {
             sample: Mutex::default(),
             peers: PeerReports::default(),
             downloads: Downloads::new(downloads),
-            cancel: Cancel::default(),
+            host: OnceLock::new(),
+            rates: OnceLock::new(),
             over: AtomicBool::new(false),
         }))
     }
@@ -150,6 +153,8 @@ impl Dashboard {
         if self.0.agent.set(agent.clone()).is_ok() {
             let own = Arc::downgrade(&self.0);
             agent.serve(peers::SERVICE, move |channel| peers::answer(&own, &channel));
+            let own = Arc::downgrade(&self.0);
+            agent.serve(host::LINES, move |channel| host::answer(&own, &channel));
             let own = Arc::downgrade(&self.0);
             agent.serve_local("board", move |_: &Value, _: &mut CommandProgress<'_>| {
                 let own = own.upgrade().ok_or("the node is stopping")?;
@@ -193,6 +198,11 @@ impl Dashboard {
         let _ = self.0.manage.set(manage); // the first one stays
     }
 
+    /// Adds what the program around the node tells of this machine. Once.
+    pub fn set_host(&self, host: HostProbes) {
+        let _ = self.0.host.set(host); // the first one stays
+    }
+
     /// The dashboard's callbacks for the HTTP server.
     pub fn for_server(&self) -> paceline_serve::DashboardConfig {
         let (status, watched, manage) = (self.clone(), self.clone(), self.clone());
@@ -200,15 +210,7 @@ impl Dashboard {
             Some(stages) => stages(id),
             None => Err("the node is starting".to_owned()),
         };
-        let manage = move |command: &str, arguments: &Value| match manage.0.manage.get() {
-            Some(_) if command == "pull" => {
-                let model = arguments["model"].as_str().unwrap_or_default();
-                let started = manage.0.downloads.start(model, &manage.0.cancel);
-                started.map(|()| json!({}))
-            }
-            Some(manage) => manage(command, arguments),
-            None => Err("the node is starting".to_owned()),
-        };
+        let manage = move |command: &str, arguments: &Value| manage.command(command, arguments);
         let manage: Arc<CommandHandler> = Arc::new(manage);
         paceline_serve::DashboardConfig {
             status: StatusSource(Arc::new(move || status.status())),
@@ -330,7 +332,7 @@ impl Inner {
         self.over.load(Ordering::SeqCst)
     }
 
-    fn instances(&self) -> (Vec<Value>, BTreeMap<String, InstanceSummary>) {
+    pub(crate) fn instances(&self) -> (Vec<Value>, BTreeMap<String, InstanceSummary>) {
         let instances = self.instances.get();
         let (mut all, portraits) = instances.map_or_else(Default::default, |it| it());
         all.extend(

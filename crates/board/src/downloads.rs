@@ -4,8 +4,10 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use paceline_base::lock;
-use paceline_store::{Cancel, Home, PullOptions, PullProgress, Resolution, pull, resolve};
+use paceline_store::{Cancel, Error, Home, PullOptions, PullProgress, Resolution, pull, resolve};
 use serde::Serialize;
+
+use crate::chain;
 
 /// Maximum concurrent downloads: more would share the same link.
 const RUNNING_MAX: usize = 2;
@@ -28,13 +30,15 @@ pub(super) struct Downloads {
 pub(super) struct Download {
     /// The requested model.
     model: String,
-    /// `running`, `done` or `failed`.
+    /// `running`, `done`, `cancelled` or `failed`.
     state: &'static str,
     /// Present and total bytes of the current part.
     done: u64,
     of: Option<u64>,
     /// Why it failed.
     reason: Option<String>,
+    #[serde(skip)]
+    cancel: Cancel,
 }
 
 impl Downloads {
@@ -53,33 +57,55 @@ impl Downloads {
     ///
     /// # Errors
     /// An invalid name, a model that is here already, too many downloads.
-    pub(super) fn start(&self, model: &str, cancel: &Cancel) -> Result<(), String> {
-        let failed = |error: &dyn std::fmt::Display| error.to_string();
-        let (home, options) = (self.source)()?;
-        let plan = match resolve(&home, model).map_err(|error| failed(&error))? {
+    pub(super) fn start(&self, model: &str) -> Result<(), String> {
+        let (home, options) = self.store()?;
+        let plan = match resolve(&home, model).map_err(|error| reason(&error))? {
             Resolution::Path(_) => return Err(format!("{model} is on this machine")),
             Resolution::NeedsDownload(plan) => plan,
         };
-        self.begin(model)?;
-        let (own, name, cancel) = (self.clone(), model.to_owned(), cancel.clone());
+        let cancel = self.begin(model)?;
+        let (own, name) = (self.clone(), model.to_owned());
         let run = move || {
             let mut watch = DownloadProgress(own.clone(), name.clone());
             let now = SystemTime::now();
             let pulled = pull(&home, &plan, &options, &cancel, &mut watch, now);
             own.change(&name, |it| match pulled {
                 Ok(_) => it.state = "done",
+                Err(Error::Cancelled) => it.state = "cancelled",
                 Err(error) => {
                     it.state = "failed";
-                    it.reason = Some(error.to_string());
+                    it.reason = Some(reason(&error));
                 }
             });
         };
         let thread = std::thread::Builder::new().name("download".to_owned());
-        thread.spawn(run).map(drop).map_err(|error| failed(&error))
+        let thread = thread.spawn(run).map(drop);
+        thread.map_err(|error| error.to_string())
+    }
+
+    /// The store's folder and the settings of downloads.
+    pub(super) fn store(&self) -> Result<(Home, PullOptions), String> {
+        (self.source)()
+    }
+
+    /// Cancels a running download; removes another one from the list.
+    pub(super) fn end(&self, model: &str) {
+        lock(&self.all).retain(|it| {
+            let is_running = it.state == "running";
+            if is_running && it.model == model {
+                it.cancel.cancel();
+            }
+            is_running || it.model != model
+        });
+    }
+
+    /// Cancels all downloads.
+    pub(super) fn cancel_all(&self) {
+        lock(&self.all).iter().for_each(|it| it.cancel.cancel());
     }
 
     /// Registers a download, unless there are too many or it already runs.
-    fn begin(&self, model: &str) -> Result<(), String> {
+    fn begin(&self, model: &str) -> Result<Cancel, String> {
         let mut all = lock(&self.all);
         let running = || all.iter().filter(|it| it.state == "running");
         if running().any(|it| it.model == model) {
@@ -95,14 +121,16 @@ impl Downloads {
             let oldest = all.iter().position(|it| it.state != "running");
             all.remove(oldest.unwrap_or(0));
         }
+        let cancel = Cancel::default();
         all.push(Download {
             model: model.to_owned(),
             state: "running",
             done: 0,
             of: None,
             reason: None,
+            cancel: cancel.clone(),
         });
-        Ok(())
+        Ok(cancel)
     }
 
     fn change(&self, model: &str, change: impl FnOnce(&mut Download)) {
@@ -110,6 +138,16 @@ impl Downloads {
         if let Some(it) = all.iter_mut().find(|it| it.model == model) {
             change(it);
         }
+    }
+}
+
+/// A store's error for people, with the known names that are like an unknown one.
+pub(super) fn reason(error: &Error) -> String {
+    match error {
+        Error::UnknownModel { close, .. } if !close.is_empty() => {
+            format!("{error}; did you mean {}?", close.join(", "))
+        }
+        other => chain(other),
     }
 }
 
@@ -138,8 +176,11 @@ mod tests {
     #[test]
     fn downloads_are_bounded_and_the_last_are_told() {
         let all = Downloads::new(Arc::new(|| Err("nothing is fetched here".to_owned())));
-        all.begin("a").unwrap();
+        let cancel = all.begin("a").unwrap();
         assert_eq!(all.begin("a").unwrap_err(), "a is being fetched");
+        all.end("a");
+        assert!(cancel.is_cancelled());
+        assert_eq!(all.recent().len(), 1, "it is there until its thread ends");
         all.begin("b").unwrap();
         assert!(all.begin("c").unwrap_err().contains("2 models"));
         let mut watch = DownloadProgress(all.clone(), "a".to_owned());
@@ -154,5 +195,10 @@ mod tests {
         let told = all.recent();
         assert_eq!(told.len(), TOLD_MAX);
         assert_eq!(told[0].model, "a", "one that runs stays");
+        all.end("m19");
+        assert!(all.recent().iter().all(|it| it.model != "m19"));
+        let home = Home::new("/nonexistent");
+        let unknown = reason(&resolve(&home, "smolm2").unwrap_err());
+        assert!(unknown.ends_with("did you mean smollm2?"), "{unknown}");
     }
 }

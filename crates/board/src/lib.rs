@@ -20,6 +20,7 @@
 //! - [`cables`]: cabling between machines.
 //! - [`findings`]: the user's own findings for the knowledge base.
 //! - [`fits`]: models that fit, and their speed.
+//! - [`host`]: this machine, by the program around the node.
 //! - [`run_forecast`]: speed forecast for a model on this machine.
 //! - [`lookup`]: finds models, clusters and engines by name.
 //! - [`local_model`]: loads a model for a local program.
@@ -57,6 +58,7 @@ mod heap;
 mod hub;
 mod label;
 pub mod lease;
+pub mod host;
 mod links;
 pub mod local_model;
 pub mod lookup;
@@ -67,6 +69,7 @@ pub mod own_cluster;
 mod peers;
 pub mod previews;
 pub mod pulls;
+mod page_commands;
 pub mod rdma;
 mod removal;
 pub mod run_forecast;

@@ -4,7 +4,7 @@
 //! Prints the settings first, so that users can set them elsewhere.
 
 use std::env;
-use std::io;
+use std::io::{self, BufRead, BufReader};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -15,6 +15,8 @@ use paceline_load_generator::trust;
 use paceline_serve::DEFAULT_PORT;
 use paceline_serve::agent::{AgentProgram, AgentServer};
 use serde_json::{Value, json};
+use ureq::config::ConfigBuilder;
+use ureq::typestate::AgentScope;
 
 use crate::error::Error;
 use crate::output::print_err;
@@ -113,7 +115,7 @@ fn no_proxy() -> String {
 }
 
 /// The URL of this home's node, else that of a node with default settings.
-fn own_url() -> String {
+pub(crate) fn own_url() -> String {
     let told = member::ask_if_up("nodes", json!({})).ok().flatten();
     let served = told.and_then(|told| url_of(&told["nodes"]));
     served.unwrap_or_else(|| format!("http://127.0.0.1:{DEFAULT_PORT}"))
@@ -164,11 +166,7 @@ pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
         url: url.to_owned(),
         reason,
     };
-    let config = ureq::Agent::config_builder()
-        .timeout_global(Some(PATIENCE))
-        .tls_config(trust(home::certificates_for(url)?.as_deref()))
-        .proxy(None)
-        .build();
+    let config = client(url, PATIENCE)?.build();
     let mut request = ureq::Agent::new_with_config(config).get(url);
     if let Some(key) = key {
         request = request.header("Authorization", format!("Bearer {key}"));
@@ -179,6 +177,49 @@ pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     let text = response.body_mut().read_to_string();
     let text = text.map_err(|error| failed(error.to_string()))?;
     serde_json::from_str(&text).map_err(|error| failed(error.to_string()).into())
+}
+
+/// Sends JSON to a server; `hear` gets each line of the answer within `limit`.
+///
+/// # Errors
+/// As of [`get`]; for a refusal, [`Error::NoServer`] with the server's reason.
+pub(crate) fn post(
+    (url, key): (&str, Option<&str>),
+    body: &Value,
+    limit: Duration,
+    hear: &mut dyn FnMut(&str),
+) -> anyhow::Result<()> {
+    let failed = |reason: String| Error::NoServer {
+        url: url.to_owned(),
+        reason,
+    };
+    let config = client(url, limit)?.http_status_as_error(false).build();
+    let request = ureq::Agent::new_with_config(config).post(url);
+    let mut request = request.header("Content-Type", "application/json");
+    if let Some(key) = key {
+        request = request.header("Authorization", format!("Bearer {key}"));
+    }
+    let response = request.send(body.to_string());
+    let mut response = response.map_err(|error| failure(url, &error, key.is_some()))?;
+    if !response.status().is_success() {
+        let text = response.body_mut().read_to_string().unwrap_or_default();
+        let told: Value = serde_json::from_str(&text).unwrap_or_default();
+        let reason = told["error"]["message"].as_str();
+        let status = || format!("status {}", response.status().as_u16());
+        return Err(failed(reason.map_or_else(status, str::to_owned)).into());
+    }
+    for line in BufReader::new(response.body_mut().as_reader()).lines() {
+        hear(&line.map_err(|error| failed(error.to_string()))?);
+    }
+    Ok(())
+}
+
+/// A client for `url` without a proxy.
+fn client(url: &str, limit: Duration) -> anyhow::Result<ConfigBuilder<AgentScope>> {
+    Ok(ureq::Agent::config_builder()
+        .timeout_global(Some(limit))
+        .tls_config(trust(home::certificates_for(url)?.as_deref()))
+        .proxy(None))
 }
 
 /// The error of a failed request; `has_key` says whether it had a key.

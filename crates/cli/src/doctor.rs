@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::builder::NonEmptyStringValueParser;
-use paceline_board::doctor::{DoctorInput, checks, line, of_finding, text};
+use paceline_board::doctor::{DoctorInput, HealthCheck, checks, line, of_finding, text};
 use paceline_board::engines::mlx;
 use paceline_cluster::nodes::agent::{Agent, Finding, local};
 use serde::Deserialize;
@@ -33,7 +33,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(host) = &args.peer {
         return examine(host, args.json);
     }
-    let checks = checks(DoctorInput {
+    let checks = own_checks()?;
+    if args.json {
+        return print(&json!({ "checks": checks }).to_string());
+    }
+    print(&fitted(&text(&checks)))
+}
+
+/// All checks of this machine.
+///
+/// # Errors
+/// As [`home::folder`].
+pub(crate) fn own_checks() -> anyhow::Result<Vec<HealthCheck>> {
+    Ok(checks(DoctorInput {
         folder: &home::folder()?,
         models: &home::home()?.models_dir(),
         mlx: &mlx(&home::mlx_places()?),

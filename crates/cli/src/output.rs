@@ -9,9 +9,13 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use paceline_base::lock;
 pub(crate) use paceline_base::{counted, printable};
+use paceline_board::host::LogLines;
 
 use crate::error::Error;
 use crate::log;
+
+/// The last lines of [`print_err`], for the dashboard of a node.
+pub(crate) static LINES: LogLines = LogLines::new();
 
 /// Held while printing to stdout, and for good once the process ends.
 static RUNNING: Mutex<()> = Mutex::new(());
@@ -87,6 +91,7 @@ pub(crate) fn draw(path: Option<&Path>, picture: impl FnOnce() -> String) -> any
 pub(crate) fn print_err(line: impl Display) {
     let line = line.to_string();
     let line = printable(&line);
+    LINES.put(&line);
     if log::line(&line) {
         return;
     }

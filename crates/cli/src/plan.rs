@@ -66,13 +66,21 @@ pub(crate) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<C
 /// # Errors
 /// A system that refuses threads or memory.
 pub(crate) fn own_cluster(chosen: Option<&[String]>) -> anyhow::Result<Cluster> {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let kernels = load::kernels(threads)?;
-    let rates = limits::measured(&kernels)?;
+    let rates = own_rates()?;
     Ok(match own_nodes() {
         Some(nodes) => own_cluster::own_cluster(&nodes, chosen, rates)?,
         None => own_cluster::this_machine(rates)?,
     })
+}
+
+/// Measures this machine for half a second.
+///
+/// # Errors
+/// A system that refuses threads or memory.
+pub(crate) fn own_rates() -> anyhow::Result<own_cluster::MeasuredRates> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let kernels = load::kernels(threads)?;
+    Ok(limits::measured(&kernels)?)
 }
 
 /// The machines that this home's node lists, if it runs.

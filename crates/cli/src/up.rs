@@ -11,7 +11,11 @@ use std::time::Duration;
 use anyhow::{Context, anyhow};
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::KernelClass;
-use paceline_board::{Dashboard, DashboardOutputs, commands, remover, servers};
+use paceline_board::commands::ProgramStarter;
+use paceline_board::host::HostProbes;
+use paceline_board::{
+    Dashboard, DashboardOutputs, commands, remover, servers, upgrade as cluster_upgrade,
+};
 use paceline_engine::StepTimeTarget;
 use paceline_node::fleet::{Fleet, LoadRequest};
 use paceline_serve::{DEFAULT_PORT, HttpServer, StatusSource, UpstreamArg};
@@ -25,9 +29,9 @@ use crate::instances::LoadProgress;
 use crate::interrupt::Signals;
 use crate::local_model::{self, SplitArgs};
 use crate::member::{self, NodeArgs, NodeGuard};
-use crate::output::print_err;
+use crate::output::{LINES, print_err};
 use crate::process::{self, own_program, template_program, worker_env};
-use crate::{bench, mapreduce, pull, train};
+use crate::{doctor, plan, pull, upgrade};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -242,6 +246,8 @@ fn serve(args: &Args, signals: &Signals, cancel: &Cancel) -> anyhow::Result<()> 
             loaded.map(drop)
         });
         server.run();
+    board.set_host(host_probes());
+    cluster_upgrade::serve_restart(&node.0, &fleet, Arc::clone(restart));
         working
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -436,3 +442,13 @@ fn downloads() -> Result<(Home, PullOptions), String> {
     let settings = home::StoreSettings::from_env().map_err(|error| format!("{error:#}"))?;
     Ok((settings.home, settings.options))
 }
+/// What the dashboard tells of this machine.
+fn host_probes() -> HostProbes {
+    let failed = |error: anyhow::Error| format!("{error:#}");
+    HostProbes::new(
+        move || plan::own_rates().map_err(failed),
+        move || doctor::own_checks().map_err(failed),
+        &LINES,
+    )
+}
+

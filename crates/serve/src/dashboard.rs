@@ -2,12 +2,14 @@
 //!
 //! ```text
 //! GET  /                            the page, for clients that accept HTML; others get the API's
-//! GET  /assets/paceline.css, .js    its parts; public, as they tell nothing
+//! GET  /assets/NAME                 its style and modules; public, as they tell nothing
 //! GET  /v1/paceline/status          nodes, telemetry, instances, requests as JSON
 //! GET  /v1/paceline/stages?instance=ID  a look of some seconds at where its ranks' time goes
 //! GET  /v1/paceline/events?after=N  events as SSE, those kept first; an `error` ends them
-//! POST /v1/paceline/load, unload, preview, models, pull,
-//!                   invite, join, forget, revoke, keys, new_key, revoke_key
+//! POST /v1/paceline/markdown        texts as trees
+//! POST /v1/paceline/load, unload, preview,
+//!                   models, catalogue, search, describe, pull, cancel_pull, remove,
+//!                   invite, join, forget, revoke, keys, new_key, revoke_key, doctor, logs
 //! ```
 //!
 //! All routes but the page and its assets need an API key if keys are in use; commands need an
@@ -29,7 +31,7 @@ use axum::http::header::{
 use axum::http::{HeaderMap, Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tower::ServiceExt;
 
@@ -39,13 +41,32 @@ use crate::api::address;
 use crate::api::handlers::body_in_time;
 use crate::config::{CommandHandler, Config};
 use crate::events::{Event, EventLog};
+use crate::markdown::tree;
 use crate::phase::{ServerPhase, reach};
 use crate::rejection::Rejection;
+use paceline_auth::keys::{ClientKey, WatchedKeys, revoked};
 
 const PAGE: &str = include_str!("../assets/index.html");
-use paceline_auth::keys::{ClientKey, WatchedKeys, revoked};
-const STYLE: &str = include_str!("../assets/paceline.css");
-const SCRIPT: &str = include_str!("../assets/paceline.js");
+
+/// The page's parts: name, type, text.
+const ASSETS: [(&str, &str, &str); 10] = [
+    (
+        "paceline.css",
+        "text/css",
+        include_str!("../assets/paceline.css"),
+    ),
+    ("paceline.js", SCRIPT, include_str!("../assets/paceline.js")),
+    ("dom.js", SCRIPT, include_str!("../assets/dom.js")),
+    ("api.js", SCRIPT, include_str!("../assets/api.js")),
+    ("chat.js", SCRIPT, include_str!("../assets/chat.js")),
+    ("chats.js", SCRIPT, include_str!("../assets/chats.js")),
+    ("markdown.js", SCRIPT, include_str!("../assets/markdown.js")),
+    ("models.js", SCRIPT, include_str!("../assets/models.js")),
+    ("machines.js", SCRIPT, include_str!("../assets/machines.js")),
+    ("activity.js", SCRIPT, include_str!("../assets/activity.js")),
+];
+
+const SCRIPT: &str = "text/javascript";
 
 /// Content security policy: loads only the page's own files, and connects only to this server.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
@@ -65,12 +86,19 @@ const PIECE_EVENTS: usize = 256;
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 
 /// Commands that the dashboard sends.
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 19] = [
     "load",
     "unload",
     "preview",
     "models",
+    "catalogue",
+    "search",
+    "describe",
     "pull",
+    "cancel_pull",
+    "remove",
+    "doctor",
+    "logs",
     "invite",
     "join",
     "forget",
@@ -118,19 +146,24 @@ async fn answer(State(shared): State<Arc<DashboardState>>, request: Request) -> 
     let client = address(&request);
     let path = request.uri().path().to_owned();
     let command = path.strip_prefix("/v1/paceline/").unwrap_or_default();
-    let answered = match path.as_str() {
-        "/" if reads && wants_html(request.headers()) => shared.page(&request),
-        "/assets/paceline.css" if reads => shared.asset(&request, "text/css", STYLE),
-        "/assets/paceline.js" if reads => shared.asset(&request, "text/javascript", SCRIPT),
-        "/v1/paceline/status" if reads => match shared.looks(&request) {
+    let name = path.strip_prefix("/assets/").filter(|_| reads);
+    let asset = name.and_then(|name| ASSETS.iter().find(|it| it.0 == name));
+    let asset = asset.map(|(_, mime, text)| shared.asset(&request, mime, text));
+    let answered = match (path.as_str(), asset) {
+        (_, Some(asset)) => asset,
+        ("/", _) if reads && wants_html(request.headers()) => shared.page(&request),
+        ("/v1/paceline/status", _) if reads => match shared.looks(&request) {
             Ok(may_manage) => shared.status(may_manage).await,
             Err(rejection) => Err(rejection),
         },
-        "/v1/paceline/stages" if reads => match shared.watched(&request) {
+        ("/v1/paceline/stages", _) if reads => match shared.watched(&request) {
             Ok(id) => shared.stages(id).await,
             Err(rejection) => Err(rejection),
         },
-        "/v1/paceline/events" if reads => shared.events(&request),
+        ("/v1/paceline/events", _) if reads => shared.events(&request),
+        ("/v1/paceline/markdown", _) if request.method() == Method::POST => {
+            shared.markdown(request).await
+        }
         _ if request.method() == Method::POST && COMMANDS.contains(&command) => {
             let command = command.to_owned();
             shared.manage(request, &command).await
@@ -152,6 +185,16 @@ async fn answer(State(shared): State<Arc<DashboardState>>, request: Request) -> 
 fn wants_html(headers: &HeaderMap) -> bool {
     let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
     accept.is_some_and(|accept| accept.contains("text/html"))
+}
+
+/// # Errors
+/// [`Rejection::MediaType`] unless the body is JSON.
+fn check_json(request: &Request) -> Result<(), Rejection> {
+    let mime = request.headers().get(CONTENT_TYPE);
+    let mime = mime.and_then(|mime| mime.to_str().ok()).unwrap_or_default();
+    let got = crate::schema::clip(mime);
+    let is_json = mime.starts_with("application/json");
+    is_json.then_some(()).ok_or(Rejection::MediaType { got })
 }
 
 impl DashboardState {
@@ -223,7 +266,7 @@ impl DashboardState {
         let id = query.strip_prefix("instance=").filter(|id| !id.is_empty());
         id.map(str::to_owned).ok_or_else(|| Rejection::Range {
             param: "instance".into(),
-            got: crate::field::clip(query),
+            got: crate::schema::clip(query),
             expected: "the id of an instance".into(),
         })
     }
@@ -267,14 +310,28 @@ impl DashboardState {
         is_here.then_some(manage).ok_or(Rejection::NoManaging)
     }
 
+    /// The trees of the texts in a request's `texts`; null for those shown as they are.
+    async fn markdown(&self, request: Request) -> Result<Response, Rejection> {
+        self.admit(&request)?;
+        check_json(&request)?;
+        let body = body_in_time(&self.config, request).await?;
+        let mut arguments: Value = crate::json::parse(&body, &self.config.limits)?.into();
+        let texts: Vec<String> = match serde_json::from_value(arguments["texts"].take()) {
+            Ok(texts) => texts,
+            Err(error) => {
+                let reason = format!("texts: {error}");
+                return Err(Rejection::Invalid { reason });
+            }
+        };
+        let parse = move || texts.iter().map(|text| tree(text)).collect::<Vec<_>>();
+        let trees = blocking(parse).await;
+        let trees = trees.ok_or(Rejection::Broken { what: "parse this" })?;
+        Ok(json(&json!({ "trees": trees })))
+    }
+
     async fn manage(&self, request: Request, command: &str) -> Result<Response, Rejection> {
         let key = self.admit(&request)?;
-        let mime = request.headers().get(CONTENT_TYPE);
-        let mime = mime.and_then(|mime| mime.to_str().ok()).unwrap_or_default();
-        if !mime.starts_with("application/json") {
-            let got = crate::field::clip(mime);
-            return Err(Rejection::MediaType { got });
-        }
+        check_json(&request)?;
         let manage = self.may_manage(&request, key.as_deref())?;
         let body = body_in_time(&self.config, request).await?;
         let arguments: Value = crate::json::parse(&body, &self.config.limits)?.into();
@@ -298,7 +355,7 @@ impl DashboardState {
         };
         let after: u64 = after.parse().map_err(|_| Rejection::Range {
             param: "after".into(),
-            got: crate::field::clip(after),
+            got: crate::schema::clip(after),
             expected: "the number of an event".into(),
         })?;
         let permit = Arc::clone(&self.streams).try_acquire_owned();

@@ -64,6 +64,7 @@ mod journal;
 mod json;
 mod limits;
 mod live_requests;
+mod markdown;
 mod log;
 mod metrics;
 mod model;

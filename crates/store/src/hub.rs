@@ -1,7 +1,7 @@
 //! Models from the hub: single files of the catalogue, and repositories by id.
 
 use paceline_base::Bytes;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::catalogue::{CatalogueModel, HubFile};
@@ -19,6 +19,9 @@ use crate::{Error, Home, disk};
 
 /// Maximum file list. The hub's lists have some 200 bytes per file.
 const LISTING_BYTES_MAX: usize = 16 << 20;
+
+/// Maximum repositories of a search.
+const FOUND_REPOS_MAX: usize = 20;
 
 /// A repository's files at one commit.
 #[derive(Debug)]
@@ -138,6 +141,48 @@ pub(crate) fn look_up_id(
         progress: &mut SilentProgress,
     };
     list_files(&mut client, id, &mut ctx)?.select(selector)
+}
+
+/// A repository that the hub finds.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+pub struct FoundRepo {
+    /// `owner/name`.
+    pub id: String,
+    /// Downloads in the last month.
+    #[serde(default)]
+    pub downloads: u64,
+    #[serde(default)]
+    pub likes: u64,
+}
+
+/// The repositories with GGUF files that the hub finds for `query`, the most downloaded first. Asks
+/// once, without retries.
+///
+/// # Errors
+/// [`Error`] of the request; [`Error::BadListing`].
+pub fn search(
+    query: &str,
+    options: &PullOptions,
+    cancel: &Cancel,
+) -> Result<Vec<FoundRepo>, Error> {
+    let mut client = HttpClient::new(&options.hub, &options.deadlines)?;
+    let query = escape_path(query).replace('/', "%2F");
+    let path =
+        format!("api/models?search={query}&filter=gguf&sort=downloads&limit={FOUND_REPOS_MAX}");
+    let url = client.url(&path);
+    let response = client.get(&url, &[], cancel)?;
+    client.check_status(&response, &url)?;
+    let text = response.read_all(LISTING_BYTES_MAX, cancel)?;
+    let found: Vec<Value> = serde_json::from_slice(&text).map_err(|error| Error::BadListing {
+        repo: "the search".to_owned(),
+        reason: error.to_string(),
+    })?;
+    let found = found
+        .into_iter()
+        .filter_map(|it| FoundRepo::deserialize(it).ok());
+    // No download takes other ids.
+    let found = found.filter(|it| HubId::parse(&it.id).is_ok());
+    Ok(found.take(FOUND_REPOS_MAX).collect())
 }
 
 fn list_once(

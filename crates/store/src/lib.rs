@@ -90,7 +90,7 @@ pub use engine::{
 pub use error::{Error, GgufChoice};
 pub use gguf_name::quant_of_name;
 pub use home::Home;
-pub use hub::look_up;
+pub use hub::{FoundRepo, look_up, search};
 pub use index::{
     FileIdentity, FileRecord, Kind, RemovedModel, ResolvedModel, State, StoreEntry, check_used,
     find_for_removal, list, recorded_files, remove, verify,

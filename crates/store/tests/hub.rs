@@ -904,3 +904,26 @@ fn attempts_to_read_a_range_end_without_1_mib_of_progress() {
     // The first attempt counts as one failure: its progress only resets the count.
     assert_eq!((server.requests().len(), got), (3, (1 << 20) + 2));
 }
+
+#[test]
+fn a_search_has_ids_that_can_be_pulled() {
+    let found = r#"[{"id": "o/r", "downloads": 7}, {"id": "no owner"}, {"likes": 1},
+                    {"id": "o/s", "likes": 2, "tags": []}]"#;
+    let body = Arc::new(found.as_bytes().to_vec());
+    let server = FakeHub::start(move |_, _| ServerReply::File {
+        body: Arc::clone(&body),
+        etag: etag("1"),
+    });
+    let setup = StoreSetup::new(server.url());
+    let found = search("a b/ü&x=1", &setup.options, &setup.cancel).unwrap();
+    let ids: Vec<(&str, u64, u64)> = found
+        .iter()
+        .map(|it| (it.id.as_str(), it.downloads, it.likes))
+        .collect();
+    assert_eq!(ids, [("o/r", 7, 0), ("o/s", 0, 2)]);
+    let asked = &server.requests()[0].path;
+    assert!(
+        asked.starts_with("/api/models?search=a%20b%2F%C3%BC%26x%3D1&filter=gguf"),
+        "{asked}"
+    );
+}

@@ -10,6 +10,19 @@ use serde_json::{Value, json};
 use crate::rig::{CLOCK, Rig};
 use crate::scripted::{Script, ScriptedService};
 
+/// The page's modules.
+const MODULES: [&str; 9] = [
+    "paceline.js",
+    "dom.js",
+    "api.js",
+    "chat.js",
+    "chats.js",
+    "markdown.js",
+    "models.js",
+    "machines.js",
+    "activity.js",
+];
+
 const HTML: &str = "Accept: text/html,application/xhtml+xml\r\n";
 
 #[test]
@@ -29,12 +42,13 @@ fn browsers_get_the_page_and_others_what_they_got() {
         assert_eq!(index["name"], "paceline", "{accept}");
     }
     let mut bytes = 0;
-    for path in ["/assets/paceline.css", "/assets/paceline.js"] {
-        let asset = rig.get(path);
-        assert_eq!(asset.status, 200, "{path}");
+    for name in MODULES.iter().chain(&["paceline.css"]) {
+        let asset = rig.get(&format!("/assets/{name}"));
+        assert_eq!(asset.status, 200, "{name}");
         bytes += asset.text().len();
     }
     assert!(bytes < 150_000, "{bytes} bytes");
+    assert_eq!(rig.get("/assets/other.js").status, 404);
     let evil = rig.send("GET", "/", &format!("{HTML}Host: evil.example\r\n"), "");
     assert_eq!(evil.status, 403);
 }
@@ -55,16 +69,39 @@ fn the_page_has_no_inline_code_and_no_other_server() {
         assert!(!page.contains(bad), "{bad}");
     }
     assert_eq!(page.matches("<script").count(), 1);
-    let script = rig.get("/assets/paceline.js").text();
-    for bad in [
-        "innerHTML",
-        "outerHTML",
-        "insertAdjacentHTML",
-        "eval(",
-        "https://",
-    ] {
-        assert!(!script.contains(bad), "{bad}");
+    for name in MODULES {
+        let script = rig.get(&format!("/assets/{name}")).text();
+        for bad in [
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "eval(",
+            "https://",
+        ] {
+            assert!(!script.contains(bad), "{name}: {bad}");
+        }
+        let imports = script.lines().filter(|line| line.starts_with("import "));
+        for import in imports {
+            let known = MODULES
+                .iter()
+                .any(|it| import.contains(&format!("\"./{it}\"")));
+            assert!(known, "{name}: {import}");
+        }
     }
+}
+
+#[test]
+fn markdown_is_answered_as_trees() {
+    let rig = Rig::new();
+    let body = json!({ "texts": ["**a** <b>", "x".repeat(200_000)] }).to_string();
+    let told = rig.post("/v1/paceline/markdown", &body).json();
+    let strong = json!({ "tag": "strong", "children": ["a"] });
+    let paragraph = json!({ "tag": "p", "children": [strong, " <b>"] });
+    assert_eq!(told, json!({ "trees": [[paragraph], null] }));
+    assert_eq!(
+        rig.post("/v1/paceline/markdown", r#"{"texts": 1}"#).status,
+        400
+    );
 }
 
 fn board() -> DashboardConfig {
