@@ -51,11 +51,7 @@ pub(crate) fn own_checks() -> anyhow::Result<Vec<HealthCheck>> {
         mlx: &mlx(&home::mlx_places()?),
         path: std::env::var_os("PATH").as_deref(),
         is_up: member::ask_if_up("nodes", json!({})).is_ok_and(|told| told.is_some()),
-    });
-    if args.json {
-        return print(&json!({ "checks": checks }).to_string());
-    }
-    print(&fitted(&text(&checks)))
+    }))
 }
 
 /// Tests the connection to `host` and prints each finding at once. A finding is no error.

@@ -11,11 +11,8 @@ use std::time::Duration;
 use anyhow::{Context, anyhow};
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::KernelClass;
-use paceline_board::commands::ProgramStarter;
 use paceline_board::host::HostProbes;
-use paceline_board::{
-    Dashboard, DashboardOutputs, commands, remover, servers, upgrade as cluster_upgrade,
-};
+use paceline_board::{Dashboard, DashboardOutputs, commands, remover, servers};
 use paceline_engine::StepTimeTarget;
 use paceline_node::fleet::{Fleet, LoadRequest};
 use paceline_serve::{DEFAULT_PORT, HttpServer, StatusSource, UpstreamArg};
@@ -31,7 +28,7 @@ use crate::local_model::{self, SplitArgs};
 use crate::member::{self, NodeArgs, NodeGuard};
 use crate::output::{LINES, print_err};
 use crate::process::{self, own_program, template_program, worker_env};
-use crate::{doctor, plan, pull, upgrade};
+use crate::{bench, doctor, mapreduce, plan, pull, train};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -223,6 +220,7 @@ fn serve(args: &Args, signals: &Signals, cancel: &Cancel) -> anyhow::Result<()> 
     tell_node(&node);
     let fleet = commands::start(&node.0, args.node_spec()?, &doors)?;
     board.show_fleet(&node.0, &fleet, (home::home()?, home::api_keys()?));
+    board.set_host(host_probes());
     let _watching = board.watch(args.watch()?)?;
     let (handle, urls) = (server.handle(), server.urls());
     let loading = args.has_models().then(|| doors.begin_loading());
@@ -246,8 +244,6 @@ fn serve(args: &Args, signals: &Signals, cancel: &Cancel) -> anyhow::Result<()> 
             loaded.map(drop)
         });
         server.run();
-    board.set_host(host_probes());
-    cluster_upgrade::serve_restart(&node.0, &fleet, Arc::clone(restart));
         working
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -437,11 +433,6 @@ impl Args {
     }
 }
 
-/// Settings of the dashboard's downloads.
-fn downloads() -> Result<(Home, PullOptions), String> {
-    let settings = home::StoreSettings::from_env().map_err(|error| format!("{error:#}"))?;
-    Ok((settings.home, settings.options))
-}
 /// What the dashboard tells of this machine.
 fn host_probes() -> HostProbes {
     let failed = |error: anyhow::Error| format!("{error:#}");
@@ -452,3 +443,8 @@ fn host_probes() -> HostProbes {
     )
 }
 
+/// Settings of the dashboard's downloads.
+fn downloads() -> Result<(Home, PullOptions), String> {
+    let settings = home::StoreSettings::from_env().map_err(|error| format!("{error:#}"))?;
+    Ok((settings.home, settings.options))
+}
