@@ -101,6 +101,6 @@ pub use request::{
     SequenceId, TokenLogprobs,
 };
 pub use runner::{Runner, StepClock};
-pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams};
+pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams, TemperatureOrder};
 pub use service::{Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket};
 pub use snapshot::Snapshot;

@@ -1,10 +1,11 @@
 //! Samples a token from logits.
 //!
 //! Order: bias, penalties and temperature, then top-k, top-p and min-p, then one draw. Each filter
-//! works on the result of the one before. From the penalties on, transformers does the same; in
-//! llama.cpp the temperature comes last, which gives another distribution. Everything is a fixed
-//! sequence of operations on the logits and the request's own random numbers. So equal seeds give
-//! equal answers, independent of other requests.
+//! works on the result of the one before. From the penalties on, transformers and Ollama
+//! (`sample/samplers.go`) do the same. In llama.cpp's default chain the temperature comes last,
+//! which gives another distribution; requests of llama-server's dialect ask for it
+//! ([`TemperatureOrder`]). Everything is a fixed sequence of operations on the logits and the
+//! request's own random numbers. So equal seeds give equal answers, independent of other requests.
 
 use std::ops::RangeInclusive;
 
@@ -48,6 +49,25 @@ pub struct SamplingParams {
     /// Tokens with a bias added to their logits before all else, -100 to 100; at most
     /// [`MAX_LOGIT_BIAS`], each token once, in any order.
     pub logit_bias: Vec<(u32, f32)>,
+    #[serde(default, skip_serializing_if = "TemperatureOrder::is_first")]
+    pub order: TemperatureOrder,
+}
+
+/// Where the temperature stands among the filters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TemperatureOrder {
+    /// Before top-k, top-p and min-p.
+    #[default]
+    First,
+    /// After them: they see the probabilities of temperature 1, as in llama.cpp.
+    Last,
+}
+
+impl TemperatureOrder {
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+    fn is_first(&self) -> bool {
+        *self == Self::First
+    }
 }
 
 /// Highest temperature, as a power of two, at which top-k provably selects from the [`TopLogits`].
@@ -72,6 +92,7 @@ impl SamplingParams {
         let top = match (self.temperature == 0.0, self.top_k, forbidden) {
             (true, _, 0) => return Logits::Best,
             (true, ..) => self.top(1 + forbidden),
+            _ if self.order == TemperatureOrder::Last => None,
             (false, 0, _) => None,
             (false, top_k, _) => self.top(top_k.saturating_add(forbidden)),
         };
@@ -112,6 +133,7 @@ impl Default for SamplingParams {
             penalty_window: 64, // llama.cpp's default
             seed: 0,
             logit_bias: Vec::new(),
+            order: TemperatureOrder::First,
         }
     }
 }
@@ -346,6 +368,22 @@ impl Sampler {
         &self.params
     }
 
+    /// The next draw, for a step that draws tokens; `None` where bias or penalties change logits, and
+    /// where the temperature comes last.
+    pub(crate) fn draw_of(&self, forbidden: ForbiddenTokens) -> Option<TokenDraw> {
+        let p = &self.params;
+        let is_usual = !p.changes_logits() && p.order == TemperatureOrder::First;
+        is_usual.then(|| TokenDraw {
+            temperature: p.temperature,
+            top_k: u32::try_from(p.top_k).unwrap_or(0),
+            top_p: p.top_p,
+            min_p: p.min_p,
+            seed: p.seed,
+            draws: self.draws,
+            forbidden,
+        })
+    }
+
     /// Skips a token that was sampled elsewhere: uses up its random numbers.
     pub(crate) fn skip(&mut self) {
         if (1.0 / self.params.temperature).is_finite() {
@@ -408,8 +446,23 @@ impl Sampler {
         if !scale.is_finite() || !largest.is_finite() {
             return best as u32;
         }
-        kernels.exp_scaled(logits, largest, scale, &mut scratch.weights);
-        self.cut(scratch);
+        let weights = |logits: &[f32], scale, scratch: &mut Scratch| {
+            kernels.exp_scaled(logits, largest, scale, &mut scratch.weights);
+        };
+        match self.params.order {
+            TemperatureOrder::First => {
+                weights(logits, scale, scratch);
+                self.cut(scratch);
+            }
+            TemperatureOrder::Last => {
+                weights(logits, 1.0, scratch);
+                self.cut(scratch);
+                let kept = logits.iter_mut().zip(&scratch.weights);
+                let out = kept.filter(|(_, weight)| **weight == 0.0);
+                out.for_each(|(logit, _)| *logit = f32::NEG_INFINITY);
+                weights(logits, scale, scratch);
+            }
+        }
         self.draw(&scratch.weights) as u32
     }
 

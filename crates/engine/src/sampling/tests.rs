@@ -48,6 +48,7 @@ const PLAIN: SamplingParams = SamplingParams {
     penalty_window: 64,
     seed: 0,
     logit_bias: Vec::new(),
+    order: TemperatureOrder::First,
 };
 
 /// The definition: the probability of every token, 0 for excluded ones.
@@ -69,8 +70,12 @@ fn reference(p: &SamplingParams, logits: &[f32], (tokens, prompt_len): History<'
         }
     }
     let largest = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let weight = |x: &f64| ((x - largest) / f64::from(p.temperature)).exp();
-    let mut weights: Vec<f64> = x.iter().map(weight).collect();
+    let weight = |temperature: f32| move |x: &f64| ((x - largest) / f64::from(temperature)).exp();
+    let drawn: Vec<f64> = x.iter().map(weight(p.temperature)).collect();
+    let mut weights: Vec<f64> = match p.order {
+        TemperatureOrder::First => drawn.clone(),
+        TemperatureOrder::Last => x.iter().map(weight(1.0)).collect(),
+    };
     let mut order: Vec<usize> = (0..weights.len()).collect();
     order.sort_by(|a, b| weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)));
     if p.top_k > 0 {
@@ -88,10 +93,10 @@ fn reference(p: &SamplingParams, logits: &[f32], (tokens, prompt_len): History<'
         order.truncate(n);
     }
     order.retain(|i| weights[*i] >= f64::from(p.min_p));
-    let all: f64 = order.iter().map(|i| weights[*i]).sum();
+    let all: f64 = order.iter().map(|i| drawn[*i]).sum();
     let weight = |i| {
         if order.contains(&i) {
-            weights[i] / all
+            drawn[i] / all
         } else {
             0.0
         }
@@ -134,6 +139,10 @@ fn all_params() -> Vec<SamplingParams> {
                     let biased = all[all.len() - 1].clone();
                     all.push(SamplingParams {
                         logit_bias: vec![(0, 1.5), (1, -0.75), (4, 2.0)],
+                        ..biased.clone()
+                    });
+                    all.push(SamplingParams {
+                        order: TemperatureOrder::Last,
                         ..biased
                     });
                 }

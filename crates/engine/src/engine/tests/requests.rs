@@ -15,6 +15,7 @@ pub(super) const SAMPLED: SamplingParams = SamplingParams {
     penalty_window: 64,
     seed: 0,
     logit_bias: Vec::new(),
+    order: crate::TemperatureOrder::First,
 };
 
 /// `n` pseudorandom tokens.
