@@ -403,7 +403,7 @@ pub struct Config {
 const MAX_LAYERS: u64 = 1 << 10;
 pub(crate) const MAX_WIDTH: u64 = 1 << 18;
 pub(crate) const MAX_HEADS: u64 = 1 << 12;
-const MAX_CONTEXT: u64 = 1 << 27;
+pub(crate) const MAX_CONTEXT: u64 = 1 << 27;
 
 impl Config {
     /// Reads the configuration of an opened model.
@@ -447,6 +447,7 @@ impl Config {
             None => Self::kv_heads(fields, n_layers, heads, width)?,
         };
         let ffns = fields.ffns(family, n_layers)?;
+        let context = fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?;
         let most = |list: &[usize]| list.iter().copied().max().unwrap_or(0);
         let mut config = Self {
             family,
@@ -459,7 +460,7 @@ impl Config {
             ffn: most(&ffns),
             ffn_leaf: 0, // set by `read`, from the types of the weights
             vocab: fields.vocab()?,
-            context: fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?,
+            context: fields.scaled_context(context)?,
             norm_eps: fields.norm_eps(family)?,
             norm_offset: 0.0,
             embedding_scale: 1.0,

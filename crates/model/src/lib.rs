@@ -70,7 +70,7 @@ pub use paceline_mlx::{LibraryPaths as MlxPlaces, exit};
 pub use page_store::{KEPT_MAX, PageName, PageStore, PersistedPage};
 pub use progress::{ComputeTime, ProgressSnapshot, StepActivity, StepProgress};
 pub use role::{LayerRole, Nth, Role};
-pub use rope::Rope;
+pub use rope::{LongContext, LongFrequencies, Rope};
 pub use source::ModelSource;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
 pub use step::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages, Workspace};

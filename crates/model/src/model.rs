@@ -127,9 +127,7 @@ impl Model {
             let (class, engine) = (options.class, "cpu");
             return Err(Error::Class { class, engine });
         }
-        if let Some(factors) = weights::rope_factors(source, &config)? {
-            config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
-        }
+        weights::read_rope_factors(source, &mut config)?;
         config.check_layers()?;
         let shard = split.shard(&config, rank);
         let loader = ShardLoader {

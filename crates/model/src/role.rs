@@ -13,6 +13,10 @@ pub enum Role {
     Output,
     /// `(head_dim / 2,)`: divisors of the rotary frequencies; absent in most files.
     RopeFactors,
+    /// The same for contexts up to the original one (`LongRoPE`).
+    ShortRopeFactors,
+    /// The same for longer contexts.
+    LongRopeFactors,
     /// `(vocabulary, layers * P)`: per-layer embeddings.
     PerLayerEmbedding,
     /// `(layers * P, width)`: projection of the token embedding onto them.

@@ -21,8 +21,33 @@ pub struct Rope {
     pub pairs: RopePairs,
     /// Radians per position for each pair.
     pub frequencies: Vec<f64>,
-    /// Factor of cosines and sines: 1 without [`Yarn`].
+    /// Factor of cosines and sines: 1 without [`Yarn`] or LongRoPE.
     pub magnitude: f64,
+    /// Frequencies of long contexts; `None` if those above serve every context.
+    pub long: Option<LongContext>,
+}
+
+/// Frequencies for contexts longer than the original one. The served context decides, not the
+/// length of a sequence, so that cached keys stay valid while a sequence grows.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LongContext {
+    /// Positions of the original training context.
+    pub original: usize,
+    pub frequencies: LongFrequencies,
+}
+
+/// See [`LongContext`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum LongFrequencies {
+    /// LongRoPE: radians per position for each pair.
+    ///
+    /// Source: Ding et al. 2024; `_compute_longrope_parameters` in transformers'
+    /// `modeling_rope_utils.py`.
+    Fixed(Vec<f64>),
+    /// Dynamic NTK: the base grows with the context, by `factor`.
+    ///
+    /// Source: `_compute_dynamic_ntk_parameters`, as above.
+    GrownBase { base: f64, factor: f64 },
 }
 
 /// YaRN: long wavelengths are stretched, short ones kept, with a ramp between.
@@ -67,7 +92,18 @@ impl Rope {
             pairs,
             frequencies: (0..rotated / 2).map(frequency).collect(),
             magnitude: 1.0,
+            long: None,
         }
+    }
+
+    /// The rotations of a served context of `context` positions.
+    #[must_use]
+    pub fn for_context(&self, context: usize) -> Self {
+        let mut rope = self.clone();
+        if let Some(long) = self.long.as_ref().filter(|long| context > long.original) {
+            rope.frequencies = long.frequencies(2 * self.frequencies.len(), context);
+        }
+        rope
     }
 
     /// Applies YaRN to plain frequencies of base `base`.
@@ -90,6 +126,18 @@ impl Rope {
             *frequency = scaling.apply(*frequency);
         }
         self
+    }
+
+    /// The same pairs, none of which turns.
+    #[must_use]
+    pub fn without_turning(&self) -> Self {
+        let frequencies = vec![0.0; self.frequencies.len()];
+        Self {
+            frequencies,
+            magnitude: 1.0,
+            long: None,
+            ..self.clone()
+        }
     }
 
     /// Sets the frequencies of all pairs but the first `n` to 0.
@@ -119,6 +167,21 @@ impl Rope {
                 let (sin, cos) = libm::sincos(position as f64 * frequency);
                 ((cos * self.magnitude) as f32, (sin * self.magnitude) as f32)
             }));
+        }
+    }
+}
+
+impl LongContext {
+    /// Frequencies of `rotated` elements in a context longer than the original one.
+    fn frequencies(&self, rotated: usize, context: usize) -> Vec<f64> {
+        match &self.frequencies {
+            LongFrequencies::Fixed(frequencies) => frequencies.clone(),
+            LongFrequencies::GrownBase { base, factor } => {
+                let growth = factor * context as f64 / self.original as f64 - (factor - 1.0);
+                let dim = rotated as f64;
+                let grown = base * libm::pow(growth, dim / (dim - 2.0));
+                Rope::new(RopePairs::Halves, rotated, grown, 1.0).frequencies
+            }
         }
     }
 }
@@ -203,6 +266,28 @@ mod tests {
         let mut angles = Vec::new();
         scaled.angles(0..1, &mut angles);
         assert_eq!(angles[0], (scaled.magnitude as f32, 0.0));
+    }
+
+    /// Up to the original context the base is the file's. At 3 times that context, a factor of 2
+    /// makes it `5^(64 / 62)` times as large.
+    #[test]
+    fn a_dynamic_base_grows_with_the_context() {
+        let plain = Rope::new(RopePairs::Halves, 64, 10_000.0, 1.0);
+        let dynamic = Rope {
+            long: Some(LongContext {
+                original: 4096,
+                frequencies: LongFrequencies::GrownBase {
+                    base: 10_000.0,
+                    factor: 2.0,
+                },
+            }),
+            ..plain.clone()
+        };
+        assert_eq!(dynamic.for_context(4096).frequencies, plain.frequencies);
+        let base = 10_000.0 * 5f64.powf(64.0 / 62.0);
+        let grown = Rope::new(RopePairs::Halves, 64, base, 1.0).frequencies;
+        let got = dynamic.for_context(3 * 4096).frequencies;
+        assert!((got[31] / grown[31] - 1.0).abs() < 1e-12, "{got:?}");
     }
 
     #[test]

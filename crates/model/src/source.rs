@@ -463,6 +463,8 @@ fn gguf_stem(family: ModelFamily, role: Role) -> String {
         Role::OutputNorm => return "output_norm".to_owned(),
         Role::Output => return "output".to_owned(),
         Role::RopeFactors => return "rope_freqs".to_owned(),
+        Role::ShortRopeFactors => return "rope_factors_short".to_owned(),
+        Role::LongRopeFactors => return "rope_factors_long".to_owned(),
         Role::PerLayerEmbedding => return "per_layer_token_embd".to_owned(),
         Role::PerLayerProjection => return "per_layer_model_proj".to_owned(),
         Role::PerLayerNorm => return "per_layer_proj_norm".to_owned(),
@@ -541,6 +543,8 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
         }
         Role::Output => return "lm_head".to_owned(),
         Role::RopeFactors => return "rope_freqs".to_owned(),
+        Role::ShortRopeFactors => return "rope_factors_short".to_owned(),
+        Role::LongRopeFactors => return "rope_factors_long".to_owned(),
         Role::PerLayerEmbedding => return format!("{model}.embed_tokens_per_layer"),
         Role::PerLayerProjection => return format!("{model}.per_layer_model_projection"),
         Role::PerLayerNorm => return format!("{model}.per_layer_projection_norm"),

@@ -20,7 +20,7 @@ use crate::families::{Half, LayerStep};
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::{self, LayerShard, Linear, Summed};
-use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Links};
+use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Links, Rope};
 
 mod adapter_products;
 mod batch;
@@ -84,6 +84,8 @@ pub struct Workspace {
     aside: RegisteredMemory<f32>,
     /// For per-layer embeddings.
     per_layer: Option<PerLayerRows>,
+    /// [`Config::ropes`](crate::Config::ropes) for the context of `size`.
+    ropes: Vec<Rope>,
     /// `(rope, T, pairs)`
     angles: Vec<Vec<(f32, f32)>>,
     /// `(R, C)`, quantised: the rows that need logits
@@ -205,6 +207,7 @@ impl Workspace {
                 .map(|experts| ExpertBuffers::new(model, experts, size.rows)),
             aside: rows(if has_beside { c.width } else { 0 }),
             per_layer: PerLayerRows::new(model, size.rows),
+            ropes: c.ropes.iter().map(|rope| rope.for_context(size.context)).collect(),
             angles: angle_buffers(model, size.rows),
             head_x: activations(model, size.logit_rows, c.width, head),
             own_logits: exchanged(
@@ -266,7 +269,7 @@ fn exchanged(model: &Model, len: usize) -> RegisteredMemory<f32> {
 }
 
 fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
-    let room = |rope: &crate::Rope| Vec::with_capacity(max_rows * rope.frequencies.len());
+    let room = |rope: &Rope| Vec::with_capacity(max_rows * rope.frequencies.len());
     model.config().ropes.iter().map(room).collect()
 }
 
@@ -439,7 +442,8 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
     }
 
     fn prepare_angles(&mut self) {
-        for (rope, out) in self.model.config().ropes.iter().zip(&mut self.ws.angles) {
+        let ws = &mut *self.ws;
+        for (rope, out) in ws.ropes.iter().zip(&mut ws.angles) {
             out.clear();
             for s in self.batch.sequences {
                 rope.angles(s.position..s.position + s.tokens.len(), out);

@@ -14,7 +14,7 @@ use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, UNIT,
 use paceline_weights::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_weights::tensor::{MappedBytes, Tensor};
 
-use crate::rope::MIN_DIVISOR;
+use crate::rope::{LongContext, LongFrequencies, MIN_DIVISOR};
 use crate::split::{LeafCut, Shard};
 use crate::{Config, Error, LayerCache, LayerRole, ModelFamily, ModelSource, Nth, Role, config};
 
@@ -965,12 +965,36 @@ fn pack_error(name: &str, source: paceline_tensor::Error) -> Error {
     }
 }
 
-/// Factors of `rope_freqs`, if the file has them.
-pub(crate) fn rope_factors(
+/// Divides the frequencies of full attention by the file's factors, if it has them: `rope_freqs`,
+/// or `LongRoPE`'s factors of short and of long contexts.
+pub(crate) fn read_rope_factors(source: &ModelSource, config: &mut Config) -> Result<(), Error> {
+    let [usual, short, long] = [
+        Role::RopeFactors,
+        Role::ShortRopeFactors,
+        Role::LongRopeFactors,
+    ]
+    .map(|role| rope_factors(source, config, role));
+    let mut rope = config.ropes[0].clone();
+    if let (Some(short), Some(long), Some(context)) = (short?, long?, rope.long.take()) {
+        let frequencies = rope.clone().with_factors(&long).frequencies;
+        rope = rope.with_factors(&short);
+        rope.long = Some(LongContext {
+            frequencies: LongFrequencies::Fixed(frequencies),
+            ..context
+        });
+        config.ropes[0] = rope;
+    } else if let Some(factors) = usual? {
+        config.ropes[0] = rope.with_factors(&factors);
+    }
+    Ok(())
+}
+
+/// Factors of the frequencies of full attention, if the file has them.
+fn rope_factors(
     source: &ModelSource,
     config: &Config,
 ) -> Result<Option<Vec<f32>>, Error> {
-    let Some(tensor) = source.opt_weight(config.family, Role::RopeFactors)? else {
+    let Some(tensor) = source.opt_weight(config.family, role)? else {
         return Ok(None);
     };
     let pairs = config.ropes[0].frequencies.len();

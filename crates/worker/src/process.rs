@@ -406,7 +406,12 @@ impl RankWorker<'_> {
         // The identity only samples the weights, so another file may match: the stamp is compared
         // too.
         let stamp = WeightsStamp::of(&job.model).ok()?;
-        match Disk::open(disk, &format!("{}/{stamp:?}", job.identity), weights) {
+        let mut identity = format!("{}/{stamp:?}", job.identity);
+        if weights.config().ropes.iter().any(|rope| rope.long.is_some()) {
+            // The context decides how keys are rotated.
+            identity += &format!("/{}", job.engine.context);
+        }
+        match Disk::open(disk, &identity, weights) {
             Ok(disk) => Some(Box::new(disk)),
             Err(error) => {
                 warn!(folder = %disk.folder.display(), %error, "no prefix cache");

@@ -9,7 +9,6 @@ use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, fee
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind {
-    yarn: true,
     partial: Some(0.5),
     ..RopeKind::plain(RopePairs::Halves, 10_000.0)
 };

@@ -11,10 +11,7 @@ use super::{
 use crate::config::Gating;
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind {
-    yarn: true,
-    ..RopeKind::plain(RopePairs::Halves, 150_000.0)
-};
+const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 150_000.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     gguf_ffn_norm: "post_attention_norm", // despite its name, before the feed-forward

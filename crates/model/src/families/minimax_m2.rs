@@ -8,7 +8,6 @@ use super::{ConfigFields, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind {
-    yarn: true,
     partial: Some(1.0),
     ..RopeKind::plain(RopePairs::Halves, 5_000_000.0)
 };

@@ -63,7 +63,7 @@ use crate::step::{Batch, BatchSequence, BatchSize, PlanLimits};
 use crate::weights::WeightReader;
 use crate::{
     Config, Error, Experts, FollowOutcome, Kinds, LayerCache, LayerCut, LayerShape, Links,
-    ModelSource, PageStore, PersistedPage, Shard, Split, WindowPages, WindowPool,
+    ModelSource, PageStore, PersistedPage, Rope, Shard, Split, WindowPages, WindowPool,
 };
 use ahead::{Ahead, NextStep};
 use cache::{Cache, DeltaSizes, LaneLimits, LayerSizes, SpanKind};
@@ -146,6 +146,8 @@ struct Device {
 /// A cache and what steps on it need.
 struct Reserved {
     cache: Cache,
+    /// See [`step::Parts::periods`].
+    periods: Vec<Array>,
     receive: Receive,
     ahead: Ahead,
     size: BatchSize,
@@ -260,9 +262,7 @@ impl MlxModel {
             return Err(Error::Class { class, engine });
         }
         let mut config = Config::read(&source)?;
-        if let Some(factors) = crate::weights::rope_factors(&source, &config)? {
-            config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
-        }
+        crate::weights::read_rope_factors(&source, &mut config)?;
         refuse(&config, options.class)?;
         let shard = split.shard(&config, rank);
         if shard.each_layer().any(LayerCut::repeats_attention) {
@@ -507,6 +507,15 @@ struct OnDevice<'a> {
     watch: &'a Watch,
 }
 
+/// Positions per radian of each pair, for each rope.
+fn periods(stream: &Stream, ropes: &[Rope]) -> Result<Vec<Array>, Error> {
+    let of = |rope: &Rope| {
+        let periods: Vec<f32> = rope.frequencies.iter().map(|f| (1.0 / f) as f32).collect();
+        Ok(stream.array_f32(&periods, &[periods.len() as i32])?)
+    };
+    ropes.iter().map(of).collect()
+}
+
 impl<'a> OnDevice<'a> {
     /// Makes the graph of a step.
     fn graph(
@@ -519,6 +528,7 @@ impl<'a> OnDevice<'a> {
         let parts = Parts {
             model: self.model,
             weights,
+            periods: &reserved.periods,
             constants,
             stream: self.stream,
             cache: &mut reserved.cache,
@@ -827,13 +837,17 @@ impl Loaded for MlxModel {
         let windows = kinds.windows(kinds.pages(size, positions));
         let (pages, own) = (positions.div_ceil(PAGE), windows.clone());
         let mut lanes = self.lane_limits(&shape, size);
+        let ropes = self.config.ropes.iter();
+        let ropes: Vec<Rope> = ropes.map(|rope| rope.for_context(size.context)).collect();
+        let (links, exchanges) = (self.links.clone(), self.exchanges);
         let reserve = move |device: &mut Device| {
             let mut cache = Cache::new(&device.stream, &shape)?;
             lanes.bytes = device.room;
             cache.allow_lanes(lanes);
             let reserved = Reserved {
                 cache,
-                receive: Receive::default(),
+                periods: periods(&device.stream, &ropes)?,
+                receive: Receive::new(&device.stream, links.as_ref(), exchanges)?,
                 ahead: Ahead::default(),
                 size,
                 pages,

@@ -89,6 +89,8 @@ pub(super) struct Parts<'a> {
     pub(super) model: &'a MlxModel,
     pub(super) stream: &'a Stream,
     pub(super) weights: &'a Weights,
+    /// Positions per radian, for each of [`Config::ropes`](crate::Config::ropes).
+    pub(super) periods: &'a [Array],
     pub(super) constants: &'a Constants,
     pub(super) cache: &'a mut Cache,
     pub(super) receive: &'a mut Receive,
@@ -436,7 +438,7 @@ impl<'a> Step<'a> {
         let (stream, index) = (self.parts.stream, self.layer().0.rope);
         let (rope, periods) = (
             &self.parts.model.config.ropes[index],
-            &self.parts.weights.periods[index],
+            &self.parts.periods[index],
         );
         let neighbours = rope.pairs == RopePairs::Adjacent;
         let turned = turn(periods, neighbours)?;

@@ -171,8 +171,6 @@ pub(super) struct Weights {
     pub(super) layers: Vec<Layer>,
     /// Norm and this rank's rows of the output head, in the last stage.
     pub(super) head: Option<(Array, Linear)>,
-    /// Positions per radian, for each of [`Config::ropes`].
-    pub(super) periods: Vec<Array>,
 }
 
 impl Weights {
@@ -311,7 +309,6 @@ impl Loader<'_> {
         };
         let head = shard.has_head().then(head).transpose()?;
         let weights = Weights {
-            periods: self.periods()?,
             per_layer: self.per_layer_inputs()?,
             embedding,
             layers,
@@ -326,14 +323,6 @@ impl Loader<'_> {
         progress(n + 1, n + 1);
         let bytes = weights.bytes(tied && shard.vocab() == (0..c.vocab));
         Ok((weights, bytes))
-    }
-
-    fn periods(&self) -> Result<Vec<Array>, Error> {
-        let of = |rope: &crate::Rope| {
-            let periods: Vec<f32> = rope.frequencies.iter().map(|f| (1.0 / f) as f32).collect();
-            Ok(self.stream.array_f32(&periods, &[periods.len() as i32])?)
-        };
-        self.config.ropes.iter().map(of).collect()
     }
 
     fn layer(&self, i: usize) -> Result<Layer, Error> {

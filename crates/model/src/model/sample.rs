@@ -70,9 +70,7 @@ impl Model {
             per_layer: 0, // a table of all layers
             ..config.clone()
         };
-        if let Some(factors) = weights::rope_factors(source, &config)? {
-            config.ropes[0] = config.ropes[0].clone().with_factors(&factors);
-        }
+        weights::read_rope_factors(source, &mut config)?;
         config.check_layers()?;
         let own = sample.of(&config);
         own.check_layers()?;

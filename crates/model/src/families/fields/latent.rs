@@ -191,7 +191,7 @@ impl ConfigFields<'_> {
                 };
                 let parameters = self.hf_rope_parameters()?;
                 let rope =
-                    self.hf_turned(rotated, (pairs, 10_000.0, true), parameters, "rope_theta")?;
+                    self.hf_turned(rotated, (pairs, 10_000.0), parameters, "rope_theta")?;
                 let all = number(parameters, "mscale_all_dim")?.filter(|all| *all != 0.0);
                 let scaled = !matches!(scaling_type(parameters)?, None | Some("default"));
                 let (Some(all), true) = (all, scaled) else {

@@ -4,7 +4,10 @@ use paceline_tensor::RopePairs;
 use serde_json::Value;
 
 use super::{ConfigFields, field, wrong_type, wrong_value};
-use crate::rope::{Llama3Scaling, MAX_PAIRS, MIN_DIVISOR, Rope, Yarn};
+use crate::config::MAX_CONTEXT;
+use crate::rope::{
+    Llama3Scaling, LongContext, LongFrequencies, MAX_PAIRS, MIN_DIVISOR, Rope, Yarn,
+};
 use crate::{Config, Error};
 
 /// A family's defaults for [`Fields::rope`].
@@ -14,8 +17,6 @@ pub(crate) struct RopeKind {
     pub(crate) pairs: RopePairs,
     /// Base if `config.json` has none (the default of the family's class in transformers).
     pub(crate) hf_base: f64,
-    /// Whether `YaRN` is supported.
-    pub(crate) yarn: bool,
     /// Rotated part of a head if `config.json` does not say; `None` if the whole head must be
     /// rotated.
     pub(crate) partial: Option<f64>,
@@ -25,12 +26,11 @@ pub(crate) struct RopeKind {
 }
 
 impl RopeKind {
-    /// Rotation of whole heads, without `YaRN`.
+    /// Rotation of whole heads.
     pub(crate) const fn plain(pairs: RopePairs, hf_base: f64) -> Self {
         Self {
             pairs,
             hf_base,
-            yarn: false,
             partial: None,
             proportional: None,
         }
@@ -48,12 +48,14 @@ impl ConfigFields<'_> {
                     .opt_size("rope.dimension_count", "", 2, config.head_dim as u64)?
                     .unwrap_or(config.head_dim);
                 let base = f64::from(base);
-                if kind.yarn && self.gguf_scaling()? == Some("yarn") {
-                    let plain = checked(kind.pairs, rotated, base, 1.0)?;
-                    return Ok(plain.with_yarn(base, self.gguf_yarn()?.yarn));
+                let plain = |linear| checked(kind.pairs, rotated, base, linear);
+                if self.gguf_scaling()? == Some("yarn") {
+                    return Ok(plain(1.0)?.with_yarn(base, self.gguf_yarn()?.yarn));
                 }
-                let linear = self.gguf_linear_factor()?;
-                checked(kind.pairs, rotated, base, linear)
+                if self.has_gguf_long_factors()? {
+                    return self.gguf_longrope(plain(1.0)?);
+                }
+                plain(self.gguf_linear_factor()?)
             }
             Self::Hf(_) => {
                 let parameters = self.hf_rope_parameters()?;
@@ -89,7 +91,7 @@ impl ConfigFields<'_> {
                 let factor = self.opt_float("rope.scaling.factor", "")?;
                 Ok(f64::from(factor.unwrap_or(1.0)))
             }
-            Some(other) => Err(wrong_value("rope scaling", other, "none or linear")),
+            Some(other) => Err(wrong_value("rope scaling", other, GGUF_TYPES)),
         }
     }
 
@@ -104,7 +106,7 @@ impl ConfigFields<'_> {
     /// `YaRN` as in llama.cpp, with the ends of its ramp rounded to whole pairs.
     pub(super) fn gguf_yarn(&self) -> Result<GgufYarn, Error> {
         let of = |key| Ok::<_, Error>(self.opt_float(key, "")?.map(f64::from));
-        let context = self.size("rope.scaling.original_context_length", "", 1, 1 << 27)?;
+        let context = self.gguf_original_context()?;
         let factor = of("rope.scaling.factor")?.unwrap_or(1.0);
         let attention = of("rope.scaling.attn_factor")?.unwrap_or(1.0);
         let yarn = checked_yarn(Yarn {
@@ -116,6 +118,100 @@ impl ConfigFields<'_> {
             magnitude: attention * Yarn::usual_magnitude(factor, 1.0),
         })?;
         Ok(GgufYarn { yarn, attention })
+    }
+
+    /// Original training context; the training context if the file does not say.
+    fn gguf_original_context(&self) -> Result<usize, Error> {
+        let size = |key| self.opt_size(key, "", 1, MAX_CONTEXT);
+        match size("rope.scaling.original_context_length")? {
+            Some(original) => Ok(original),
+            None => self.size("context_length", "", 1, MAX_CONTEXT),
+        }
+    }
+
+    /// Whether the file has `LongRoPE`'s factors, which llama.cpp identifies by their tensors.
+    pub(super) fn has_gguf_long_factors(&self) -> Result<bool, Error> {
+        let Self::Gguf { file, .. } = self else {
+            return Ok(false);
+        };
+        let has = |name| file.has(&format!("rope_factors_{name}.weight"));
+        match (self.gguf_scaling()?, has("long") && has("short")) {
+            (Some("longrope"), false) => Err(wrong_value(
+                "rope scaling",
+                "longrope",
+                "its factors, rope_factors_long and rope_factors_short, in the file",
+            )),
+            (_, has_factors) => Ok(has_factors),
+        }
+    }
+
+    /// `LongRoPE` without its factors, which are read with the weights.
+    fn gguf_longrope(&self, mut plain: Rope) -> Result<Rope, Error> {
+        let magnitude = self.opt_float("rope.scaling.attn_factor", "")?;
+        plain.magnitude = checked_magnitude(f64::from(magnitude.unwrap_or(1.0)))?;
+        plain.long = Some(LongContext {
+            original: self.gguf_original_context()?,
+            frequencies: LongFrequencies::Fixed(plain.frequencies.clone()),
+        });
+        Ok(plain)
+    }
+
+    /// Longest context: the stated one, or what `YaRN` and dynamic scaling extend the original one
+    /// to. Files with scaling added by hand still state the original one.
+    pub(crate) fn scaled_context(&self, stated: usize) -> Result<usize, Error> {
+        let extended = match self {
+            Self::Gguf { .. } if self.gguf_scaling()? == Some("yarn") => {
+                let factor = self.opt_float("rope.scaling.factor", "")?.unwrap_or(1.0);
+                self.gguf_original_context()? as f64 * f64::from(factor)
+            }
+            Self::Gguf { .. } => return Ok(stated),
+            Self::Hf(_) => {
+                let parameters = self.hf_rope_parameters()?;
+                let original = match scaling_type(parameters)? {
+                    Some("yarn" | "deepseek_yarn") => self.hf_original_context(parameters)?,
+                    Some("dynamic") => stated,
+                    _ => return Ok(stated),
+                };
+                original as f64 * number(parameters, "factor")?.unwrap_or(1.0)
+            }
+        };
+        match extended <= MAX_CONTEXT as f64 {
+            true => Ok(stated.max(extended as usize)),
+            // The reader of the rotation names the factor.
+            false if !extended.is_finite() => Ok(stated),
+            false => Err(wrong_value(
+                "longest context",
+                extended,
+                "134217728 or less",
+            )),
+        }
+    }
+
+    /// Original training context: next to the parameters as in Phi, in the parameters, or the
+    /// training context, in transformers' order.
+    fn hf_original_context(&self, parameters: Option<&Value>) -> Result<usize, Error> {
+        let said = match self.opt_size("", ORIGINAL, 1, MAX_CONTEXT)? {
+            None => number(parameters, ORIGINAL)?,
+            outer => return Ok(outer.unwrap_or(1)),
+        };
+        match said {
+            Some(original) if original >= 1.0 && original <= MAX_CONTEXT as f64 => {
+                Ok(original as usize)
+            }
+            Some(other) => Err(wrong_value(ORIGINAL, other, "1 to 134217728")),
+            None => self.size("", "max_position_embeddings", 1, MAX_CONTEXT),
+        }
+    }
+
+    /// `factor`; by default the stated context over the original one.
+    fn hf_factor(&self, parameters: Option<&Value>, original: usize) -> Result<f64, Error> {
+        match number(parameters, "factor")? {
+            Some(factor) => Ok(factor),
+            None => {
+                let stated = self.size("", "max_position_embeddings", 1, MAX_CONTEXT)?;
+                Ok(stated as f64 / original as f64)
+            }
+        }
     }
 
     /// Parameters of full attention in `config.json`, under their newer or older name.
@@ -168,7 +264,7 @@ impl ConfigFields<'_> {
 
     /// Rotary embedding from the object `parameters`. The base is under `theta` of `config.json` if
     /// the object has none.
-    fn hf_rope(
+    pub(super) fn hf_rope(
         &self,
         head_dim: usize,
         kind: RopeKind,
@@ -180,8 +276,7 @@ impl ConfigFields<'_> {
             return proportional(head_dim, (kind, usual), parameters, base);
         }
         let rotated = self.hf_rotated(head_dim, kind, parameters)?;
-        let kind = (kind.pairs, kind.hf_base, kind.yarn);
-        self.hf_turned(rotated, kind, parameters, theta)
+        self.hf_turned(rotated, (kind.pairs, kind.hf_base), parameters, theta)
     }
 
     /// Base in `parameters`, or under `theta` of `config.json`.
@@ -197,26 +292,116 @@ impl ConfigFields<'_> {
         }
     }
 
-    /// As [`hf_rope`](Self::hf_rope), for `rotated` elements, with explicit pairs, default base,
-    /// and whether `YaRN` is supported.
+    /// As [`hf_rope`](Self::hf_rope), for `rotated` elements, with explicit pairs and default base.
     pub(super) fn hf_turned(
         &self,
         rotated: usize,
-        (pairs, usual_base, has_yarn): (RopePairs, f64, bool),
+        (pairs, usual_base): (RopePairs, f64),
         parameters: Option<&Value>,
         theta: &'static str,
     ) -> Result<Rope, Error> {
         let base = self.hf_base(parameters, theta, usual_base)?;
         let plain = |linear| checked(pairs, rotated, base, linear);
         match scaling_type(parameters)? {
-            None | Some("default") => plain(1.0),
+            None | Some("default" | "mrope") => plain(1.0),
             Some("linear") => plain(needed(parameters, "factor")?),
-            Some("llama3") => Ok(plain(1.0)?.with_llama3(llama3(parameters)?)),
-            Some("yarn") if has_yarn => {
-                Ok(plain(1.0)?.with_yarn(base, checked_yarn(yarn(parameters)?)?))
+            Some("llama3") => {
+                let original = self.hf_original_context(parameters)?;
+                Ok(plain(1.0)?.with_llama3(llama3(parameters, original)?))
             }
-            Some(other) => Err(wrong_value("rope_type", other, "default, linear or llama3")),
+            Some("yarn" | "deepseek_yarn") => {
+                let original = self.hf_original_context(parameters)?;
+                let factor = self.hf_factor(parameters, original)?;
+                let yarn = checked_yarn(yarn(parameters, factor, original)?)?;
+                Ok(plain(1.0)?.with_yarn(base, yarn))
+            }
+            Some("longrope" | "su") => self.hf_longrope(plain(1.0)?, parameters),
+            Some("dynamic") => {
+                let factor = needed(parameters, "factor")?;
+                if !(factor.is_finite() && factor >= 1.0 && rotated > 2) {
+                    return Err(wrong_value("factor of dynamic rope", factor, "1 or more"));
+                }
+                let long = LongContext {
+                    original: self.size("", "max_position_embeddings", 1, MAX_CONTEXT)?,
+                    frequencies: LongFrequencies::GrownBase { base, factor },
+                };
+                Ok(Rope {
+                    long: Some(long),
+                    ..plain(1.0)?
+                })
+            }
+            Some(other) => Err(wrong_value("rope_type", other, HF_TYPES)),
         }
+    }
+
+    /// `LongRoPE`: factors of short and of long contexts.
+    fn hf_longrope(&self, plain: Rope, parameters: Option<&Value>) -> Result<Rope, Error> {
+        let original = self.hf_original_context(parameters)?;
+        let factor = self.hf_factor(parameters, original)?;
+        let pairs = plain.frequencies.len();
+        let [short, long] = [
+            factors(parameters, "short_factor", pairs)?,
+            factors(parameters, "long_factor", pairs)?,
+        ];
+        let usual = match factor > 1.0 && original > 1 {
+            true => libm::sqrt(1.0 + libm::log(factor) / libm::log(original as f64)),
+            false => 1.0,
+        };
+        let magnitude = number(parameters, "attention_factor")?.unwrap_or(usual);
+        let long = plain.clone().with_factors(&long).frequencies;
+        Ok(Rope {
+            magnitude: checked_magnitude(magnitude)?,
+            long: Some(LongContext {
+                original,
+                frequencies: LongFrequencies::Fixed(long),
+            }),
+            ..plain.with_factors(&short)
+        })
+    }
+}
+
+/// Types of scaling in `config.json` and in GGUF files.
+const HF_TYPES: &str = "default, linear, dynamic, yarn, longrope or llama3";
+const GGUF_TYPES: &str = "none, linear, yarn or longrope";
+
+const ORIGINAL: &str = "original_max_position_embeddings";
+
+/// One factor for each of `pairs` pairs.
+fn factors(
+    parameters: Option<&Value>,
+    name: &'static str,
+    pairs: usize,
+) -> Result<Vec<f32>, Error> {
+    let list = match parameters {
+        Some(parameters) => field(parameters, name, "a list of numbers", Value::as_array)?,
+        None => None,
+    };
+    let list = list.ok_or(Error::MissingField { field: name })?;
+    if list.len() != pairs {
+        let expected = format!("one for each of {pairs} pairs");
+        return Err(wrong_value(
+            name,
+            format!("a list of {}", list.len()),
+            expected,
+        ));
+    }
+    let usable = |factor: &f64| factor.is_finite() && *factor >= MIN_DIVISOR;
+    let factor = |value: &Value| match value.as_f64().filter(usable) {
+        Some(factor) => Ok(factor as f32),
+        None => Err(wrong_value(name, value, "0.001 or more")),
+    };
+    list.iter().map(factor).collect()
+}
+
+/// Factor of cosines and sines.
+fn checked_magnitude(magnitude: f64) -> Result<f64, Error> {
+    match magnitude.is_finite() && magnitude >= MIN_DIVISOR {
+        true => Ok(magnitude),
+        false => Err(wrong_value(
+            "attention factor of rope",
+            magnitude,
+            "0.001 or more",
+        )),
     }
 }
 
@@ -256,7 +441,7 @@ fn as_object(value: &Value) -> Option<&Value> {
 }
 
 /// `rope_parameters` of newer files: one object, or one per kind of layer.
-fn hf_parameters<'a>(config: &'a Value, kind: &str) -> Result<Option<&'a Value>, Error> {
+pub(super) fn hf_parameters<'a>(config: &'a Value, kind: &str) -> Result<Option<&'a Value>, Error> {
     let Some(parameters) = field(config, "rope_parameters", "an object", as_object)? else {
         return Ok(None);
     };
@@ -291,7 +476,7 @@ fn needed(parameters: Option<&Value>, name: &'static str) -> Result<f64, Error> 
     number(parameters, name)?.ok_or(Error::MissingField { field: name })
 }
 
-fn llama3(parameters: Option<&Value>) -> Result<Llama3Scaling, Error> {
+fn llama3(parameters: Option<&Value>, original: usize) -> Result<Llama3Scaling, Error> {
     let positive = |name: &'static str| match needed(parameters, name)? {
         value if value > 0.0 => Ok(value),
         value => Err(wrong_value(name, value, "above 0")),
@@ -300,7 +485,7 @@ fn llama3(parameters: Option<&Value>) -> Result<Llama3Scaling, Error> {
         factor: positive("factor")?,
         low: positive("low_freq_factor")?,
         high: positive("high_freq_factor")?,
-        original_context: positive("original_max_position_embeddings")?,
+        original_context: original as f64,
     };
     if scaling.high > scaling.low {
         Ok(scaling)
@@ -314,9 +499,9 @@ fn llama3(parameters: Option<&Value>) -> Result<Llama3Scaling, Error> {
 }
 
 /// `YaRN` of `config.json`.
-fn yarn(parameters: Option<&Value>) -> Result<Yarn, Error> {
+fn yarn(parameters: Option<&Value>, factor: f64, original: usize) -> Result<Yarn, Error> {
     let of = |name| number(parameters, name);
-    let factor = needed(parameters, "factor")?;
+    let given = |name| Ok::<_, Error>(of(name)?.filter(|value| *value != 0.0));
     let usual = match (of("mscale")?, of("mscale_all_dim")?) {
         (Some(one), Some(all)) if one != 0.0 && all != 0.0 => {
             Yarn::usual_magnitude(factor, one) / Yarn::usual_magnitude(factor, all)
@@ -329,9 +514,9 @@ fn yarn(parameters: Option<&Value>) -> Result<Yarn, Error> {
     };
     Ok(Yarn {
         factor,
-        original_context: needed(parameters, "original_max_position_embeddings")?,
-        fast: of("beta_fast")?.unwrap_or(32.0),
-        slow: of("beta_slow")?.unwrap_or(1.0),
+        original_context: original as f64,
+        fast: given("beta_fast")?.unwrap_or(32.0),
+        slow: given("beta_slow")?.unwrap_or(1.0),
         whole_pairs: truncate.unwrap_or(true),
         magnitude: of("attention_factor")?.unwrap_or(usual),
     })
