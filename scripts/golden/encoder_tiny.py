@@ -49,6 +49,20 @@ QWEN3 = {
     "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None,
     "max_window_layers": 3,
 }
+# As EmbeddingGemma: rows see later ones, of windows on both sides in most layers, and two products
+# follow the mean. The fields of its text class that have other defaults are stated.
+GEMMA3 = {
+    "architectures": ["Gemma3TextModel"], "model_type": "gemma3_text", "hidden_size": 48,
+    "hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 96, "num_hidden_layers": 3,
+    "head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
+    "vocab_size": 300, "max_position_embeddings": 2048, "query_pre_attn_scalar": 16,
+    "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window": 18,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "use_bidirectional_attention": True, "attention_bias": False, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}
+DENSE = [(48, 80), (80, 48)]  # inputs, outputs
+MODULES = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
 
 
 def wordpiece():
@@ -100,34 +114,58 @@ def draw(model, rng):
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
 
 
-def vectors(model, all_ids, pooling):
+def dense_modules(folder, rng):
+    """Writes the products behind the pooling and `modules.json`; returns the matrices."""
+    modules = []
+    for i, kind in enumerate(MODULES):
+        path = f"{i}_{kind}" if i else ""
+        kind = f"sentence_transformers.models.{kind}"
+        modules.append({"idx": i, "name": str(i), "path": path, "type": kind})
+    (folder / "modules.json").write_text(json.dumps(modules, indent=1) + "\n")
+    matrices = []
+    for i, (inputs, outputs) in enumerate(DENSE, 2):
+        (folder / f"{i}_Dense").mkdir(exist_ok=True)
+        matrix = torch.from_numpy(rng.standard_normal((outputs, inputs)).astype(np.float32))
+        settings = {"in_features": inputs, "out_features": outputs, "bias": False,
+                    "activation_function": "torch.nn.modules.linear.Identity"}
+        (folder / f"{i}_Dense/config.json").write_text(json.dumps(settings) + "\n")
+        save_file({"linear.weight": matrix}, folder / f"{i}_Dense/model.safetensors",
+                  metadata={"format": "pt"})
+        matrices.append(matrix.double())
+    return matrices
+
+
+def vectors(model, all_ids, pooling, dense):
     rows = []
     for ids in all_ids:
         with torch.no_grad():
             hidden = model(input_ids=torch.tensor([ids])).last_hidden_state[0].double()
         pooled = {"mean_tokens": hidden.mean(0), "lasttoken": hidden[-1]}.get(pooling, hidden[0])
+        for matrix in dense:
+            pooled = matrix @ pooled
         rows.append((pooled / pooled.norm()).numpy().tolist())
     return rows
 
 
-def write_golden(path, tokenizer, model, pooling, most):
+def write_golden(path, tokenizer, model, pooling, most, dense=()):
     tokenizer.no_padding()
     tokenizer.no_truncation()
     ids = [tokenizer.encode(text).ids for text in TEXTS]
     kept = [(text, i) for text, i in zip(TEXTS, ids) if len(i) <= most]
-    rows = vectors(model, [i for _, i in kept], pooling)
+    rows = vectors(model, [i for _, i in kept], pooling, dense)
     cases = [{"text": text, "ids": i, "vector": [round(x, 9) for x in row]}
              for (text, i), row in zip(kept, rows)]
     versions = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     path.write_text(json.dumps({"versions": versions, "cases": cases}, ensure_ascii=False) + "\n")
 
 
-def write(out, name, config, tokenizer, pooling, longest, prefix):
+def write(out, name, config, tokenizer, pooling, longest, prefix, has_dense=False):
     folder = out / name
     (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
     model = AutoModel.from_config(
         AutoConfig.for_model(**config), attn_implementation="eager").eval()
-    draw(model, np.random.default_rng(28))
+    rng = np.random.default_rng(28)
+    draw(model, rng)
     tensors = {prefix + n: p.contiguous() for n, p in model.state_dict().items()
                if "pooler" not in n}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -140,7 +178,8 @@ def write(out, name, config, tokenizer, pooling, longest, prefix):
     (folder / "1_Pooling/config.json").write_text(json.dumps(settings) + "\n")
     (folder / "sentence_bert_config.json").write_text(
         json.dumps({"max_seq_length": longest, "do_lower_case": False}) + "\n")
-    write_golden(out / f"{name}.golden.json", tokenizer, model, pooling, longest)
+    dense = dense_modules(folder, rng) if has_dense else ()
+    write_golden(out / f"{name}.golden.json", tokenizer, model, pooling, longest, dense)
 
 
 def main():
@@ -151,6 +190,7 @@ def main():
     write(out, "qwen3-last", QWEN3, qwen_tokenizer(), "lasttoken", 2048, "")
     (out / "qwen3-last/tokenizer_config.json").write_text(
         json.dumps({"add_bos_token": False, "eos_token": "<|im_end|>"}) + "\n")
+    write(out, "gemma3-mean", GEMMA3, qwen_tokenizer(), "mean_tokens", 2048, "", has_dense=True)
     minilm = os.environ.get("MINILM")
     if minilm:
         model = AutoModel.from_pretrained(minilm, attn_implementation="eager").float().eval()

@@ -396,6 +396,9 @@ pub struct Config {
     pub softcap: Option<f32>,
     /// Clamp of queries, keys and values before rotation; `None` without.
     pub clamp_qkv: Option<f32>,
+    /// Whether a position attends to later ones too, as in embedding models. A layer's window then
+    /// counts positions to one side.
+    pub bidirectional: bool,
 }
 
 /// Largest accepted sizes: several times the largest published models, small enough that their
@@ -429,6 +432,12 @@ impl Config {
         let widest = widest.unwrap_or(config.ffn);
         config.ffn_leaf = ffn_leaf(widest, longest_down_block(source, &config));
         Ok(config)
+    }
+
+    /// Whether `source` is a decoder whose positions attend to later ones too.
+    pub(crate) fn is_bidirectional(source: &ModelSource) -> bool {
+        let fields = ConfigFields::of(source);
+        fields.is_ok_and(|fields| fields.is_bidirectional().is_ok_and(|is| is))
     }
 
     /// Fields shared by all families; the caller fills `layers` and `ropes`.
@@ -472,6 +481,7 @@ impl Config {
             per_layer: 0,
             softcap: None,
             clamp_qkv: None,
+            bidirectional: false,
         };
         config.layers = vec![config.usual_layer(); n_layers];
         for (i, layer) in config.layers.iter_mut().enumerate() {
@@ -681,6 +691,13 @@ impl Config {
     /// # Errors
     /// [`Error::Indexer`].
     pub(crate) fn check_context(&self, context: usize) -> Result<(), Error> {
+        if self.bidirectional {
+            return Err(Error::Value {
+                field: "use_bidirectional_attention",
+                got: true.to_string(),
+                expected: Cow::Borrowed("false (the model makes embeddings, not text)"),
+            });
+        }
         match self.indexed.filter(|top_k| context > *top_k) {
             None => Ok(()),
             Some(top_k) => Err(Error::Indexer { context, top_k }),

@@ -11,6 +11,7 @@ use paceline_weights::gguf::{self, Gguf};
 use paceline_weights::hf::{self, HfFolder};
 use serde_json::Value;
 
+use crate::families::class_default;
 use crate::{Config, LayerCache, LayerShape, ModelSource, Role};
 
 mod packed;
@@ -537,7 +538,7 @@ fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
         let mut own = DBRX.iter().filter(|_| family == Some("dbrx"));
         let value = match own.find(|(usual, _)| *usual == hf) {
             Some((_, place)) => text.pointer(place),
-            None => text.get(hf),
+            None => text.get(hf).or_else(|| class_default(family, hf)),
         };
         value.and_then(Value::as_u64)
     };

@@ -24,6 +24,7 @@ use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Links, Rope};
 
 mod adapter_products;
 mod batch;
+mod both_ways;
 mod delta_net;
 mod experts;
 pub(crate) mod halves;
@@ -698,7 +699,14 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             sequences,
         };
         let out = self.ws.attended.of(held).values_mut();
-        kernels.attention(&step, &mut self.ws.scratch, out);
+        let scratch = &mut self.ws.scratch;
+        if self.model.config().bidirectional {
+            let query_len = cut.heads.len() * shape.head_dim;
+            let out = &mut out[..self.rows * cut.heads.len() * shape.value_dim];
+            both_ways::attention(kernels, &step, query_len, scratch, out);
+        } else {
+            kernels.attention(&step, scratch, out);
+        }
         Ok(())
     }
 

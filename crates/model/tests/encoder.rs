@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use paceline_base::KernelClass;
 use paceline_model::encoder::{Encoder, EncoderConfig, Pooling};
 use paceline_model::{Error, ModelSource};
 use paceline_tensor::{InstructionSet, Kernels};
@@ -13,9 +14,10 @@ use paceline_weights::gguf::testing::GgufWriter;
 use paceline_weights::hf::HfFolder;
 use serde_json::{Value, json};
 
-use crate::common::{golden, golden_json, test_model};
+use crate::common::runner::Runner;
+use crate::common::{golden, golden_json, kernels, test_model};
 
-const TINY: [&str; 3] = ["bert-mean", "roberta-first", "qwen3-last"];
+const TINY: [&str; 4] = ["bert-mean", "roberta-first", "qwen3-last", "gemma3-mean"];
 
 fn folder(name: &str) -> PathBuf {
     golden(&format!("encoder/{name}"))
@@ -112,6 +114,7 @@ fn folders_say_how_rows_are_pooled_and_how_long_texts_are() {
         ("bert-mean", Pooling::Mean, 60),
         ("roberta-first", Pooling::First, 64),
         ("qwen3-last", Pooling::Last, 2048),
+        ("gemma3-mean", Pooling::Mean, 2048),
     ] {
         let source = ModelSource::open(&folder(name)).unwrap();
         assert!(EncoderConfig::is_encoder(&source));
@@ -120,6 +123,40 @@ fn folders_say_how_rows_are_pooled_and_how_long_texts_are() {
     }
     let decoder = ModelSource::open(&golden("hf/llama-tied")).unwrap();
     assert!(!EncoderConfig::is_encoder(&decoder));
+}
+
+/// Rows of EmbeddingGemma see later ones, so it has no next token to choose.
+#[test]
+fn a_bidirectional_model_generates_no_text() {
+    let model = crate::common::load(&folder("gemma3-mean"), KernelClass::Cpu, &kernels());
+    let Err(error) = Runner::try_new(model, 5) else {
+        panic!("it has a cache for text");
+    };
+    let expected = "use_bidirectional_attention is true, expected false";
+    assert!(error.to_string().contains(expected), "{error}");
+}
+
+/// Modules behind the pooling are computed or named.
+#[test]
+fn an_unknown_module_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let from = folder("bert-mean");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(from.join(name), dir.path().join(name)).unwrap();
+    }
+    let read = |module: Value| {
+        let modules = json!([{"type": "sentence_transformers.models.Pooling"}, module]);
+        std::fs::write(dir.path().join("modules.json"), modules.to_string()).unwrap();
+        EncoderConfig::read(&ModelSource::open(dir.path()).unwrap()).map(|config| config.width)
+    };
+    let dense = json!({"type": "sentence_transformers.models.Dense", "path": "2_Dense"});
+    let cnn = json!({"type": "sentence_transformers.models.CNN", "path": "1_CNN"});
+    for (module, expected) in [(dense, "no 2_Dense/config.json"), (cnn, "CNN at \"1_CNN\"")] {
+        let error = read(module).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+    let normalize = json!({"type": "sentence_transformers.models.Normalize"});
+    assert_eq!(read(normalize).unwrap(), 48);
 }
 
 /// A text longer than a step goes through a decoder in parts.

@@ -10,7 +10,7 @@ use crate::name::{HubId, check_file_path};
 
 /// Files of a safetensors folder besides the weights. The last two define how an encoder pools its
 /// rows.
-const FOLDER_FILES: [&str; 14] = [
+const FOLDER_FILES: [&str; 19] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -25,6 +25,11 @@ const FOLDER_FILES: [&str; 14] = [
     "chat_template.json",
     "sentence_bert_config.json",
     "1_Pooling/config.json",
+    "modules.json",
+    "2_Dense/config.json",
+    "2_Dense/model.safetensors",
+    "3_Dense/config.json",
+    "3_Dense/model.safetensors",
 ];
 /// The index of split weights.
 const WEIGHT_INDEX: &str = "model.safetensors.index.json";

@@ -7,6 +7,7 @@ use paceline_weights::hf::HfFolder;
 use serde_json::Value;
 
 use super::decoder;
+use super::dense::{self, Dense};
 use crate::{Error, ModelFamily, ModelSource};
 
 /// Largest accepted sizes: several times those of published encoders.
@@ -55,7 +56,7 @@ pub(super) enum EncoderActivation {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncoderConfig {
     pub family: EncoderFamily,
-    /// Elements of a row and of the embedding vector.
+    /// Elements of the embedding vector.
     pub width: usize,
     /// Vocabulary size.
     pub vocab: usize,
@@ -107,7 +108,7 @@ impl EncoderFamily {
 
 impl EncoderConfig {
     /// Whether `source` is an encoder: by a known `model_type` or architecture, or a decoder with
-    /// last-token pooling.
+    /// last-token pooling or attention in both directions.
     pub fn is_encoder(source: &ModelSource) -> bool {
         let is_bert = match source {
             ModelSource::Hf(folder) => {
@@ -126,10 +127,18 @@ impl EncoderConfig {
     /// [`Error::Architecture`] for other models; otherwise the first field that is missing or not
     /// supported, by name.
     pub fn read(source: &ModelSource) -> Result<Self, Error> {
-        if decoder::is_embedder(source) {
-            return decoder::read(source);
-        }
-        Bert::read(source).map(|(config, _)| config)
+        Ok(Self::with_dense(source)?.0)
+    }
+
+    /// As [`read`](Self::read), with the products behind the pooling.
+    pub(super) fn with_dense(source: &ModelSource) -> Result<(Self, Vec<Dense>), Error> {
+        let mut config = match decoder::is_embedder(source) {
+            true => decoder::read(source)?,
+            false => Bert::read(source)?.0,
+        };
+        let dense = dense::read(source, config.width)?;
+        config.width = dense.last().map_or(config.width, Dense::outputs);
+        Ok((config, dense))
     }
 }
 
@@ -361,7 +370,7 @@ const fn missing(field: &'static str) -> Error {
     Error::MissingField { field }
 }
 
-fn wrong(field: &'static str, got: impl ToString, expected: impl Into<Cow<'static, str>>) -> Error {
+pub(super) fn wrong(field: &'static str, got: impl ToString, expected: impl Into<Cow<'static, str>>) -> Error {
     Error::Value {
         field,
         got: got.to_string(),

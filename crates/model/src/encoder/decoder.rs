@@ -1,16 +1,21 @@
-//! Decoders trained for embeddings: Qwen3 Embedding and similar models.
+//! Decoders trained for embeddings: Qwen3 Embedding, EmbeddingGemma and similar models.
 //!
-//! Each row attends to the rows before it, so only the last one has seen the whole text. Source:
-//! Zhang et al. 2025 (Qwen3 Embedding), `1_Pooling/config.json` of its folders.
+//! In a causal model each row attends to the rows before it, so only the last one has seen the
+//! whole text. In a bidirectional one every row sees the text, whose rows are computed together.
+//! Source: Zhang et al. 2025 (Qwen3 Embedding), Vera et al. 2025 (EmbeddingGemma),
+//! `1_Pooling/config.json` of their folders.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::{Kernels, PAGE};
 
 use super::ROWS;
-use super::config::{ARCHITECTURE, EncoderConfig, EncoderFamily, Pooling, longest, pooling_modes};
-use super::forward::unit;
+use super::config::{
+    ARCHITECTURE, EncoderConfig, EncoderFamily, Pooling, longest, pooling_modes, wrong,
+};
+
 use crate::{
     Batch, BatchSequence, BatchSize, Config, Error, LoadOptions, Logits, Model, ModelSource,
     Workspace,
@@ -20,28 +25,49 @@ use crate::{
 /// would take more than 0.9 GB in the smallest Qwen3 Embedding, in floats. OpenAI has 8,191.
 const CONTEXT_MAX: usize = 8192;
 
-/// `LLAMA_POOLING_TYPE_LAST` of llama.cpp.
-const LAST: u64 = 3;
-
-/// A decoder that computes the last row of texts.
+/// A decoder that computes vectors of texts.
 #[derive(Debug)]
-pub(super) struct Decoder(Model);
+pub(super) struct Decoder {
+    model: Model,
+    pooling: Pooling,
+}
 
-/// Whether the files of a decoder specify last-token pooling.
+/// Whether the files of a decoder specify last-token pooling or attention in both directions.
 pub(super) fn is_embedder(source: &ModelSource) -> bool {
-    match source {
+    pooling(source, false).is_ok_and(|pooling| pooling == Pooling::Last)
+        || Config::is_bidirectional(source)
+}
+
+/// Pooling of a decoder: of the last token, or what else a bidirectional one allows.
+///
+/// # Errors
+/// Another pooling.
+fn pooling(source: &ModelSource, bidirectional: bool) -> Result<Pooling, Error> {
+    let (field, said) = match source {
         ModelSource::Hf(folder) => {
-            let modes = pooling_modes(folder).ok().flatten();
-            modes.is_some_and(|modes| modes == ["pooling_mode_lasttoken"])
+            let modes = pooling_modes(folder)?.unwrap_or_default();
+            ("1_Pooling", modes.join(", "))
         }
         ModelSource::Gguf(file) => {
             let metadata = file.metadata();
-            let pooling = metadata
-                .str(ARCHITECTURE)
-                .ok()
-                .and_then(|name| metadata.opt_u64(&format!("{name}.pooling_type")).ok());
-            pooling.flatten() == Some(LAST)
+            let key = format!("{}.pooling_type", metadata.str(ARCHITECTURE)?);
+            let said = metadata.opt_u64(&key)?;
+            (
+                "pooling_type",
+                said.map(|said| said.to_string()).unwrap_or_default(),
+            )
         }
+    };
+    // The numbers are llama.cpp's.
+    match (said.as_str(), bidirectional) {
+        ("pooling_mode_lasttoken" | "3", _) => Ok(Pooling::Last),
+        ("pooling_mode_mean_tokens" | "" | "0" | "1", true) => Ok(Pooling::Mean),
+        ("pooling_mode_cls_token" | "2", true) => Ok(Pooling::First),
+        (other, _) => Err(wrong(
+            field,
+            other,
+            "that of the mean, the first or the last token",
+        )),
     }
 }
 
@@ -59,7 +85,7 @@ pub(super) fn read(source: &ModelSource) -> Result<EncoderConfig, Error> {
         width: config.width,
         vocab: config.vocab,
         context: context.min(config.context),
-        pooling: Pooling::Last,
+        pooling: pooling(source, config.bidirectional)?,
     })
 }
 
@@ -68,14 +94,19 @@ impl Decoder {
     /// As [`Model::load`].
     pub(super) fn load(source: &ModelSource, kernels: Arc<Kernels>) -> Result<Self, Error> {
         let class = KernelClass::CpuF32;
-        Model::load(source, LoadOptions { class }, kernels, |_, _| {}).map(Self)
+        let model = Model::load(source, LoadOptions { class }, kernels, |_, _| {})?;
+        Ok(Self {
+            pooling: pooling(source, model.config().bidirectional)?,
+            model,
+        })
     }
 
     pub(super) fn bytes(&self) -> Bytes {
-        self.0.weight_bytes()
+        self.model.weight_bytes()
     }
 
-    /// Vectors of several texts that fit into one step, or of one text in chunks of [`ROWS`] rows.
+    /// Pooled rows of several texts that fit into one step, or of one text: in chunks of [`ROWS`] rows,
+    /// or whole in a bidirectional model.
     ///
     /// # Errors
     /// [`Error::Cache`].
@@ -83,40 +114,82 @@ impl Decoder {
         &self,
         texts: &[&[u32]],
         is_over: &dyn Fn() -> bool,
-    ) -> Result<Option<Vec<Vec<f32>>>, Error> {
+    ) -> Result<Option<Vec<Vec<f64>>>, Error> {
         let lengths = texts.iter().map(|text| text.len());
+        let (all, longest) = (lengths.clone().sum(), lengths.clone().max().unwrap_or(1));
+        let chunk = match self.model.config().bidirectional {
+            true => longest,
+            false => ROWS,
+        };
+        let wanted = match self.pooling {
+            Pooling::Last => Logits::Last,
+            Pooling::Mean | Pooling::First => Logits::All,
+        };
         let size = BatchSize {
-            rows: lengths.clone().sum::<usize>().min(ROWS),
-            logit_rows: texts.len(),
+            rows: chunk.max(ROWS).min(all),
+            logit_rows: match wanted {
+                Logits::All => all,
+                _ => texts.len(),
+            },
             sequences: texts.len(),
-            context: lengths.clone().max().unwrap_or(1),
+            context: longest,
         };
         let positions = lengths.map(|len| len.next_multiple_of(PAGE)).sum();
-        let mut cache = self.0.whole_cache(positions)?;
-        let mut workspace = Workspace::headless(&self.0, size);
+        let mut cache = self.model.whole_cache(positions)?;
+        let mut workspace = Workspace::headless(&self.model, size);
         let pages = pages_of(texts);
-        let longest = size.context;
-        for first in (0..longest).step_by(ROWS) {
+        for first in (0..longest).step_by(chunk) {
             if is_over() {
                 return Ok(None);
             }
             let parts = texts.iter().zip(&pages);
             let sequences: Vec<BatchSequence<'_>> = parts
-                .map(|(text, pages)| part_of(text, pages, first))
+                .map(|(text, pages)| part_of((text, pages), first..first + chunk, wanted))
                 .collect();
             let batch = Batch {
                 sequences: &sequences,
             };
-            self.0.forward(&batch, &mut workspace, &mut cache)?;
+            self.model.forward(&batch, &mut workspace, &mut cache)?;
         }
-        let row = |i| unit(workspace.normed(i).iter().copied().map(f64::from));
-        Ok(Some((0..texts.len()).map(row).collect()))
+        let mut next = 0;
+        let pooled = |text: &&[u32]| {
+            let rows = match wanted {
+                Logits::All => next..next + text.len(),
+                _ => next..next + 1,
+            };
+            next = rows.end;
+            self.pooled(&workspace, rows)
+        };
+        Ok(Some(texts.iter().map(pooled).collect()))
+    }
+
+    /// A text's normed rows as one.
+    fn pooled(&self, workspace: &Workspace, rows: Range<usize>) -> Vec<f64> {
+        let rows = match self.pooling {
+            Pooling::Mean => rows,
+            Pooling::First => rows.start..rows.start + 1,
+            Pooling::Last => rows.end - 1..rows.end,
+        };
+        let n = rows.len() as f64;
+        let mut pooled = vec![0.0; self.model.config().width];
+        for row in rows {
+            let values = workspace.normed(row).iter();
+            let sums = pooled.iter_mut().zip(values);
+            sums.for_each(|(sum, x)| *sum += f64::from(*x));
+        }
+        pooled.iter_mut().for_each(|sum| *sum /= n);
+        pooled
     }
 }
 
-/// Rows of a text from position `first` on, up to a step's maximum.
-fn part_of<'a>(text: &'a [u32], pages: &'a [u32], first: usize) -> BatchSequence<'a> {
-    let end = text.len().min(first + ROWS);
+/// Rows `positions` of a text, as many as it has.
+fn part_of<'a>(
+    (text, pages): (&'a [u32], &'a [u32]),
+    positions: Range<usize>,
+    wanted: Logits,
+) -> BatchSequence<'a> {
+    let first = positions.start;
+    let end = text.len().min(positions.end);
     BatchSequence {
         tokens: &text[first..end],
         position: first,
@@ -124,7 +197,7 @@ fn part_of<'a>(text: &'a [u32], pages: &'a [u32], first: usize) -> BatchSequence
         windows: &[],
         adapter: 0,
         logits: match end == text.len() {
-            true => Logits::Last,
+            true => wanted,
             false => Logits::None,
         },
     }

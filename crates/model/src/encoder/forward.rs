@@ -84,8 +84,8 @@ impl<'a> EncoderPass<'a> {
         });
     }
 
-    /// Vectors of the texts.
-    pub(super) fn run(mut self) -> Vec<Vec<f32>> {
+    /// Pooled rows of the texts.
+    pub(super) fn run(mut self) -> Vec<Vec<f64>> {
         for layer in &self.weights.layers {
             self.attention(layer);
             self.feed_forward(layer);
@@ -173,13 +173,13 @@ impl<'a> EncoderPass<'a> {
         );
     }
 
-    /// Pooled vector of a text's rows, scaled to length 1.
-    fn pooled(&self, rows: Range<usize>) -> Vec<f32> {
+    /// A text's rows as one.
+    fn pooled(&self, rows: Range<usize>) -> Vec<f64> {
         let n = rows.len() as f64;
         let mut sums: Vec<f64> = vec![0.0; self.config.width];
         match self.config.pooling {
-            Pooling::First => return unit(self.x.row(rows.start).iter().copied().map(f64::from)),
-            Pooling::Last => return unit(self.x.row(rows.end - 1).iter().copied().map(f64::from)),
+            Pooling::First => return doubles(self.x.row(rows.start)),
+            Pooling::Last => return doubles(self.x.row(rows.end - 1)),
             Pooling::Mean => {
                 for t in rows {
                     let row = self.x.row(t).iter();
@@ -190,15 +190,12 @@ impl<'a> EncoderPass<'a> {
                 sums.iter_mut().for_each(|sum| *sum /= n);
             }
         }
-        unit(sums.into_iter())
+        sums
     }
 }
 
-/// The unit vector in the direction of `row`; zeros for zeros.
-pub(super) fn unit(row: impl Iterator<Item = f64> + Clone) -> Vec<f32> {
-    let length = row.clone().map(|x| x * x).sum::<f64>().sqrt();
-    let scale = if length > 0.0 { 1.0 / length } else { 0.0 };
-    row.map(|x| (x * scale) as f32).collect()
+fn doubles(row: &[f32]) -> Vec<f64> {
+    row.iter().copied().map(f64::from).collect()
 }
 
 /// Matrices that read the residual stream.

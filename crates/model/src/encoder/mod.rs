@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A decoder runs its own layers ([`Model`](crate::Model)); the vector is the normed row of the
-//! last token.
+//! last token. In EmbeddingGemma, rows see later ones too; the vector is a mean, then two products.
 //!
 //! One node computes an encoder, in floats, since encoders are small. Texts share a step of up to
 //! [`ROWS`] rows. A row of a product does not depend on the other rows, and attention stays within
@@ -21,6 +21,7 @@
 
 mod config;
 mod decoder;
+mod dense;
 mod forward;
 mod weights;
 
@@ -35,6 +36,7 @@ pub use config::{EncoderConfig, EncoderFamily, Pooling};
 use crate::{Error, ModelSource};
 use config::Bert;
 use decoder::Decoder;
+use dense::Dense;
 use forward::EncoderPass;
 use weights::EncoderWeights;
 
@@ -47,6 +49,8 @@ pub const ROWS: usize = 512;
 pub struct Encoder {
     config: EncoderConfig,
     layers: Layers,
+    /// Products behind the pooling.
+    dense: Vec<Dense>,
 }
 
 /// The network: layers of BERT, or a decoder trained for embeddings.
@@ -67,19 +71,22 @@ impl Encoder {
     /// # Errors
     /// Names a weight or field that is missing or not supported.
     pub fn load(source: &ModelSource, kernels: Arc<Kernels>) -> Result<Self, Error> {
-        if decoder::is_embedder(source) {
-            let layers = Layers::Decoder(Decoder::load(source, kernels)?);
-            let config = decoder::read(source)?;
-            return Ok(Self { config, layers });
-        }
-        let (config, shape) = Bert::read(source)?;
-        let weights = EncoderWeights::load(source, &shape, kernels.pool())?;
-        let layers = Layers::Bert {
-            shape,
-            weights,
-            kernels,
+        let (config, dense) = EncoderConfig::with_dense(source)?;
+        let layers = if decoder::is_embedder(source) {
+            Layers::Decoder(Decoder::load(source, kernels)?)
+        } else {
+            let shape = Bert::read(source)?.1;
+            Layers::Bert {
+                weights: EncoderWeights::load(source, &shape, kernels.pool())?,
+                shape,
+                kernels,
+            }
         };
-        Ok(Self { config, layers })
+        Ok(Self {
+            config,
+            layers,
+            dense,
+        })
     }
 
     pub const fn config(&self) -> &EncoderConfig {
@@ -138,15 +145,25 @@ impl Encoder {
         if texts.is_empty() {
             return Ok(Some(Vec::new()));
         }
-        match &self.layers {
+        let pooled = match &self.layers {
             Layers::Bert {
                 shape,
                 weights,
                 kernels,
-            } => Ok(Some(EncoderPass::new(shape, weights, kernels, texts).run())),
-            Layers::Decoder(decoder) => decoder.embed(texts, is_over),
-        }
+            } => Some(EncoderPass::new(shape, weights, kernels, texts).run()),
+            Layers::Decoder(decoder) => decoder.embed(texts, is_over)?,
+        };
+        let dense = |x: Vec<f64>, dense: &Dense| dense.apply(&x);
+        let vector = |pooled: Vec<f64>| unit(&self.dense.iter().fold(pooled, dense));
+        Ok(pooled.map(|texts| texts.into_iter().map(vector).collect()))
     }
+}
+
+/// The unit vector in the direction of `row`; zeros for zeros.
+fn unit(row: &[f64]) -> Vec<f32> {
+    let length = row.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let scale = if length > 0.0 { 1.0 / length } else { 0.0 };
+    row.iter().map(|x| (x * scale) as f32).collect()
 }
 
 #[cfg(test)]

@@ -14,6 +14,8 @@ mod unsupported_keys;
 pub(crate) use rope::RopeKind;
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::sync::LazyLock;
 
 use paceline_tensor::RopePairs;
 use paceline_weights::gguf::{self, Array, Gguf, Metadata};
@@ -23,6 +25,9 @@ use super::ModelFamily;
 use crate::config::{Activation, MAX_WIDTH};
 use crate::{Config, Error, ModelSource};
 use experts::MAX_EXPERTS;
+
+/// Architecture of EmbeddingGemma in GGUF files.
+pub(super) const GEMMA_EMBEDDING: &str = "gemma-embedding";
 
 /// The configuration of an opened model in either layout.
 #[derive(Debug)]
@@ -39,14 +44,26 @@ pub(crate) enum ConfigFields<'a> {
 
 /// Text part of the `config.json` of a multimodal model.
 fn text_part(config: &Value) -> &Value {
-    let has_parts = matches!(
-        config.get("model_type").and_then(Value::as_str),
-        Some("gemma4" | "qwen3_5" | "qwen3_5_moe")
-    );
-    match config.get("text_config") {
-        Some(text) if has_parts && text.is_object() => text,
-        _ => config,
+    let text = config.get("text_config");
+    let text = text.filter(|text| text.get("model_type").is_some_and(Value::is_string));
+    text.unwrap_or(config)
+}
+
+/// Default of a field that files leave out: the published text parts of Gemma 3 lack the fields that
+/// have the default of their class (`configuration_gemma3.py` of transformers).
+pub(crate) fn class_default(model_type: Option<&str>, field: &str) -> Option<&'static Value> {
+    if model_type != Some(ModelFamily::Gemma3.hf_name()) {
+        return None;
     }
+    static DEFAULTS: LazyLock<Value> = LazyLock::new(|| {
+        serde_json::json!({
+            "head_dim": 256, "hidden_size": 2304, "intermediate_size": 9216,
+            "max_position_embeddings": 131_072, "num_attention_heads": 8,
+            "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-6, "sliding_window": 4096, "vocab_size": 262_208
+        })
+    });
+    DEFAULTS.get(field)
 }
 
 impl<'a> ConfigFields<'a> {
@@ -79,7 +96,7 @@ impl<'a> ConfigFields<'a> {
             .map(mixtral)
             .ok_or_else(|| Error::Architecture {
                 architecture: shortened(name),
-                supported: ModelFamily::ALL.map(names).join(", "),
+                supported: known_names(names),
             })
     }
 
@@ -115,7 +132,7 @@ impl<'a> ConfigFields<'a> {
             .ok_or_else(|| self.missing(gguf, hf))
     }
 
-    fn missing(&self, gguf: &str, hf: &'static str) -> Error {
+    pub(super) fn missing(&self, gguf: &str, hf: &'static str) -> Error {
         match self {
             Self::Gguf { .. } => gguf::Error::MissingKey {
                 key: self.key(gguf),
@@ -328,6 +345,27 @@ impl<'a> ConfigFields<'a> {
         }
     }
 
+    /// Whether positions of Gemma 3 attend to later ones too: EmbeddingGemma.
+    pub(crate) fn is_bidirectional(&self) -> Result<bool, Error> {
+        match self {
+            Self::Gguf {
+                architecture,
+                metadata,
+                ..
+            } => {
+                let causal = metadata.opt_bool(&self.key("attention.causal"))?;
+                let is_gemma3 = *architecture == ModelFamily::Gemma3.name();
+                Ok(*architecture == GEMMA_EMBEDDING || is_gemma3 && causal == Some(false))
+            }
+            Self::Hf(_) => {
+                const FIELD: &str = "use_bidirectional_attention";
+                let is_gemma3 = self.model_type()? == ModelFamily::Gemma3.hf_name();
+                let said = is_gemma3.then(|| self.hf(FIELD, "true or false", Value::as_bool));
+                Ok(said.transpose()?.flatten() == Some(true))
+            }
+        }
+    }
+
     /// Size of the sliding window in positions.
     pub(crate) fn window(&self) -> Result<usize, Error> {
         self.size(
@@ -382,10 +420,21 @@ impl<'a> ConfigFields<'a> {
             Self::Gguf { .. } => Ok(None),
             Self::Hf(config) => {
                 let (object, name) = dbrx::place(config, name);
-                field(object, name, expected, convert)
+                let model_type = config.get("model_type").and_then(Value::as_str);
+                match object.get(name) {
+                    None => Ok(class_default(model_type, name).and_then(convert)),
+                    Some(_) => field(object, name, expected, convert),
+                }
             }
         }
     }
+}
+
+/// Names of all families in a layout, each once.
+fn known_names(names: fn(ModelFamily) -> &'static str) -> String {
+    let of = |family: ModelFamily| [names(family)].into_iter().chain(family.other_names().to_vec());
+    let all: BTreeSet<&str> = ModelFamily::ALL.into_iter().flat_map(of).collect();
+    all.into_iter().collect::<Vec<_>>().join(", ")
 }
 
 /// Refuses a list without one entry per layer.

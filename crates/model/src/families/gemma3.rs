@@ -30,7 +30,11 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     let query_scale = 1.0 / fields.gemma_query_scalar(&config)?.sqrt();
     let full = fields.rope(&config, ROPE)?;
     config.ropes = vec![full, fields.gemma_window_rope(&config)?];
-    let window = fields.window()?;
+    config.bidirectional = fields.is_bidirectional()?;
+    let window = match (fields.window()?, config.bidirectional) {
+        (window, true) => window / 2 + 1, // to each side, the position itself included
+        (window, false) => window,
+    };
     for (i, windowed) in fields
         .windowed(config.layers.len(), PATTERN)?
         .into_iter()

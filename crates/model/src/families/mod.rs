@@ -23,7 +23,7 @@ mod qwen2moe;
 mod qwen3;
 mod qwen3moe;
 
-pub(crate) use fields::{ConfigFields, RopeKind};
+pub(crate) use fields::{ConfigFields, RopeKind, class_default};
 pub(crate) use names::{ExpertLayout, FileNames, dbrx_stem};
 
 use crate::config::Activation;
@@ -248,6 +248,7 @@ impl ModelFamily {
     /// Additional names in files, in either layout.
     const fn other_names(self) -> &'static [&'static str] {
         match self {
+            Self::Gemma3 => &["gemma-embedding"],
             Self::DeepSeek => &[
                 "mistral4",
                 "deepseek_v2",

@@ -46,6 +46,7 @@ pub(crate) fn smollm2() -> Config {
         per_layer: 0,
         softcap: None,
         clamp_qkv: None,
+        bidirectional: false,
     }
 }
 

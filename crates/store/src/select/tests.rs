@@ -264,6 +264,7 @@ fn a_folder_takes_what_inference_needs() {
         chosen,
         names(&[
             "1_Pooling/config.json",
+            "2_Dense/model.safetensors",
             "config.json",
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",

@@ -18,6 +18,9 @@ const CLAMP: f32 = 7.0;
 /// Slope of gpt-oss's gate.
 const SLOPE: f32 = 1.702;
 
+/// Number of experts in folders saved by transformers 5, whatever the family's older name.
+const NEW_COUNT: &str = "num_local_experts";
+
 /// `expert_gating_func` of GGUF files for a sigmoid.
 const SIGMOID: usize = 2;
 
@@ -30,7 +33,11 @@ impl ConfigFields<'_> {
         ffn: usize,
         normalised: bool,
     ) -> Result<Experts, Error> {
-        let count = self.size("expert_count", hf_count, 1, MAX_EXPERTS)?;
+        let count = match self.opt_size("expert_count", hf_count, 1, MAX_EXPERTS)? {
+            None => self.opt_size("expert_count", NEW_COUNT, 1, MAX_EXPERTS)?,
+            count => count,
+        };
+        let count = count.ok_or_else(|| self.missing("expert_count", hf_count))?;
         let width = self.opt_size(
             "expert_feed_forward_length",
             "moe_intermediate_size",

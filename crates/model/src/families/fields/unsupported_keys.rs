@@ -51,9 +51,15 @@ impl<C: Copy> FieldKey<C> {
 
 type FlagKey = FieldKey<fn(ModelFamily) -> bool>;
 
-const FLAGS: [FlagKey; 7] = [
-    FlagKey::new("attention.causal", "is_causal", |_| true, &[]),
-    FlagKey::new("", BIDIRECTIONAL, |_| false, &[ModelFamily::Gemma4]),
+const FLAGS: [FlagKey; 8] = [
+    FlagKey::new(
+        "attention.causal",
+        "is_causal",
+        |_| true,
+        &[ModelFamily::Gemma3],
+    ),
+    FlagKey::new("", BIDIRECTIONAL, |_| false, GEMMAS),
+    FlagKey::new("", "qkv_bias", ModelFamily::has_qkv_biases, &[]),
     FlagKey::new(PARALLEL, PARALLEL, |_| false, &[]),
     FlagKey::new("swin_norm", "", |_| false, &[]),
     FlagKey::new("", "scale_attn_by_inverse_layer_idx", |_| false, &[]),

@@ -120,9 +120,16 @@ const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 /// Endings of a folder's files without weights: settings, tokenizers and chat templates.
 const SETTINGS: [&str; 4] = ["json", "jinja", "model", "txt"];
 
-/// Settings files in folders of their own: how an encoder pools its rows, and the template for
-/// conversations with tools.
-const NESTED: [&str; 2] = ["1_Pooling/config.json", TOOL_USE_FILE];
+/// Files in folders of their own: how an encoder pools its rows and what it multiplies the result
+/// by, and the template for conversations with tools.
+const NESTED: [&str; 6] = [
+    "1_Pooling/config.json",
+    "2_Dense/config.json",
+    "2_Dense/model.safetensors",
+    "3_Dense/config.json",
+    "3_Dense/model.safetensors",
+    TOOL_USE_FILE,
+];
 
 /// The store's record of a model, which each use changes.
 const STORE_RECORD: &str = "paceline.json";
