@@ -10,7 +10,7 @@ import schemathesis
 # values outside of them are sent as they are.
 MAX_TOKENS = 3
 MAX_CHOICES = 2
-# The server's largest number of tokens and of choices (crates/serve, request/fields.rs and
+# The server's largest number of tokens and of choices (crates/serve, request/bounds.rs and
 # Limits).
 LARGEST_TOKENS = 2**31 - 1
 LARGEST_CHOICES = 16

@@ -13,7 +13,7 @@ use axum::http::header::{AUTHORIZATION, HOST, HeaderValue, ORIGIN};
 use axum::http::{HeaderMap, Request, Version};
 use serde::{Deserialize, Serialize};
 
-use crate::field::clip;
+use crate::schema::clip;
 use paceline_auth::keys::WatchedKeys;
 use crate::rejection::Rejection;
 

@@ -333,7 +333,7 @@ fn json_response(status: StatusCode, body: &Value) -> Response {
 }
 
 async fn no_route(request: Request) -> Rejection {
-    let path = crate::field::clip(request.uri().path());
+    let path = crate::schema::clip(request.uri().path());
     Rejection::NoRoute { path }
 }
 
@@ -351,8 +351,8 @@ async fn wrong_method(request: Request) -> Rejection {
         "GET, HEAD"
     };
     Rejection::Method {
-        path: crate::field::clip(path),
-        method: crate::field::clip(request.method().as_str()),
+        path: crate::schema::clip(path),
+        method: crate::schema::clip(request.method().as_str()),
         allowed,
     }
 }

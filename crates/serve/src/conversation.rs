@@ -8,100 +8,11 @@
 //! ```
 
 use paceline_text::chat::{
-    self, ChatMessage, ChatOptions, ChatTemplate, PromptLimits, TemplateError, ToolCall,
+    self, ChatMessage, ChatOptions, ChatTemplate, PromptLimits, TemplateError,
 };
 use paceline_text::grammar::Grammar;
 use paceline_text::tokenizer::Tokenizer;
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-
-/// The speaker of a turn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum TurnRole {
-    System,
-    User,
-    Assistant,
-    Tool,
-}
-
-impl TurnRole {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::System => "system",
-            Self::User => "user",
-            Self::Assistant => "assistant",
-            Self::Tool => "tool",
-        }
-    }
-}
-
-/// A turn of a conversation.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct ConversationTurn {
-    pub(crate) role: TurnRole,
-    pub(crate) text: String,
-    /// The speaker's name, or the tool's for a result.
-    pub(crate) name: Option<String>,
-    /// The assistant's thinking.
-    pub(crate) reasoning: Option<String>,
-    /// Tool calls of an assistant turn.
-    pub(crate) calls: Vec<TurnToolCall>,
-    /// For a tool result, the call's id.
-    pub(crate) answers: Option<String>,
-}
-
-impl ConversationTurn {
-    pub(crate) fn new(role: TurnRole, text: impl Into<String>) -> Self {
-        Self {
-            role,
-            text: text.into(),
-            name: None,
-            reasoning: None,
-            calls: Vec::new(),
-            answers: None,
-        }
-    }
-
-    /// The result of the tool call `id`.
-    pub(crate) fn result(id: impl Into<String>, text: impl Into<String>) -> Self {
-        Self {
-            answers: Some(id.into()),
-            ..Self::new(TurnRole::Tool, text)
-        }
-    }
-
-    fn message(&self) -> ChatMessage {
-        ChatMessage {
-            role: self.role.name().to_owned(),
-            content: self.text.clone(),
-            reasoning: self.reasoning.clone(),
-            tool_calls: self.calls.iter().map(TurnToolCall::for_template).collect(),
-            tool_call_id: self.answers.clone(),
-            name: self.name.clone(),
-            ..ChatMessage::default()
-        }
-    }
-}
-
-/// A tool call in a conversation.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct TurnToolCall {
-    pub(crate) id: String,
-    pub(crate) name: String,
-    /// Parsed, because templates print or iterate over them; a string if the client's were not
-    /// JSON.
-    pub(crate) arguments: Value,
-}
-
-impl TurnToolCall {
-    fn for_template(&self) -> ToolCall {
-        ToolCall {
-            id: self.id.clone(),
-            name: self.name.clone(),
-            arguments: self.arguments.clone(),
-        }
-    }
-}
 
 /// A tool that the model may call.
 #[derive(Clone, Debug, PartialEq)]
@@ -165,7 +76,7 @@ pub(crate) struct Thinking {
 /// The conversation to continue, with tools and format.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Conversation {
-    pub(crate) turns: Vec<ConversationTurn>,
+    pub(crate) turns: Vec<ChatMessage>,
     pub(crate) tools: Vec<Tool>,
     pub(crate) choice: ToolChoice,
     /// Whether one turn may have several calls.
@@ -204,8 +115,8 @@ impl Conversation {
 
     /// Lower bound of the prompt's bytes.
     pub(crate) fn text_bytes(&self) -> usize {
-        let bytes = |turn: &ConversationTurn| {
-            turn.text.len() + turn.reasoning.as_ref().map_or(0, String::len)
+        let bytes = |turn: &ChatMessage| {
+            turn.content.len() + turn.reasoning.as_ref().map_or(0, String::len)
         };
         self.turns.iter().map(bytes).sum()
     }
@@ -249,9 +160,8 @@ impl Conversation {
         (unix_s, bounds): (u64, PromptLimits),
     ) -> Result<Vec<u32>, chat::Error> {
         let options = self.options((unix_s, bounds));
-        let try_with = |turns: &[ConversationTurn]| {
-            template.encode_chat(tokenizer, &messages(turns), &options)
-        };
+        let try_with =
+            |turns: &[ChatMessage]| template.encode_chat(tokenizer, &messages(turns), &options);
         self.first_taken(try_with)
     }
 
@@ -271,7 +181,7 @@ impl Conversation {
 
     fn first_taken<T>(
         &self,
-        try_with: impl Fn(&[ConversationTurn]) -> Result<T, chat::Error>,
+        try_with: impl Fn(&[ChatMessage]) -> Result<T, chat::Error>,
     ) -> Result<T, chat::Error> {
         let refused = match try_with(&self.turns) {
             Err(error @ chat::Error::Template(TemplateError::Raised { .. })) => error,
@@ -290,19 +200,19 @@ impl Conversation {
     }
 }
 
-fn messages(turns: &[ConversationTurn]) -> Vec<ChatMessage> {
-    let mut messages: Vec<ChatMessage> = turns.iter().map(ConversationTurn::message).collect();
+fn messages(turns: &[ChatMessage]) -> Vec<ChatMessage> {
+    let mut messages = turns.to_vec();
     chat::name_results(&mut messages);
     messages
 }
 
 /// Later system turns as user turns, in place.
-fn systems_first(turns: &[ConversationTurn]) -> Vec<ConversationTurn> {
+fn systems_first(turns: &[ChatMessage]) -> Vec<ChatMessage> {
     let is_later = |i: usize| i > 0;
-    let change = |(i, turn): (usize, &ConversationTurn)| {
+    let change = |(i, turn): (usize, &ChatMessage)| {
         let mut turn = turn.clone();
-        if turn.role == TurnRole::System && is_later(i) {
-            turn.role = TurnRole::User;
+        if turn.role == "system" && is_later(i) {
+            turn.role = "user".to_owned();
         }
         turn
     };
@@ -310,13 +220,13 @@ fn systems_first(turns: &[ConversationTurn]) -> Vec<ConversationTurn> {
 }
 
 /// As [`systems_first`], with neighbouring user turns joined.
-fn joined(turns: &[ConversationTurn]) -> Vec<ConversationTurn> {
-    let mut all: Vec<ConversationTurn> = Vec::with_capacity(turns.len());
+fn joined(turns: &[ChatMessage]) -> Vec<ChatMessage> {
+    let mut all: Vec<ChatMessage> = Vec::with_capacity(turns.len());
     for turn in systems_first(turns) {
         match all.last_mut() {
-            Some(last) if last.role == TurnRole::User && turn.role == TurnRole::User => {
-                last.text.push_str("\n\n");
-                last.text.push_str(&turn.text);
+            Some(last) if last.role == "user" && turn.role == "user" => {
+                last.content.push_str("\n\n");
+                last.content.push_str(&turn.content);
             }
             _ => all.push(turn),
         }
@@ -331,28 +241,21 @@ mod tests {
     #[test]
     fn later_systems_become_users_and_neighbours_are_joined() {
         let turns = [
-            ConversationTurn::new(TurnRole::System, "a"),
-            ConversationTurn::new(TurnRole::User, "b"),
-            ConversationTurn::new(TurnRole::System, "c"),
-            ConversationTurn::new(TurnRole::Assistant, "d"),
+            ChatMessage::new("system", "a"),
+            ChatMessage::new("user", "b"),
+            ChatMessage::new("system", "c"),
+            ChatMessage::new("assistant", "d"),
         ];
-        let roles =
-            |turns: &[ConversationTurn]| turns.iter().map(|turn| turn.role).collect::<Vec<_>>();
+        let roles = |turns: &[ChatMessage]| {
+            turns
+                .iter()
+                .map(|turn| turn.role.clone())
+                .collect::<Vec<_>>()
+        };
         let first = systems_first(&turns);
-        assert_eq!(
-            roles(&first),
-            [
-                TurnRole::System,
-                TurnRole::User,
-                TurnRole::User,
-                TurnRole::Assistant
-            ]
-        );
+        assert_eq!(roles(&first), ["system", "user", "user", "assistant"]);
         let joined = joined(&turns);
-        assert_eq!(
-            roles(&joined),
-            [TurnRole::System, TurnRole::User, TurnRole::Assistant]
-        );
-        assert_eq!(joined[1].text, "b\n\nc");
+        assert_eq!(roles(&joined), ["system", "user", "assistant"]);
+        assert_eq!(joined[1].content, "b\n\nc");
     }
 }

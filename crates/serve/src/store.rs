@@ -9,11 +9,11 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use paceline_text::chat::ChatMessage;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::access::ClientIdentity;
-use crate::conversation::ConversationTurn;
 use crate::journal::key_of;
 
 /// A stored response.
@@ -24,7 +24,7 @@ pub(crate) struct StoredResponse {
     /// The client that created it.
     pub(crate) client: ClientIdentity,
     /// The conversation with its output, without instructions.
-    pub(crate) turns: Vec<ConversationTurn>,
+    pub(crate) turns: Vec<ChatMessage>,
     /// The response as sent.
     pub(crate) response: Value,
 }
@@ -33,15 +33,15 @@ impl StoredResponse {
     /// Approximate memory, in bytes.
     fn bytes(&self) -> usize {
         const BESIDE: usize = 256;
-        let call_bytes = |turn: &ConversationTurn| {
-            let calls = turn.calls.iter();
+        let call_bytes = |turn: &ChatMessage| {
+            let calls = turn.tool_calls.iter();
             calls
                 .map(|call| BESIDE + 4 * call.arguments.to_string().len())
                 .sum::<usize>()
         };
-        let turn = |turn: &ConversationTurn| {
+        let turn = |turn: &ChatMessage| {
             let reasoning = turn.reasoning.as_ref().map_or(0, String::len);
-            BESIDE + turn.text.len() + reasoning + call_bytes(turn)
+            BESIDE + turn.content.len() + reasoning + call_bytes(turn)
         };
         // Parsed JSON takes a multiple of its text.
         self.turns.iter().map(turn).sum::<usize>() + 4 * self.response.to_string().len()
@@ -145,7 +145,6 @@ fn evict(kept: &mut VecDeque<(usize, Arc<StoredResponse>)>, weight: impl Fn(usiz
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conversation::TurnRole;
 
     #[test]
     fn a_busy_client_evicts_its_own() {
@@ -175,7 +174,7 @@ mod tests {
         StoredResponse {
             id: id.to_owned(),
             client: ClientIdentity::Anybody,
-            turns: vec![ConversationTurn::new(TurnRole::User, "x".repeat(bytes))],
+            turns: vec![ChatMessage::new("user", "x".repeat(bytes))],
             response: Value::Null,
         }
     }

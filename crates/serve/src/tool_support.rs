@@ -16,7 +16,7 @@ use paceline_text::tools::{
 use serde_json::{Value, json};
 
 use crate::conversation::{AnswerFormat, Conversation, Tool, ToolChoice};
-use crate::field::FieldWarnings;
+use crate::schema::FieldWarnings;
 use crate::model::ServedModel;
 use crate::rejection::Rejection;
 

@@ -23,10 +23,8 @@ use crate::access::ClientIdentity;
 use crate::concurrency::ConcurrencyPermit;
 use crate::config::{Config, Removal};
 use crate::events::Kind;
-use crate::field::{FieldValues, FieldWarnings};
 use crate::journal::JournalHead;
 use crate::json;
-use paceline_auth::keys::{ClientKey, WatchedKeys};
 use crate::log;
 use crate::model::ServedModel;
 use crate::phase::ServerPhase;
@@ -37,10 +35,12 @@ use crate::render::ollama::Ollama;
 use crate::render::openai::{OpenAi, OpenAiOptions};
 use crate::render::responses::{ResponseKeep, Responses};
 use crate::render::{DialectWriter, ResponseBuilder, ResponseFrame};
-use crate::request::fields::ollama::NAMED;
+use crate::request::ollama::NamedModel;
 use crate::request::{ApiDialect, ModelRequest, ParsedRequest, RequestParser};
 use crate::response_stream::{RequestContext, ResponseStream};
+use crate::schema::{self, FieldWarnings};
 use crate::stream::{KeepAliveRequest, Recorder, SseStream};
+use paceline_auth::keys::{ClientKey, WatchedKeys};
 
 /// Maximum bytes of a rejected body to drain before replying; many clients read only after sending
 /// everything.
@@ -166,13 +166,13 @@ pub(super) fn check_head(config: &Config, request: &Request) -> Result<(), Rejec
     let text = String::from_utf8_lossy(value.unwrap_or_default());
     let essence = text.split(';').next().unwrap_or_default().trim();
     if is_of_page && !essence.eq_ignore_ascii_case("application/json") {
-        let got = crate::field::clip(&text);
+        let got = crate::schema::clip(&text);
         return Err(Rejection::MediaType { got });
     }
     if let Some(encoding) = headers.get(CONTENT_ENCODING)
         && !encoding.as_bytes().eq_ignore_ascii_case(b"identity")
     {
-        let got = crate::field::clip(&String::from_utf8_lossy(encoding.as_bytes()));
+        let got = crate::schema::clip(&String::from_utf8_lossy(encoding.as_bytes()));
         return Err(Rejection::Encoded { got });
     }
     let limit = config.limits.body_bytes;
@@ -435,30 +435,18 @@ pub(super) fn streamed(events: SseStream) -> Response {
 }
 
 /// Parses a body that names a model; also whether it is the served one.
-pub(super) async fn named(app: &App, request: Request) -> Result<(FieldValues, bool), Rejection> {
-    let fields = fields_of_name(&app.config, request).await?;
-    let name = fields.text("model").or(fields.text("name"));
-    let is_served = name.is_some_and(|name| app.model.is_called(name));
-    Ok((fields, is_served))
+pub(super) async fn named(app: &App, request: Request) -> Result<(NamedModel, bool), Rejection> {
+    let named = read_name(&app.config, request).await?;
+    let is_served = named.name().is_ok_and(|name| app.model.is_called(name));
+    Ok((named, is_served))
 }
 
 /// Parses a body that names a model.
-pub(super) async fn fields_of_name(
-    config: &Config,
-    request: Request,
-) -> Result<FieldValues, Rejection> {
+pub(super) async fn read_name(config: &Config, request: Request) -> Result<NamedModel, Rejection> {
     check_head(config, &request)?;
     let body = body_in_time(config, request).await?;
     let body: Map<String, Value> = json::parse(&body, &config.limits)?;
-    FieldValues::new(body, NAMED, "", &FieldWarnings::new(config.is_lenient))
-}
-
-fn other_model(app: &App, fields: &FieldValues) -> Rejection {
-    let model = fields.text("model").or(fields.text("name"));
-    Rejection::Model {
-        model: model.unwrap_or_default().to_owned(),
-        served: app.model.id.clone(),
-    }
+    schema::read(body, &FieldWarnings::new(config.is_lenient))
 }
 
 /// `POST /api/show`.
@@ -466,9 +454,12 @@ pub(super) async fn show(
     State(app): State<Arc<App>>,
     request: Request,
 ) -> Result<Response, Rejection> {
-    let (fields, is_served) = named(&app, request).await?;
+    let (named, is_served) = named(&app, request).await?;
     if !is_served {
-        return Err(other_model(&app, &fields));
+        return Err(Rejection::Model {
+            model: named.name().unwrap_or_default().to_owned(),
+            served: app.model.id.clone(),
+        });
     }
     let model = &app.model;
     let architecture = model.about.architecture.as_str();
@@ -508,12 +499,8 @@ pub(super) async fn remove(
     };
     check_admin(app.keys.as_deref(), &request)?;
     let client = super::address(&request);
-    let (fields, is_served) = named(&app, request).await?;
-    let Some(model) = fields.text("model").or(fields.text("name")) else {
-        let (param, expected) = ("model".into(), "the name of a model".into());
-        return Err(Rejection::Missing { param, expected });
-    };
-    let model = model.to_owned();
+    let (named, is_served) = named(&app, request).await?;
+    let model = named.name()?.to_owned();
     if is_served {
         return Err(Rejection::InUse { model });
     }

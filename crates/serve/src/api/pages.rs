@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::{App, OneOfSeveral, handlers, json_response, resumption};
 use crate::access::ClientIdentity;
 use crate::facts::ProcessMetrics;
-use crate::field::clip;
+use crate::schema::clip;
 use crate::metrics::OPEN_METRICS;
 use crate::model::ServedModel;
 use crate::openapi;

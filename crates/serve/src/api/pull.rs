@@ -26,9 +26,9 @@ use super::handlers::{check_admin, client, client_key, named};
 use super::no_model::Idle;
 use super::{App, json_response};
 use crate::config::{Config, PULLS_MAX, PullStep, Puller};
-use crate::field::FieldValues;
-use paceline_auth::keys::{ClientKey, revoked};
 use crate::rejection::Rejection;
+use crate::request::ollama::NamedModel;
+use paceline_auth::keys::{ClientKey, revoked};
 
 /// Maximum unread steps; the pull blocks then.
 const UNREAD_STEPS: usize = 16;
@@ -48,29 +48,25 @@ pub(super) async fn pull(
 ) -> Result<Response, Rejection> {
     let admin = check_admin(app.keys.as_deref(), &request);
     let key = client_key(app.keys.as_ref(), &client(&request));
-    let (fields, is_served) = named(&app, request).await?;
+    let (named, is_served) = named(&app, request).await?;
     if !is_served {
         admin?;
-        return fetch(&app.config, &fields, key).await;
+        return fetch(&app.config, &named, key).await;
     }
-    match is_stream(&fields) {
+    match named.is_stream() {
         false => Ok(json_response(StatusCode::OK, &success())),
         true => Ok(lines([json!({"status": "pulling manifest"}), success()])),
     }
-}
-
-fn is_stream(fields: &FieldValues) -> bool {
-    fields.get("stream") != Some(&Value::Bool(false))
 }
 
 fn success() -> Value {
     json!({"status": "success"})
 }
 
-/// Fetches the model that `fields` name, if pulls are allowed.
+/// Fetches a model, if pulls are allowed.
 async fn fetch(
     config: &Config,
-    fields: &FieldValues,
+    named: &NamedModel,
     key: Option<ClientKey>,
 ) -> Result<Response, Rejection> {
     let Some(puller) = config.puller.clone() else {
@@ -79,14 +75,11 @@ async fn fetch(
             why: "the server was started without --allow-pull",
         });
     };
-    let Some(model) = fields.text("model").or(fields.text("name")) else {
-        let (param, expected) = ("model".into(), "the name of a model".into());
-        return Err(Rejection::Missing { param, expected });
-    };
+    let model = named.name()?;
     let permit = Arc::clone(&config.pulls).try_acquire_owned();
     let permit = permit.map_err(|_| Rejection::TooManyPulls { limit: PULLS_MAX })?;
     let mut pulling = PullStream::start(puller, model.to_owned(), (permit, key));
-    if is_stream(fields) {
+    if named.is_stream() {
         return streamed(pulling, model.to_owned()).await;
     }
     loop {
@@ -159,7 +152,7 @@ fn checked(end: Result<bool, String>, model: &str) -> Result<(), Rejection> {
     match end {
         Ok(true) => Ok(()),
         Ok(false) => Err(Rejection::NoSuchModel {
-            model: crate::field::clip(model),
+            model: crate::schema::clip(model),
         }),
         Err(reason) => Err(Rejection::Invalid { reason }),
     }
@@ -236,6 +229,6 @@ pub(super) async fn pull_idle(
 ) -> Result<Response, Rejection> {
     check_admin(idle.keys.as_deref(), &request)?;
     let key = client_key(idle.keys.as_ref(), &client(&request));
-    let fields = super::handlers::fields_of_name(&idle.config, request).await?;
-    fetch(&idle.config, &fields, key).await
+    let named = super::handlers::read_name(&idle.config, request).await?;
+    fetch(&idle.config, &named, key).await
 }

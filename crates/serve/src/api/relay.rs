@@ -36,7 +36,7 @@ use super::no_model::{self, Idle};
 use super::{ENDPOINTS, json_response, shares};
 use crate::access::ClientIdentity;
 use crate::concurrency::{ConcurrencyLimit, ConcurrencyPermit};
-use crate::field::clip;
+use crate::schema::clip;
 use paceline_auth::keys::revoked;
 use crate::live_requests::ProgressUpdater;
 use crate::phase::{ServerPhase, reach};

@@ -17,7 +17,7 @@ use super::handlers::{RequestMeta, parse_body, response_builder, streamed};
 use super::{App, ENDPOINTS, Endpoint};
 use crate::access::ClientIdentity;
 use crate::concurrency::ConcurrencyPermit;
-use crate::field::clip;
+use crate::schema::clip;
 use crate::journal::{
     ChoiceReply, Journal, JournalAbsence, JournalHead, JournalReader, Mirror, key_of,
 };

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::request::schema::reference;
+use super::reference;
 
 pub(super) fn schemas() -> Map<String, Value> {
     let all = [

@@ -1,19 +1,24 @@
-//! Operations of the other dialects. Their request fields come from the tables that check them.
+//! Operations of the other dialects. Their requests' schemas are those that check them.
 //! Their responses are described in their own specifications.
 
 use serde_json::{Map, Value, json};
 
-use super::requests::narrow_tools;
+use super::requests::{name_model, narrow_tools};
 use super::{REFUSALS, refusals};
-use crate::field::{Field, object_schema};
 use crate::model::ServedModel;
-use crate::request::fields::{anthropic, embeddings, llama, ollama, responses};
+use crate::request::anthropic::{CountRequest, MessageRequest};
+use crate::request::embeddings::{OllamaEmbed, OllamaEmbeddings, OpenAiEmbeddings};
+use crate::request::infill::InfillRequest;
+use crate::request::llama::{ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest};
+use crate::request::ollama::{NamedModel, OllamaChat, OllamaGenerate};
+use crate::request::responses::ResponseRequest;
+use crate::schema::schema_of;
 
 struct Operation {
     path: &'static str,
     id: &'static str,
     summary: &'static str,
-    table: &'static [Field],
+    schema: fn() -> &'static Value,
     /// Content type of a streamed response; `None` if never streamed.
     stream: Option<&'static str>,
 }
@@ -22,14 +27,14 @@ const fn operation(
     path: &'static str,
     id: &'static str,
     summary: &'static str,
-    table: &'static [Field],
+    schema: fn() -> &'static Value,
     stream: Option<&'static str>,
 ) -> Operation {
     Operation {
         path,
         id,
         summary,
-        table,
+        schema,
         stream,
     }
 }
@@ -42,77 +47,77 @@ const OPERATIONS: [Operation; 11] = [
         "/v1/responses",
         "respond",
         "Asks the model, as OpenAI's Responses API.",
-        responses::RESPONSE,
+        schema_of::<ResponseRequest>,
         EVENTS,
     ),
     operation(
         "/v1/messages",
         "message",
         "Asks the model, as Anthropic's Messages API.",
-        anthropic::MESSAGE_REQUEST,
+        schema_of::<MessageRequest>,
         EVENTS,
     ),
     operation(
         "/v1/messages/count_tokens",
         "countTokens",
         "Counts the tokens of a prompt, as Anthropic's Messages API.",
-        anthropic::COUNT_REQUEST,
+        schema_of::<CountRequest>,
         None,
     ),
     operation(
         "/api/chat",
         "ollamaChat",
         "Asks the model, as Ollama.",
-        ollama::CHAT,
+        schema_of::<OllamaChat>,
         LINES,
     ),
     operation(
         "/api/generate",
         "ollamaGenerate",
         "Asks the model, as Ollama.",
-        ollama::GENERATE,
+        schema_of::<OllamaGenerate>,
         LINES,
     ),
     operation(
         "/api/show",
         "ollamaShow",
         "Shows the model, as Ollama.",
-        ollama::NAMED,
+        schema_of::<NamedModel>,
         None,
     ),
     operation(
         "/api/pull",
         "ollamaPull",
         "Finds the model that is served, as Ollama.",
-        ollama::NAMED,
+        schema_of::<NamedModel>,
         LINES,
     ),
     operation(
         "/tokenize",
         "tokenize",
         "Makes text tokens, as llama-server.",
-        llama::TOKENIZE,
+        schema_of::<TokenizeRequest>,
         None,
     ),
     operation(
         "/detokenize",
         "detokenize",
         "Makes tokens text, as llama-server.",
-        llama::DETOKENIZE,
+        schema_of::<DetokenizeRequest>,
         None,
     ),
     operation(
         "/apply-template",
         "applyTemplate",
         "Makes a conversation a prompt, as llama-server.",
-        llama::APPLY,
+        schema_of::<ApplyTemplateRequest>,
         None,
     ),
     operation(
         "/infill",
         "infill",
         "Fills a hole in a text, as llama-server.",
-        llama::INFILL,
+        schema_of::<InfillRequest>,
         EVENTS,
     ),
 ];
@@ -123,21 +128,21 @@ const EMBEDDING: [Operation; 3] = [
         "/v1/embeddings",
         "embed",
         "Makes vectors of texts.",
-        embeddings::OPENAI,
+        schema_of::<OpenAiEmbeddings>,
         None,
     ),
     operation(
         "/api/embed",
         "ollamaEmbed",
         "Makes vectors of texts, as Ollama.",
-        embeddings::OLLAMA,
+        schema_of::<OllamaEmbed>,
         None,
     ),
     operation(
         "/api/embeddings",
         "ollamaEmbeddings",
         "Makes the vector of a text, as Ollama.",
-        embeddings::OLLAMA_OLD,
+        schema_of::<OllamaEmbeddings>,
         None,
     ),
 ];
@@ -147,7 +152,7 @@ const DELETE: Operation = operation(
     "/api/delete",
     "ollamaDelete",
     "Removes a model that is kept, as Ollama.",
-    ollama::NAMED,
+    schema_of::<NamedModel>,
     None,
 );
 
@@ -203,11 +208,8 @@ fn stored(has_keys: bool) -> Value {
 
 /// An operation with a request body.
 fn operate(operation: &Operation, model: &ServedModel, has_keys: bool) -> Value {
-    let mut schema = object_schema(operation.table);
-    if schema["properties"]["model"].is_object() {
-        schema["properties"]["model"]["enum"] = json!(model.names().collect::<Vec<_>>());
-        crate::field::allow_null(&mut schema["properties"]["model"]);
-    }
+    let mut schema = (operation.schema)().clone();
+    name_model(&mut schema, model);
     if operation.path == "/v1/responses" {
         narrow_tools(&mut schema, model);
     }

@@ -1,7 +1,5 @@
-//! The OpenAPI 3.1 document, made from the tables that check requests.
-//!
-//! Not derived from types: they would duplicate the fields and bounds of the tables, and the two
-//! would drift apart. Responses are described in `answers`; tests compare them with real ones.
+//! The OpenAPI 3.1 document. Requests are the schemas that check them, narrowed to the served
+//! model. Responses are described in `answers`; tests compare them with real ones.
 
 mod answers;
 mod dialects;
@@ -11,7 +9,6 @@ use serde_json::{Map, Value, json};
 
 use crate::config::Config;
 use crate::model::ServedModel;
-use crate::request::schema::reference;
 
 /// All endpoints, listed at `/`.
 pub(crate) const PATHS: [&str; 28] = [
@@ -77,6 +74,11 @@ const REFUSALS: [(&str, &str); 14] = [
 
 /// Error statuses of requests that need no computation.
 const PLAIN: [&str; 4] = ["400", "401", "403", "405"];
+
+/// A reference to a schema in the document.
+fn reference(name: &str) -> Value {
+    json!({"$ref": format!("#/components/schemas/{name}")})
+}
 
 /// The document for one server; `embeds` for an embedding model.
 pub(crate) fn document(config: &Config, model: &ServedModel, embeds: bool) -> Value {

@@ -1,47 +1,46 @@
-//! Schemas of request bodies.
+//! Schemas of request bodies, narrowed to the server's limits and the model.
 
 use serde_json::{Map, Value, json};
 
 use crate::config::Config;
-use crate::field::{Field, object_schema};
 use crate::model::ServedModel;
-use crate::request::fields::{CHAT, COMPLETION, MESSAGE};
+use crate::request::chat::ChatRequest;
+use crate::request::completion::CompletionRequest;
+use crate::schema::schema_of;
 
 pub(super) fn schemas(config: &Config, model: &ServedModel) -> Map<String, Value> {
     let limits = &config.limits;
-    let vocab = model.vocab();
-    let mut names = vec![&model.id];
-    names.extend(&model.aliases);
-    let mut chat = object_schema(CHAT);
-    let mut completion = object_schema(COMPLETION);
+    let mut chat = schema_of::<ChatRequest>().clone();
+    let mut completion = schema_of::<CompletionRequest>().clone();
     for request in [&mut chat, &mut completion] {
-        request["properties"]["model"]["enum"] = json!(names);
-        crate::field::allow_null(&mut request["properties"]["model"]);
+        name_model(request, model);
+        let choices = &mut request["properties"]["n"];
+        (choices["minimum"], choices["maximum"]) = (1.into(), limits.choices.into());
+        request["allOf"] = json!([needs("stream_options", "stream")]);
     }
-    chat["allOf"] = json!([
-        needs("top_logprobs", "logprobs"),
-        needs("stream_options", "stream"),
-        {"not": {"required": ["max_tokens", "max_completion_tokens"]}},
-    ]);
+    if let Some(all) = chat["allOf"].as_array_mut() {
+        all.push(needs("top_logprobs", "logprobs"));
+        all.push(json!({"not": {"required": ["max_tokens", "max_completion_tokens"]}}));
+    }
     narrow_tools(&mut chat, model);
-    completion["allOf"] = json!([needs("stream_options", "stream"),]);
-    let messages = json!({
-        "type": "array",
-        "items": {"anyOf": messages()},
-        "minItems": 1,
-        "maxItems": limits.messages,
-    });
-    let choices = json!({"type": "integer", "minimum": 1, "maximum": limits.choices});
-    let token =
-        json!({"type": "string", "pattern": format!("^({})$", up_to(vocab.saturating_sub(1)))});
+    let messages = &mut chat["properties"]["messages"];
+    (messages["minItems"], messages["maxItems"]) = (1.into(), limits.messages.into());
+    completion["properties"]["prompt"]["anyOf"] = prompt(limits.prompts, model);
+    let ids = up_to(model.vocab().saturating_sub(1));
+    let token = json!({"type": "string", "pattern": format!("^({ids})$")});
     Map::from_iter([
         ("ChatRequest".to_owned(), chat),
         ("CompletionRequest".to_owned(), completion),
-        ("Messages".to_owned(), messages),
-        ("Prompt".to_owned(), prompt(limits.prompts, model)),
-        ("Choices".to_owned(), choices),
         ("TokenId".to_owned(), token),
     ])
+}
+
+/// Lists the model's names, if the request names a model.
+pub(super) fn name_model(request: &mut Value, model: &ServedModel) {
+    if request["properties"]["model"].is_object() {
+        let names = model.names().map(Value::from).chain([Value::Null]);
+        request["properties"]["model"]["enum"] = names.collect();
+    }
 }
 
 /// Requires empty `tools` for models without tool calls.
@@ -67,52 +66,7 @@ fn prompt(most: usize, model: &ServedModel) -> Value {
     let ids = json!({"type": "array", "items": id, "minItems": 1, "maxItems": most_ids});
     let list =
         |items: &Value| json!({"type": "array", "items": items, "minItems": 1, "maxItems": most});
-    json!({"anyOf": [text, list(&text), ids, list(&ids)]})
-}
-
-/// Message fields by role. Without `tool_calls` or `tool_call_id`, the role may not have it.
-fn messages() -> Vec<Value> {
-    let of = |roles: &[&str], without: &[&str], required: &[&str]| {
-        let schema = |field: &Field| match without.contains(&field.name) {
-            true => json!({"type": "null"}),
-            false => field.schema(),
-        };
-        let mut properties: Map<String, Value> = MESSAGE
-            .iter()
-            .map(|field| (field.name.to_owned(), schema(field)))
-            .collect();
-        properties.insert("role".into(), json!({"type": "string", "enum": roles}));
-        for name in required.iter().filter(|name| **name != "role") {
-            properties.get_mut(*name).into_iter().for_each(forbid_null);
-        }
-        json!({
-            "type": "object",
-            "properties": properties,
-            "required": required,
-            // Noted and passed over.
-            "additionalProperties": true,
-        })
-    };
-    vec![
-        of(
-            &["system", "developer", "user"],
-            &["tool_calls", "tool_call_id"],
-            &["role", "content"],
-        ),
-        // Clients send assistant messages without text back unchanged.
-        of(&["assistant"], &["tool_call_id"], &["role"]),
-        of(&["tool"], &["tool_calls"], &["role", "content"]),
-    ]
-}
-
-/// Removes `null` from the types of a required field.
-fn forbid_null(schema: &mut Value) {
-    if let Some(Value::Array(kinds)) = schema.get_mut("anyOf") {
-        kinds.retain(|kind| kind["type"] != "null");
-    }
-    if let Some(Value::Array(kinds)) = schema.get_mut("type") {
-        kinds.retain(|kind| kind != "null");
-    }
+    json!([text, list(&text), ids, list(&ids)])
 }
 
 /// A regular expression for the integers from 0 to `most`, in digits without leading zeros.

@@ -7,13 +7,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use paceline_text::chat::call_arguments;
+use paceline_text::chat::{ChatMessage, ToolCall, call_arguments};
 use serde_json::{Map, Value, json};
 
 use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};
 use crate::access::ClientIdentity;
 use crate::choice::{ChoiceOutput, Delta, FinishReason, ResponsePart};
-use crate::conversation::{ConversationTurn, TurnRole, TurnToolCall};
 use crate::rejection::Rejection;
 use crate::store::{ResponseStore, StoredResponse};
 
@@ -25,7 +24,7 @@ pub(crate) struct ResponsesEcho {
     /// Namespaces by tool name.
     pub(crate) spaces: BTreeMap<String, String>,
     /// The conversation, if it is to be stored.
-    pub(crate) keep: Option<Vec<ConversationTurn>>,
+    pub(crate) keep: Option<Vec<ChatMessage>>,
 }
 
 /// Where to store the response, and for which client.
@@ -274,15 +273,15 @@ impl Responses {
 }
 
 /// The output as a turn of the conversation.
-fn turn(said: &ChoiceOutput) -> ConversationTurn {
-    let mut turn = ConversationTurn::new(TurnRole::Assistant, said.text.as_str());
+fn turn(said: &ChoiceOutput) -> ChatMessage {
+    let mut turn = ChatMessage::new("assistant", said.text.as_str());
     turn.reasoning = (!said.reasoning.is_empty()).then(|| said.reasoning.clone());
-    let calls = said.calls.iter().map(|call| TurnToolCall {
+    let calls = said.calls.iter().map(|call| ToolCall {
         id: call.id.clone(),
         name: call.name.clone(),
         arguments: call_arguments(&call.arguments),
     });
-    turn.calls = calls.collect();
+    turn.tool_calls = calls.collect();
     turn
 }
 

@@ -1,22 +1,23 @@
-//! `POST /v1/messages` and `/v1/messages/count_tokens`: blocks to turns.
+//! `POST /v1/messages` and `/v1/messages/count_tokens` (version 2023-06-01 and the fields of Claude
+//! Code 2.1): blocks to turns.
 //!
 //! System messages stay in place, so that the prompt keeps its prefix from turn to turn. For the
 //! same reason the header that Claude Code puts before its system prompt is removed: it changes
 //! between requests.
 
+use paceline_text::chat::{ChatMessage, ToolCall};
+use schemars::JsonSchema;
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::fields::anthropic as table;
+use super::bounds::{MAX_COUNT, MAX_TEXT};
+use super::sampling::{BasicSampling, Sampling, Stop};
 use super::{
-    ApiDialect, ModelRequest, RequestParser, StreamOptions, array, object, stop, tools, unsupported,
+    ApiDialect, CacheControl, ModelName, ModelRequest, RequestParser, StreamOptions, tools,
 };
-use crate::conversation::{
-    AnswerFormat, Conversation, ConversationTurn, Thinking, Tool, ToolChoice, TurnRole,
-    TurnToolCall,
-};
-use crate::field::{FieldValues, wrong_type};
-use crate::json::show;
+use crate::conversation::{AnswerFormat, Conversation, Thinking, Tool, ToolChoice};
 use crate::rejection::Rejection;
+use crate::schema::read;
 
 /// A line of Claude Code about itself, removed from the prompt.
 const VOLATILE: &str = "x-anthropic-billing-header:";
@@ -25,12 +26,338 @@ const VOLATILE: &str = "x-anthropic-billing-header:";
 const MAX_BLOCKS: usize = 1024;
 const MAX_TOOLS: usize = 512;
 
+/// Why blocks of other types are refused.
+const BLOCKS: &str = "messages are text, calls and results";
+
+/// Body of `POST /v1/messages`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct MessageRequest {
+    #[serde(flatten)]
+    prompt: PromptFields,
+    /// Most tokens of the answer; the context bounds it as well.
+    #[schemars(range(min = 1, max = MAX_COUNT))]
+    max_tokens: usize,
+    #[serde(flatten)]
+    sampling: BasicSampling,
+    /// Keeps so many most probable tokens; 0 and -1 keep all. Default: the model's own.
+    #[schemars(range(min = -1, max = MAX_COUNT))]
+    top_k: Option<i64>,
+    /// Texts that end the answer and are no part of it.
+    stop_sequences: Option<Stop>,
+    /// Sends the answer as events. Default false.
+    stream: Option<bool>,
+    #[serde(flatten)]
+    _no_effect: MessageNoEffect,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[expect(dead_code, reason = "accepted, and no effect")]
+struct MessageNoEffect {
+    /// Accepted, no effect: names the client's user.
+    metadata: Option<Map<String, Value>>,
+    /// Accepted, no effect: there is one tier.
+    #[schemars(length(max = 64))]
+    service_tier: Option<String>,
+    #[serde(flatten)]
+    other: MessageOther,
+}
+
+no_effect!(MessageOther { inference_geo } only { container = [] "no code is run here" });
+
+/// Body of `POST /v1/messages/count_tokens`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct CountRequest {
+    #[serde(flatten)]
+    prompt: PromptFields,
+}
+
+/// Fields of the prompt.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct PromptFields {
+    model: Option<ModelName>,
+    /// The conversation.
+    messages: Vec<AnthropicMessage>,
+    /// Text before the conversation: a text, or blocks of text.
+    system: Option<Blocks<TextBlock>>,
+    /// Tools that the model may call; those that a provider would host are left out.
+    #[schemars(length(max = MAX_TOOLS))]
+    tools: Option<Vec<AnthropicTool>>,
+    /// auto, any, tool with a name, or none; disable_parallel_tool_use.
+    tool_choice: Option<AnthropicChoice>,
+    /// enabled, adaptive or disabled, for templates that know it; display.
+    thinking: Option<ThinkingField>,
+    /// effort, for templates that know it; format, JSON of a schema.
+    output_config: Option<OutputConfig>,
+    #[serde(flatten)]
+    _no_effect: PromptNoEffect,
+}
+
+no_effect!(PromptNoEffect { context_management, speed, betas, cache_control } only {
+    mcp_servers = [[]] "tools are called by the client"
+});
+
+/// A message.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "role", rename_all = "lowercase")]
+enum AnthropicMessage {
+    User(Said<UserBlock>),
+    Assistant(Said<AssistantBlock>),
+    System(Said<TextBlock>),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct Said<B> {
+    /// A text or blocks.
+    content: Blocks<B>,
+    #[serde(flatten)]
+    _cache_control: CacheControl,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+enum Blocks<B> {
+    Text(String),
+    Blocks(#[schemars(length(max = MAX_BLOCKS))] Vec<B>),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schemars(extend("x-why" = BLOCKS))]
+enum TextBlock {
+    Text(TextFields),
+    ToolReference(ToolReference),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schemars(extend("x-why" = BLOCKS))]
+enum UserBlock {
+    Text(TextFields),
+    ToolResult(ToolResult),
+    ToolReference(ToolReference),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schemars(extend("x-why" = BLOCKS))]
+enum AssistantBlock {
+    Text(TextFields),
+    Thinking(ThinkingBlock),
+    RedactedThinking {
+        #[serde(flatten)]
+        _no_effect: RedactedNoEffect,
+    },
+    ToolUse(ToolUse),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct TextFields {
+    /// Text of the block.
+    #[schemars(length(max = MAX_TEXT))]
+    text: String,
+    #[serde(flatten)]
+    _no_effect: TextNoEffect,
+}
+
+no_effect!(TextNoEffect {
+    citations,
+    cache_control
+});
+no_effect!(ThinkingNoEffect {
+    signature,
+    cache_control
+});
+no_effect!(RedactedNoEffect {
+    data,
+    cache_control
+});
+no_effect!(ToolUseNoEffect {
+    caller,
+    toolset_name,
+    cache_control
+});
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(extend("additionalProperties" = true))]
+struct ToolReference {
+    /// Name of a deferred tool.
+    tool_name: Option<String>,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct ThinkingBlock {
+    /// Text of the thinking.
+    #[schemars(length(max = MAX_TEXT))]
+    thinking: String,
+    #[serde(flatten)]
+    _no_effect: ThinkingNoEffect,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct ToolUse {
+    /// Name of the call.
+    #[schemars(length(min = 1, max = 256))]
+    id: String,
+    /// Name of the tool.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// The arguments.
+    input: Value,
+    #[serde(flatten)]
+    _no_effect: ToolUseNoEffect,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct ToolResult {
+    /// Name of the call.
+    #[schemars(length(min = 1, max = 256))]
+    tool_use_id: String,
+    /// A text or blocks of text.
+    content: Option<Blocks<TextBlock>>,
+    /// Whether the call failed; no effect.
+    #[serde(rename = "is_error")]
+    _is_error: Option<bool>,
+    #[serde(flatten)]
+    _cache_control: CacheControl,
+}
+
+/// A tool; without a type it is custom.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+enum AnthropicTool {
+    Custom(Box<CustomTool>),
+    Hosted(HostedTool),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct CustomTool {
+    /// Always custom.
+    #[schemars(with = "Option<String>", extend("const" = "custom"))]
+    #[serde(rename = "type")]
+    _type: Option<CustomType>,
+    /// Name of the tool.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// Purpose of the tool.
+    #[schemars(length(max = MAX_TEXT))]
+    description: Option<String>,
+    /// JSON Schema of its arguments.
+    input_schema: Map<String, Value>,
+    /// Whether arguments follow the schema to the letter.
+    strict: Option<bool>,
+    /// Leaves it out until a tool_reference names it.
+    defer_loading: Option<bool>,
+    #[serde(flatten)]
+    _no_effect: ToolNoEffect,
+}
+
+no_effect!(ToolNoEffect {
+    eager_input_streaming,
+    input_examples,
+    allowed_callers,
+    cache_control
+});
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum CustomType {
+    Custom,
+}
+
+/// A tool that a provider runs.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(extend("additionalProperties" = true))]
+struct HostedTool {
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+/// `tool_choice`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct AnthropicChoice {
+    /// Which tools are to be called.
+    #[serde(rename = "type")]
+    kind: ChoiceKind,
+    /// For the type tool.
+    #[schemars(length(min = 1, max = 256))]
+    name: Option<String>,
+    /// Whether one answer has one call at most.
+    disable_parallel_tool_use: Option<bool>,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum ChoiceKind {
+    Auto,
+    Any,
+    Tool,
+    None,
+}
+
+/// `thinking`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct ThinkingField {
+    /// Whether the model thinks.
+    #[serde(rename = "type")]
+    kind: ThinkingKind,
+    /// omitted hides the thinking.
+    #[schemars(length(min = 1, max = 64))]
+    display: Option<String>,
+    #[serde(flatten)]
+    _no_effect: ThinkingBudget,
+}
+
+// `max_tokens` bounds the answer.
+no_effect!(ThinkingBudget { budget_tokens });
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum ThinkingKind {
+    Enabled,
+    Adaptive,
+    Disabled,
+}
+
+/// `output_config`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct OutputConfig {
+    /// Given to templates that know it.
+    #[schemars(length(min = 1, max = 32))]
+    effort: Option<String>,
+    /// JSON of a schema.
+    format: Option<OutputFormat>,
+    #[serde(flatten)]
+    _no_effect: TaskBudget,
+}
+
+no_effect!(TaskBudget { task_budget });
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(extend("additionalProperties" = true))]
+struct OutputFormat {
+    /// Always json_schema.
+    #[schemars(extend(
+        "enum" = ["json_schema"],
+        "x-why" = "its type is json_schema and it has a schema",
+    ))]
+    #[serde(rename = "type")]
+    _type: String,
+    /// JSON Schema of the answer.
+    schema: Value,
+}
+
 /// Contents of a message's blocks.
 #[derive(Default)]
-struct Blocks {
+struct Contents {
     texts: Vec<String>,
     thoughts: Vec<String>,
-    calls: Vec<TurnToolCall>,
+    calls: Vec<ToolCall>,
     /// Tool results with the ids of their calls.
     results: Vec<(String, String)>,
     /// Names of deferred tools in the results.
@@ -43,18 +370,19 @@ impl RequestParser<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn anthropic(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
-        let mut fields = self.fields(body, table::MESSAGE_REQUEST, "")?;
-        self.check_model(&fields)?;
-        let max_tokens = fields.count("max_tokens").unwrap_or(usize::MAX);
-        let stop = stop(fields.take("stop_sequences"), "stop_sequences")?;
-        let like = self.request(&mut fields, max_tokens, None, stop)?;
+        let body: MessageRequest = read(body, self.notes)?;
+        let sampling = Sampling {
+            basic: body.sampling,
+            top_k: body.top_k,
+            ..Sampling::default()
+        };
+        let like = self.request(&sampling, body.max_tokens, body.stop_sequences);
         let has_usage = true;
-        let stream = fields
-            .is_true("stream")
-            .then_some(StreamOptions { has_usage });
-        let display = fields.get("thinking").map(|thinking| &thinking["display"]);
-        let shows_thinking = display.is_none_or(|display| *display != "omitted");
-        let conversation = self.anthropic_conversation(&mut fields)?;
+        let stream = (body.stream == Some(true)).then_some(StreamOptions { has_usage });
+        let display = body.prompt.thinking.as_ref();
+        let display = display.and_then(|thinking| thinking.display.as_deref());
+        let shows_thinking = display != Some("omitted");
+        let conversation = self.anthropic_conversation(body.prompt)?;
         let teller = ApiDialect::Anthropic { shows_thinking };
         self.converse(&conversation, 1, &like, "messages", (teller, stream))
     }
@@ -64,9 +392,8 @@ impl RequestParser<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404; prompts over the context are counted too.
     pub(crate) fn count_tokens(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
-        let mut fields = self.fields(body, table::COUNT_REQUEST, "")?;
-        self.check_model(&fields)?;
-        let conversation = self.anthropic_conversation(&mut fields)?;
+        let body: CountRequest = read(body, self.notes)?;
+        let conversation = self.anthropic_conversation(body.prompt)?;
         let tokens = match self.prompt(&conversation, "messages") {
             Ok(prompt) => prompt.len(),
             Err(Rejection::ContextLength { tokens, .. }) => tokens,
@@ -75,299 +402,152 @@ impl RequestParser<'_> {
         Ok(json!({"input_tokens": tokens}))
     }
 
-    fn anthropic_conversation(&self, fields: &mut FieldValues) -> Result<Conversation, Rejection> {
+    fn anthropic_conversation(&self, prompt: PromptFields) -> Result<Conversation, Rejection> {
+        self.check_model(prompt.model)?;
+        self.check_messages("messages", prompt.messages.len(), 0)?;
         let mut conversation = Conversation {
             is_parallel: true,
+            turns: prompt.system.and_then(system).into_iter().collect(),
             ..Conversation::default()
         };
-        if let Some(system) = fields.take("system") {
-            let text = self.system(system)?;
-            let turn = (!text.is_empty()).then(|| ConversationTurn::new(TurnRole::System, text));
-            conversation.turns.extend(turn);
-        }
         let mut named = Vec::new();
-        let messages = fields.take("messages").unwrap_or_default();
-        let messages = array(messages, "messages", self.limits.messages, "messages")?;
-        for (i, message) in messages.into_iter().enumerate() {
-            self.anthropic_message(i, message, &mut conversation.turns, &mut named)?;
+        for message in prompt.messages {
+            let (role, mut contents) = message.contents();
+            named.append(&mut contents.named);
+            contents.into_turns(role, &mut conversation.turns);
         }
-        if let Some(list) = fields.take("tools") {
-            self.anthropic_tools(list, &named, &mut conversation)?;
+        for (i, tool) in prompt.tools.into_iter().flatten().enumerate() {
+            match tool {
+                AnthropicTool::Hosted(HostedTool { kind }) => self.notes.warn(format!(
+                    "tools[{i}] of type {kind} is hosted and was left out"
+                )),
+                AnthropicTool::Custom(tool)
+                    if tool.defer_loading == Some(true) && !named.contains(&tool.name) => {}
+                AnthropicTool::Custom(tool) => conversation.tools.push(Tool {
+                    name: tool.name,
+                    description: tool.description,
+                    is_strict: tool.strict == Some(true),
+                    parameters: Value::Object(tool.input_schema),
+                }),
+            }
         }
-        if let Some(choice) = fields.take("tool_choice") {
-            self.anthropic_choice(choice, &mut conversation)?;
+        if let Some(choice) = prompt.tool_choice {
+            conversation.is_parallel = choice.disable_parallel_tool_use != Some(true);
+            conversation.choice = match choice.kind {
+                ChoiceKind::Auto => ToolChoice::Auto,
+                ChoiceKind::Any => ToolChoice::Required,
+                ChoiceKind::None => ToolChoice::None,
+                ChoiceKind::Tool => ToolChoice::Named(choice.name.unwrap_or_default()),
+            };
+            tools::check_choice(&conversation)?;
         }
-        conversation.thinking = self.anthropic_thinking(fields.take("thinking"))?;
-        if let Some(output) = fields.take("output_config") {
-            self.output(output, &mut conversation)?;
+        let output = prompt.output_config;
+        let (effort, format) = output.map_or((None, None), |output| (output.effort, output.format));
+        conversation.thinking = Thinking {
+            is_on: prompt.thinking.and_then(|thinking| match thinking.kind {
+                ThinkingKind::Enabled => Some(true),
+                ThinkingKind::Disabled => Some(false),
+                ThinkingKind::Adaptive => None,
+            }),
+            effort,
+        };
+        if let Some(format) = format {
+            conversation.format_at = "output_config.format";
+            conversation.format = AnswerFormat::JsonSchema(format.schema);
         }
         Ok(conversation)
     }
+}
 
-    /// Parses `system`: a text, or blocks of text.
-    fn system(&self, value: Value) -> Result<String, Rejection> {
-        let texts = match value {
-            Value::String(text) => vec![text],
-            other => self.texts(other, "system")?,
-        };
-        let is_kept = |text: &String| !text.trim_start().starts_with(VOLATILE);
-        Ok(texts
-            .into_iter()
-            .filter(is_kept)
-            .collect::<Vec<_>>()
-            .join("\n"))
-    }
+/// The turn of `system`, unless it is empty.
+fn system(blocks: Blocks<TextBlock>) -> Option<ChatMessage> {
+    let mut texts = Contents::of(blocks, TextBlock::add).texts;
+    texts.retain(|text| !text.trim_start().starts_with(VOLATILE));
+    let text = texts.join("\n");
+    (!text.is_empty()).then(|| ChatMessage::new("system", text))
+}
 
-    /// Parses blocks of text.
-    fn texts(&self, value: Value, param: &str) -> Result<Vec<String>, Rejection> {
-        let mut blocks = Blocks::default();
-        self.blocks(value, param, &["text", "tool_reference"], &mut blocks)?;
-        Ok(blocks.texts)
-    }
-
-    fn anthropic_message(
-        &self,
-        i: usize,
-        value: Value,
-        turns: &mut Vec<ConversationTurn>,
-        named: &mut Vec<String>,
-    ) -> Result<(), Rejection> {
-        let place = format!("messages[{i}]");
-        let map = object(value, || place.clone())?;
-        let mut fields = self.kept_fields(map, table::MESSAGE, &format!("{place}."))?;
-        let content = fields.take("content").unwrap_or_default();
-        let param = format!("{place}.content");
-        let role = match fields.text("role").unwrap_or_default() {
-            "user" => TurnRole::User,
-            "assistant" => TurnRole::Assistant,
-            "system" => TurnRole::System,
-            other => {
-                return Err(Rejection::Range {
-                    param: format!("{place}.role"),
-                    got: format!("{other:?}"),
-                    expected: "user, assistant or system".into(),
-                });
+impl AnthropicMessage {
+    fn contents(self) -> (&'static str, Contents) {
+        match self {
+            Self::User(said) => ("user", Contents::of(said.content, UserBlock::add)),
+            Self::Assistant(said) => {
+                let contents = Contents::of(said.content, AssistantBlock::add);
+                ("assistant", contents)
             }
-        };
-        let kinds: &[&str] = match role {
-            TurnRole::Assistant => &["text", "thinking", "redacted_thinking", "tool_use"],
-            TurnRole::System => &["text", "tool_reference"],
-            _ => &["text", "tool_result", "tool_reference"],
-        };
-        let mut blocks = Blocks::default();
-        match content {
-            Value::String(text) => blocks.texts.push(text),
-            other => self.blocks(other, &param, kinds, &mut blocks)?,
+            Self::System(said) => ("system", Contents::of(said.content, TextBlock::add)),
         }
-        named.append(&mut blocks.named);
-        blocks.into_turns(role, turns);
-        Ok(())
-    }
-
-    fn blocks(
-        &self,
-        value: Value,
-        param: &str,
-        kinds: &[&str],
-        blocks: &mut Blocks,
-    ) -> Result<(), Rejection> {
-        if !value.is_array() {
-            let expected = "a string or an array of blocks";
-            return Err(wrong_type(param.to_owned(), &value, expected));
-        }
-        let items = array(value, param, MAX_BLOCKS, "blocks")?;
-        for (i, item) in items.into_iter().enumerate() {
-            let place = format!("{param}[{i}]");
-            let map = object(item, || place.clone())?;
-            let kind = map.get("type").cloned().unwrap_or_default();
-            let known = kinds.iter().find(|known| kind == **known);
-            let Some(known) = known else {
-                let (place, got) = (format!("{place}.type"), show(&kind));
-                return Err(unsupported(
-                    place,
-                    got,
-                    "messages are text, calls and results",
-                ));
-            };
-            self.block(known, map, &place, blocks)?;
-        }
-        Ok(())
-    }
-
-    fn block(
-        &self,
-        kind: &str,
-        map: Map<String, Value>,
-        place: &str,
-        blocks: &mut Blocks,
-    ) -> Result<(), Rejection> {
-        let dotted = format!("{place}.");
-        let owned = |fields: &FieldValues, name| fields.text(name).unwrap_or_default().to_owned();
-        match kind {
-            "text" => {
-                let fields = self.kept_fields(map, table::TEXT_BLOCK, &dotted)?;
-                blocks.texts.push(owned(&fields, "text"));
-            }
-            "thinking" => {
-                let fields = self.kept_fields(map, table::THINKING_BLOCK, &dotted)?;
-                blocks.thoughts.push(owned(&fields, "thinking"));
-            }
-            "redacted_thinking" => drop(self.kept_fields(map, table::REDACTED_BLOCK, &dotted)?),
-            "tool_use" => {
-                let mut fields = self.kept_fields(map, table::USE_BLOCK, &dotted)?;
-                let arguments = fields.take("input").unwrap_or_default();
-                let (id, name) = (owned(&fields, "id"), owned(&fields, "name"));
-                blocks.calls.push(TurnToolCall {
-                    id,
-                    name,
-                    arguments,
-                });
-            }
-            "tool_result" => {
-                let fields = self.kept_fields(map, table::RESULT_BLOCK, &dotted)?;
-                self.result(fields, place, blocks)?;
-            }
-            _ => {
-                let name = map.get("tool_name").and_then(Value::as_str);
-                blocks.named.extend(name.map(str::to_owned));
-            }
-        }
-        Ok(())
-    }
-
-    fn result(
-        &self,
-        mut fields: FieldValues,
-        place: &str,
-        blocks: &mut Blocks,
-    ) -> Result<(), Rejection> {
-        let mut inner = Blocks::default();
-        match fields.take("content") {
-            None => {}
-            Some(Value::String(text)) => inner.texts.push(text),
-            Some(other) => {
-                let kinds = ["text", "tool_reference"];
-                self.blocks(other, &format!("{place}.content"), &kinds, &mut inner)?;
-            }
-        }
-        blocks.named.append(&mut inner.named);
-        let id = fields.text("tool_use_id").unwrap_or_default().to_owned();
-        blocks.results.push((id, inner.texts.join("\n")));
-        Ok(())
-    }
-
-    fn anthropic_tools(
-        &self,
-        list: Value,
-        named: &[String],
-        conversation: &mut Conversation,
-    ) -> Result<(), Rejection> {
-        let list = array(list, "tools", MAX_TOOLS, "tools")?;
-        for (i, tool) in list.into_iter().enumerate() {
-            let place = format!("tools[{i}]");
-            let map = object(tool, || place.clone())?;
-            let kind = map.get("type").and_then(Value::as_str).unwrap_or("custom");
-            if kind != "custom" {
-                self.notes
-                    .warn(format!("{place} of type {kind} is hosted and was left out"));
-                continue;
-            }
-            let mut fields = self.fields(map, table::TOOL, &format!("{place}."))?;
-            let name = fields.text("name").unwrap_or_default().to_owned();
-            if fields.is_true("defer_loading") && !named.contains(&name) {
-                continue;
-            }
-            conversation.tools.push(Tool {
-                name,
-                description: fields.text("description").map(str::to_owned),
-                is_strict: fields.is_true("strict"),
-                parameters: fields
-                    .take("input_schema")
-                    .unwrap_or_else(tools::no_parameters),
-            });
-        }
-        Ok(())
-    }
-
-    fn anthropic_choice(
-        &self,
-        value: Value,
-        conversation: &mut Conversation,
-    ) -> Result<(), Rejection> {
-        let map = object(value, || "tool_choice".into())?;
-        let fields = self.fields(map, table::CHOICE, "tool_choice.")?;
-        let name = fields.text("name").unwrap_or_default().to_owned();
-        conversation.is_parallel = !fields.is_true("disable_parallel_tool_use");
-        conversation.choice = match fields.text("type").unwrap_or_default() {
-            "auto" => ToolChoice::Auto,
-            "any" => ToolChoice::Required,
-            "none" => ToolChoice::None,
-            "tool" => ToolChoice::Named(name),
-            other => {
-                return Err(Rejection::Range {
-                    param: "tool_choice.type".into(),
-                    got: format!("{other:?}"),
-                    expected: "auto, any, tool or none".into(),
-                });
-            }
-        };
-        tools::check_choice(conversation)
-    }
-
-    fn anthropic_thinking(&self, value: Option<Value>) -> Result<Thinking, Rejection> {
-        let Some(value) = value else {
-            return Ok(Thinking::default());
-        };
-        let map = object(value, || "thinking".into())?;
-        let fields = self.fields(map, table::THINKING_FIELD, "thinking.")?;
-        let is_on = match fields.text("type").unwrap_or_default() {
-            "enabled" => Some(true),
-            "disabled" => Some(false),
-            "adaptive" => None,
-            other => {
-                return Err(Rejection::Range {
-                    param: "thinking.type".into(),
-                    got: format!("{other:?}"),
-                    expected: "enabled, adaptive or disabled".into(),
-                });
-            }
-        };
-        let effort = None;
-        Ok(Thinking { is_on, effort })
-    }
-
-    fn output(&self, value: Value, conversation: &mut Conversation) -> Result<(), Rejection> {
-        let map = object(value, || "output_config".into())?;
-        let mut fields = self.fields(map, table::OUTPUT, "output_config.")?;
-        conversation.thinking.effort = fields.text("effort").map(str::to_owned);
-        let Some(format) = fields.take("format") else {
-            return Ok(());
-        };
-        conversation.format_at = "output_config.format";
-        conversation.format = match (format["type"].as_str(), format.get("schema")) {
-            (Some("json_schema"), Some(schema)) => AnswerFormat::JsonSchema(schema.clone()),
-            _ => {
-                let why = "its type is json_schema and it has a schema";
-                return Err(unsupported("output_config.format", show(&format), why));
-            }
-        };
-        Ok(())
     }
 }
 
-impl Blocks {
+impl TextBlock {
+    fn add(self, to: &mut Contents) {
+        match self {
+            Self::Text(block) => to.texts.push(block.text),
+            Self::ToolReference(tool) => to.named.extend(tool.tool_name),
+        }
+    }
+}
+
+impl UserBlock {
+    fn add(self, to: &mut Contents) {
+        match self {
+            Self::Text(block) => to.texts.push(block.text),
+            Self::ToolReference(tool) => to.named.extend(tool.tool_name),
+            Self::ToolResult(result) => {
+                let inner = result
+                    .content
+                    .map(|inner| Contents::of(inner, TextBlock::add));
+                let mut inner = inner.unwrap_or_default();
+                to.named.append(&mut inner.named);
+                to.results
+                    .push((result.tool_use_id, inner.texts.join("\n")));
+            }
+        }
+    }
+}
+
+impl AssistantBlock {
+    fn add(self, to: &mut Contents) {
+        match self {
+            Self::Text(block) => to.texts.push(block.text),
+            Self::Thinking(block) => to.thoughts.push(block.thinking),
+            Self::RedactedThinking { .. } => {}
+            Self::ToolUse(call) => to.calls.push(ToolCall {
+                id: call.id,
+                name: call.name,
+                arguments: call.input,
+            }),
+        }
+    }
+}
+
+impl Contents {
+    fn of<B>(blocks: Blocks<B>, add: impl Fn(B, &mut Self)) -> Self {
+        let mut contents = Self::default();
+        match blocks {
+            Blocks::Text(text) => contents.texts.push(text),
+            Blocks::Blocks(blocks) => {
+                blocks
+                    .into_iter()
+                    .for_each(|block| add(block, &mut contents));
+            }
+        }
+        contents
+    }
+
     /// One turn per result, then the text.
-    fn into_turns(self, role: TurnRole, turns: &mut Vec<ConversationTurn>) {
+    fn into_turns(self, role: &str, turns: &mut Vec<ChatMessage>) {
         let has_results = !self.results.is_empty();
         let results = self.results.into_iter();
-        turns.extend(results.map(|(id, text)| ConversationTurn::result(id, text)));
+        turns.extend(results.map(|(id, text)| ChatMessage::tool_result(id, text)));
         if has_results && self.texts.is_empty() {
             return;
         }
-        let mut turn = ConversationTurn::new(role, self.texts.join("\n"));
+        let mut turn = ChatMessage::new(role, self.texts.join("\n"));
         let thoughts = self.thoughts.join("\n");
         turn.reasoning = (!thoughts.is_empty()).then_some(thoughts);
-        turn.calls = self.calls;
+        turn.tool_calls = self.calls;
         turns.push(turn);
     }
 }

@@ -41,3 +41,21 @@ pub(crate) const ITEM_PART_KINDS: [&str; 6] = [
     "reasoning_text",
     "refusal",
 ];
+
+/// Maximum count where the model's context is the real bound: 2^31 - 1, which all clients can
+/// write.
+pub(crate) const MAX_COUNT: i64 = i32::MAX as i64;
+
+/// Maximum characters of a text in the body: the default body limit.
+pub(crate) const MAX_TEXT: usize = 8 << 20;
+
+/// Items of the Responses API of tools that a provider runs.
+pub(crate) const HOSTED_ITEMS: [&str; 7] = [
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_list_tools",
+    "mcp_call",
+    "tool_search_call",
+];

@@ -1,23 +1,93 @@
 //! Parses `POST /v1/completions`.
 
+use schemars::JsonSchema;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::fields::COMPLETION;
+use super::bounds::{MAX_COUNT, MAX_TEXT};
 use super::infill::InfillGap;
-use super::{ApiDialect, ModelRequest, RequestParser, stop, stream};
+use super::sampling::OpenAiOptions;
+use super::{ApiDialect, ModelName, ModelRequest, RequestParser};
 use crate::conversation::AnswerFormat;
-use crate::field::{integer, wrong_type};
-use crate::json::show;
 use crate::rejection::Rejection;
 use crate::render::openai::{Kind, PromptEcho};
+use crate::schema::read;
 
 /// OpenAI's default.
 const DEFAULT_MAX_TOKENS: usize = 16;
 
-/// A prompt as ids, with its text if the client sent text.
-struct PromptTokens {
-    ids: Vec<u32>,
-    text: Option<String>,
+/// Body of `POST /v1/completions`. The source of OpenAI's fields is its Python SDK,
+/// `completion_create_params.py`, as of November 2026.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct CompletionRequest {
+    model: Option<ModelName>,
+    /// Prompts to complete: a text, texts, token ids, or lists of token ids. Names of control
+    /// tokens in texts are these tokens.
+    prompt: Prompts,
+    #[serde(flatten)]
+    options: OpenAiOptions,
+    /// Most tokens of a choice; the context bounds it as well, alone if -1. Default 16.
+    #[schemars(range(min = -1, max = MAX_COUNT))]
+    max_tokens: Option<i64>,
+    /// Tells log-probabilities of the answer's tokens and of so many most probable ones; with echo
+    /// of the prompt's too, null for the first.
+    #[schemars(range(min = 0, max = 5))]
+    logprobs: Option<usize>,
+    /// Puts the prompt before the answer. Default false.
+    echo: Option<bool>,
+    /// Text after the answer, for models with tokens that fill a hole; with one prompt of text.
+    #[schemars(length(max = MAX_TEXT))]
+    suffix: Option<String>,
+    #[serde(flatten)]
+    _no_effect: NoEffect,
+}
+
+no_effect!(NoEffect {} only { best_of = [1] "choices are not ranked" });
+
+/// A text or token ids.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub(super) enum Prompt {
+    Text(String),
+    Ids(Vec<i64>),
+}
+
+/// One prompt or several.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub(super) enum Prompts {
+    List(Vec<Prompt>),
+    One(Prompt),
+}
+
+impl Prompts {
+    /// The prompts with their paths in the body.
+    ///
+    /// # Errors
+    /// [`Rejection::Length`] for none, or more than `most`.
+    pub(super) fn named(
+        self,
+        field: &str,
+        most: usize,
+    ) -> Result<Vec<(String, Prompt)>, Rejection> {
+        let list = match self {
+            Self::One(prompt) => return Ok(vec![(field.to_owned(), prompt)]),
+            Self::List(list) => list,
+        };
+        if !(1..=most).contains(&list.len()) {
+            return Err(Rejection::Length {
+                param: field.to_owned(),
+                got: list.len(),
+                unit: "prompts",
+                expected: format!("1 to {most}"),
+            });
+        }
+        let prompts = list.into_iter().enumerate();
+        Ok(prompts
+            .map(|(i, prompt)| (format!("{field}[{i}]"), prompt))
+            .collect())
+    }
 }
 
 impl RequestParser<'_> {
@@ -28,118 +98,92 @@ impl RequestParser<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn completion(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
-        let mut fields = self.fields(body, COMPLETION, "")?;
-        self.check_model(&fields)?;
-        let n = self.choices(&fields)?;
-        let stream = stream(&mut fields, self.notes)?;
-        let (echo, logprobs) = (fields.is_true("echo"), fields.count("logprobs"));
-        let max_tokens = match fields.integer("max_tokens") {
-            None => DEFAULT_MAX_TOKENS,
-            Some(limit) => usize::try_from(limit).unwrap_or(usize::MAX),
-        };
-        let stop = stop(fields.take("stop"), "stop")?;
-        let mut like = self.request(&mut fields, max_tokens, logprobs, stop)?;
-        let (format, at) = self.guided(&mut fields, (AnswerFormat::Text, ""))?;
+        let mut body: CompletionRequest = read(body, self.notes)?;
+        self.check_model(body.model)?;
+        let (n, stream) = (
+            body.options.choices(self.limits.choices)?,
+            body.options.stream()?,
+        );
+        let guided = std::mem::take(&mut body.options.guided);
+        let (format, at) = guided.format((AnswerFormat::Text, ""))?;
+        let max_tokens = body.max_tokens.map_or(DEFAULT_MAX_TOKENS, |limit| {
+            usize::try_from(limit).unwrap_or(usize::MAX)
+        });
+        let mut like = self.openai_request(body.options, max_tokens, body.logprobs)?;
         like.constraint = self.calling.whole(&format, at)?;
-        like.prompt_logprobs = echo && logprobs.is_some();
-        let prompt = fields.take("prompt").unwrap_or_default();
-        let suffix = fields.text("suffix").unwrap_or_default();
-        let prompts = if suffix.is_empty() {
-            self.prompts(prompt)?
-        } else {
-            vec![self.before(prompt, suffix)?]
+        let is_echo = body.echo == Some(true);
+        like.prompt_logprobs = is_echo && body.logprobs.is_some();
+        let prompts = match body.suffix.filter(|suffix| !suffix.is_empty()) {
+            Some(suffix) => vec![self.before(body.prompt, &suffix)?],
+            None => {
+                let prompts = body
+                    .prompt
+                    .named("prompt", self.limits.prompts)?
+                    .into_iter();
+                prompts
+                    .map(|(param, prompt)| self.tokens(prompt, param))
+                    .collect::<Result<_, _>>()?
+            }
         };
-        let (ids, texts): (Vec<_>, Vec<_>) = prompts.into_iter().map(|p| (p.ids, p.text)).unzip();
+        let (ids, texts): (Vec<_>, Vec<_>) = prompts.into_iter().unzip();
         let echo_of = |(ids, text): (&Vec<u32>, Option<String>)| PromptEcho {
             text: text.unwrap_or_else(|| self.model.tokenizer.decode_all(ids)),
             tokens: like.prompt_logprobs.then(|| ids.clone()),
         };
-        let echo = echo.then(|| ids.iter().zip(texts).map(echo_of).collect());
+        let echo = is_echo.then(|| ids.iter().zip(texts).map(echo_of).collect());
         let teller = ApiDialect::OpenAi(Kind::Completion { echo });
         Ok(self.plain(ids, n, &like, (teller, stream)))
     }
 
-    /// A text prompt with `suffix` after the output.
-    fn before(&self, prompt: Value, suffix: &str) -> Result<PromptTokens, Rejection> {
-        let Value::String(text) = prompt else {
-            let expected = "a string, as suffix is given";
-            return Err(wrong_type("prompt".into(), &prompt, expected));
+    /// The ids of a text prompt with `suffix` after the output, and its text.
+    fn before(
+        &self,
+        prompt: Prompts,
+        suffix: &str,
+    ) -> Result<(Vec<u32>, Option<String>), Rejection> {
+        let Prompts::One(Prompt::Text(text)) = prompt else {
+            return Err(Rejection::Type {
+                param: "prompt".into(),
+                got: "an array".into(),
+                expected: "a string, as suffix is given".into(),
+            });
         };
         let hole = InfillGap {
             before: &text,
             after: suffix,
             ..InfillGap::default()
         };
-        let ids = self.hole(&hole, "suffix")?;
-        let text = Some(text);
-        Ok(PromptTokens { ids, text })
+        Ok((self.hole(&hole, "suffix")?, Some(text)))
     }
 
-    fn prompts(&self, value: Value) -> Result<Vec<PromptTokens>, Rejection> {
-        match value {
-            Value::String(text) => Ok(vec![self.text_prompt(text, || "prompt".into())?]),
-            Value::Array(items) if items.iter().any(Value::is_number) => {
-                Ok(vec![self.id_prompt(&items, "prompt")?])
-            }
-            Value::Array(items) => self.prompt_list(items),
-            other => {
-                let expected = "a string, or an array of strings or token ids";
-                Err(wrong_type("prompt".into(), &other, expected))
-            }
-        }
-    }
-
-    fn prompt_list(&self, items: Vec<Value>) -> Result<Vec<PromptTokens>, Rejection> {
-        let most = self.limits.prompts;
-        if !(1..=most).contains(&items.len()) {
-            return Err(Rejection::Length {
-                param: "prompt".into(),
-                got: items.len(),
-                unit: "prompts",
-                expected: format!("1 to {most}"),
-            });
-        }
-        let prompt = |(i, item)| match item {
-            Value::String(text) => self.text_prompt(text, || format!("prompt[{i}]")),
-            Value::Array(ids) => self.id_prompt(&ids, &format!("prompt[{i}]")),
-            other => {
-                let expected = "a string or an array of token ids";
-                Err(wrong_type(format!("prompt[{i}]"), &other, expected))
-            }
-        };
-        items.into_iter().enumerate().map(prompt).collect()
-    }
-
-    fn text_prompt(
+    /// The ids of a prompt, and its text if the client sent text.
+    fn tokens(
         &self,
-        text: String,
-        param: impl FnOnce() -> String,
-    ) -> Result<PromptTokens, Rejection> {
-        let ids = self.raw(&text, param)?;
-        let text = Some(text);
-        Ok(PromptTokens { ids, text })
-    }
-
-    /// Ids are used unchanged: no tokens are added.
-    fn id_prompt(&self, items: &[Value], param: &str) -> Result<PromptTokens, Rejection> {
-        let ids = self.token_ids(items, param)?;
-        self.check_prompt(&ids, || param.to_owned(), "prompt")?;
-        Ok(PromptTokens { ids, text: None })
+        prompt: Prompt,
+        param: String,
+    ) -> Result<(Vec<u32>, Option<String>), Rejection> {
+        match prompt {
+            Prompt::Text(text) => Ok((self.raw(&text, || param)?, Some(text))),
+            // Used unchanged: no tokens are added.
+            Prompt::Ids(ids) => {
+                let ids = self.token_ids(&ids, &param)?;
+                self.check_prompt(&ids, || param, "prompt")?;
+                Ok((ids, None))
+            }
+        }
     }
 
     /// Token ids of the vocabulary.
-    pub(super) fn token_ids(&self, items: &[Value], param: &str) -> Result<Vec<u32>, Rejection> {
+    pub(super) fn token_ids(&self, ids: &[i64], param: &str) -> Result<Vec<u32>, Rejection> {
         let vocab = self.model.vocab();
-        let id = |(i, item): (usize, &Value)| {
-            let at = || format!("{param}[{i}]");
-            let id = integer(item).ok_or_else(|| wrong_type(at(), item, "a token id"))?;
-            let id = u32::try_from(id).ok().filter(|id| *id < vocab);
-            id.ok_or_else(|| Rejection::Range {
-                param: at(),
-                got: show(item),
+        let id = |(i, id): (usize, &i64)| {
+            let token = u32::try_from(*id).ok().filter(|token| *token < vocab);
+            token.ok_or_else(|| Rejection::Range {
+                param: format!("{param}[{i}]"),
+                got: id.to_string(),
                 expected: format!("0 to {}", vocab.saturating_sub(1)),
             })
         };
-        items.iter().enumerate().map(id).collect()
+        ids.iter().enumerate().map(id).collect()
     }
 }

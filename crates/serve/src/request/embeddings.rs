@@ -1,14 +1,70 @@
 //! Parses embedding requests: `/v1/embeddings`, `/api/embed`, `/api/embeddings`.
 
 use paceline_engine::Embedder;
+use schemars::JsonSchema;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::RequestParser;
-use super::bounds::MAX_INPUTS;
-use super::fields::embeddings::{OLLAMA, OLLAMA_OLD, OPENAI};
-use crate::field::{Field, FieldValues, wrong_type};
+use super::bounds::{MAX_COUNT, MAX_INPUTS, MAX_NOTE, MAX_TEXT};
+use super::completion::{Prompt, Prompts};
+use super::{ModelName, RequestParser};
 use crate::rejection::Rejection;
 use crate::render::embeddings::EmbeddingFormat;
+use crate::schema::read;
+
+/// Body of `POST /v1/embeddings`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct OpenAiEmbeddings {
+    model: Option<ModelName>,
+    /// A text, texts, token ids, or lists of token ids. Ids are taken as they are; around a text
+    /// go the tokens that the model was trained with.
+    input: Prompts,
+    /// float for numbers, base64 for little-endian f32. Default float.
+    #[schemars(extend("enum" = ["float", "base64", null], "x-why" = "vectors are told as float or base64"))]
+    encoding_format: Option<String>,
+    /// Keeps so many first numbers of a vector and scales it to length 1 again. Default: all.
+    #[schemars(range(min = 1, max = MAX_COUNT))]
+    dimensions: Option<usize>,
+    /// Accepted, no effect: names the client's user.
+    #[schemars(length(max = MAX_NOTE))]
+    #[serde(rename = "user")]
+    _user: Option<String>,
+}
+
+/// Body of `POST /api/embed`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct OllamaEmbed {
+    model: Option<ModelName>,
+    /// A text, texts, token ids, or lists of token ids. Ids are taken as they are; around a text
+    /// go the tokens that the model was trained with.
+    input: Prompts,
+    /// Cuts texts to the model's context; false refuses longer ones. Default true.
+    truncate: Option<bool>,
+    /// Keeps so many first numbers of a vector and scales it to length 1 again. Default: all.
+    #[schemars(range(min = 1, max = MAX_COUNT))]
+    dimensions: Option<usize>,
+    #[serde(flatten)]
+    _no_effect: NoEffect,
+}
+
+/// Body of `POST /api/embeddings`, Ollama's older form.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct OllamaEmbeddings {
+    model: Option<ModelName>,
+    /// The text; longer ones are cut to the model's context.
+    #[schemars(length(max = MAX_TEXT))]
+    prompt: String,
+    #[serde(flatten)]
+    _no_effect: NoEffect,
+}
+
+no_effect!(NoEffect {
+    options,
+    keep_alive
+});
 
 /// A parsed embedding request.
 #[derive(Debug, PartialEq)]
@@ -41,14 +97,14 @@ impl RequestParser<'_> {
         body: Map<String, Value>,
         embedder: &dyn Embedder,
     ) -> Result<EmbeddingRequest, Rejection> {
-        let mut fields = self.named_fields(body, OPENAI)?;
-        let dimensions = dimensions(&fields, embedder)?;
-        let is_base64 = fields.text("encoding_format") == Some("base64");
-        let input = fields.take("input").unwrap_or_default();
+        let body: OpenAiEmbeddings = read(body, self.notes)?;
+        self.check_model(body.model)?;
         Ok(EmbeddingRequest {
-            texts: self.inputs(input, InputPolicy::Refuse)?,
-            dimensions,
-            form: EmbeddingFormat::OpenAi { is_base64 },
+            dimensions: dimensions(body.dimensions, embedder)?,
+            texts: self.embedding_inputs(body.input, InputPolicy::Refuse)?,
+            form: EmbeddingFormat::OpenAi {
+                is_base64: body.encoding_format.as_deref() == Some("base64"),
+            },
         })
     }
 
@@ -61,22 +117,19 @@ impl RequestParser<'_> {
         body: Map<String, Value>,
         embedder: &dyn Embedder,
     ) -> Result<EmbeddingRequest, Rejection> {
-        let mut fields = self.named_fields(body, OLLAMA)?;
-        let care = match fields.get("truncate") {
-            Some(Value::Bool(false)) => InputPolicy::Whole,
+        let body: OllamaEmbed = read(body, self.notes)?;
+        let model = self.check_model(body.model)?;
+        let care = match body.truncate {
+            Some(false) => InputPolicy::Whole,
             _ => InputPolicy::Cut,
         };
-        let input = fields.take("input").unwrap_or_default();
-        let is_nothing = matches!(&input, Value::String(text) if text.is_empty());
         Ok(EmbeddingRequest {
-            texts: match is_nothing {
-                true => Vec::new(),
-                false => self.inputs(input, care)?,
+            texts: match body.input {
+                Prompts::One(Prompt::Text(text)) if text.is_empty() => Vec::new(),
+                input => self.embedding_inputs(input, care)?,
             },
-            dimensions: dimensions(&fields, embedder)?,
-            form: EmbeddingFormat::Ollama {
-                model: self.check_model(&fields)?,
-            },
+            dimensions: dimensions(body.dimensions, embedder)?,
+            form: EmbeddingFormat::Ollama { model },
         })
     }
 
@@ -89,103 +142,54 @@ impl RequestParser<'_> {
         body: Map<String, Value>,
         embedder: &dyn Embedder,
     ) -> Result<EmbeddingRequest, Rejection> {
-        let fields = self.named_fields(body, OLLAMA_OLD)?;
-        let text = fields.text("prompt").unwrap_or_default();
+        let body: OllamaEmbeddings = read(body, self.notes)?;
+        self.check_model(body.model)?;
+        let prompt = Prompt::Text(body.prompt);
         Ok(EmbeddingRequest {
-            texts: vec![self.text_input(text, "prompt", InputPolicy::Cut)?],
+            texts: vec![self.embedding_input(&prompt, "prompt", InputPolicy::Cut)?],
             dimensions: embedder.dimensions(),
             form: EmbeddingFormat::OllamaOld,
         })
     }
 
-    fn named_fields(
+    fn embedding_inputs(
         &self,
-        body: Map<String, Value>,
-        table: &[Field],
-    ) -> Result<FieldValues, Rejection> {
-        let fields = self.fields(body, table, "")?;
-        self.check_model(&fields)?;
-        Ok(fields)
+        input: Prompts,
+        care: InputPolicy,
+    ) -> Result<Vec<Vec<u32>>, Rejection> {
+        let items = input.named("input", MAX_INPUTS)?.into_iter();
+        items
+            .map(|(param, input)| self.embedding_input(&input, &param, care))
+            .collect()
     }
 
-    fn inputs(&self, input: Value, care: InputPolicy) -> Result<Vec<Vec<u32>>, Rejection> {
-        let items = match input {
-            Value::String(text) => return Ok(vec![self.text_input(&text, "input", care)?]),
-            Value::Array(items) => items,
-            other => {
-                let expected = "a string, or an array of strings or token ids";
-                return Err(wrong_type("input".into(), &other, expected));
-            }
-        };
-        if items.iter().any(Value::is_number) {
-            return Ok(vec![self.id_input(&items, "input", care)?]);
-        }
-        if !(1..=MAX_INPUTS).contains(&items.len()) {
-            return Err(Rejection::Length {
-                param: "input".into(),
-                got: items.len(),
-                unit: "texts",
-                expected: format!("1 to {MAX_INPUTS}"),
-            });
-        }
-        let item = |(i, item): (usize, &Value)| {
-            let param = format!("input[{i}]");
-            match item {
-                Value::String(text) => self.text_input(text, &param, care),
-                Value::Array(ids) => self.id_input(ids, &param, care),
-                other => {
-                    let expected = "a string or an array of token ids";
-                    Err(wrong_type(param, other, expected))
-                }
-            }
-        };
-        items.iter().enumerate().map(item).collect()
-    }
-
-    fn text_input(
+    /// Tokenises an input and fits it into the context; truncation keeps the last special token.
+    fn embedding_input(
         &self,
-        text: &str,
+        input: &Prompt,
         param: &str,
         care: InputPolicy,
     ) -> Result<Vec<u32>, Rejection> {
-        if text.is_empty() && care == InputPolicy::Refuse {
-            let param = param.to_owned();
-            return Err(Rejection::EmptyPrompt { param });
-        }
         let tokenizer = &self.model.tokenizer;
-        let ids = tokenizer.encode_whole(text)?;
-        self.fitted(ids, tokenizer.last(), param, care)
-    }
-
-    /// Ids are used unchanged: no tokens are added.
-    fn id_input(
-        &self,
-        items: &[Value],
-        param: &str,
-        care: InputPolicy,
-    ) -> Result<Vec<u32>, Rejection> {
-        self.fitted(self.token_ids(items, param)?, None, param, care)
-    }
-
-    /// Fits `ids` into the context; truncation keeps `last` as the last.
-    fn fitted(
-        &self,
-        mut ids: Vec<u32>,
-        last: Option<u32>,
-        param: &str,
-        care: InputPolicy,
-    ) -> Result<Vec<u32>, Rejection> {
+        let (mut ids, last) = match input {
+            Prompt::Text(text) if text.is_empty() && care == InputPolicy::Refuse => {
+                (Vec::new(), None)
+            }
+            Prompt::Text(text) => (tokenizer.encode_whole(text)?, tokenizer.last()),
+            // Used unchanged: no tokens are added.
+            Prompt::Ids(ids) => (self.token_ids(ids, param)?, None),
+        };
         let (tokens, context) = (ids.len(), self.model.context);
-        let param = || param.to_owned();
+        let param = param.to_owned();
         if tokens == 0 {
-            return Err(Rejection::EmptyPrompt { param: param() });
+            return Err(Rejection::EmptyPrompt { param });
         }
         if tokens <= context {
             return Ok(ids);
         }
         if care != InputPolicy::Cut {
             return Err(Rejection::LongInput {
-                param: param(),
+                param,
                 tokens,
                 context,
             });
@@ -198,9 +202,9 @@ impl RequestParser<'_> {
 
 /// # Errors
 /// [`Rejection::Range`] above the model's dimensions.
-fn dimensions(fields: &FieldValues, embedder: &dyn Embedder) -> Result<usize, Rejection> {
+fn dimensions(wanted: Option<usize>, embedder: &dyn Embedder) -> Result<usize, Rejection> {
     let most = embedder.dimensions();
-    let wanted = fields.count("dimensions").unwrap_or(most);
+    let wanted = wanted.unwrap_or(most);
     if wanted <= most {
         return Ok(wanted);
     }

@@ -2,68 +2,60 @@
 //! `guided_grammar`; llama-server calls the last `grammar`. Grammars are in the Lark dialect of
 //! `llguidance`, whose compiler rejects GBNF.
 
-use paceline_text::grammar::Grammar;
-use serde_json::Value;
+use paceline_text::grammar::{Grammar, MAX_GRAMMAR_BYTES};
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde_json::{Map, Value};
 
-use super::RequestParser;
 use crate::conversation::AnswerFormat;
-use crate::field::{FieldValues, wrong_type};
 use crate::rejection::Rejection;
 
 /// The grammar fields; a request may have one.
-const NAMES: [&str; 5] = [
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "grammar",
-];
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+pub(super) struct Guided {
+    /// A JSON Schema that the answer matches. Not OpenAI's.
+    guided_json: Option<Map<String, Value>>,
+    /// A regular expression that the answer matches. Not OpenAI's.
+    #[schemars(length(min = 1, max = MAX_GRAMMAR_BYTES))]
+    guided_regex: Option<String>,
+    /// Texts of which the answer is one. Not OpenAI's.
+    #[schemars(length(min = 1), inner(length(min = 1)))]
+    guided_choice: Option<Vec<String>>,
+    /// A grammar in the Lark dialect of llguidance that the answer matches. Not OpenAI's.
+    #[schemars(length(min = 1, max = MAX_GRAMMAR_BYTES))]
+    guided_grammar: Option<String>,
+    /// Another name of guided_grammar; GBNF is not taken. Not OpenAI's.
+    #[schemars(length(min = 1, max = MAX_GRAMMAR_BYTES))]
+    grammar: Option<String>,
+}
 
-impl RequestParser<'_> {
+impl Guided {
     /// The response format of a grammar field or of `other`, and the name of its field.
     ///
     /// # Errors
     /// [`Rejection::Conflict`] for two of them.
-    pub(super) fn guided(
-        &self,
-        fields: &mut FieldValues,
-        (other, at): (AnswerFormat, &'static str),
+    pub(super) fn format(
+        self,
+        other: (AnswerFormat, &'static str),
     ) -> Result<(AnswerFormat, &'static str), Rejection> {
-        let mut format = (other, at);
-        for name in NAMES.iter().rev() {
-            let Some(value) = fields.take(name) else {
-                continue;
-            };
-            if format.0 != AnswerFormat::Text {
-                let condition = "together with another grammar or format";
-                let param = name;
-                return Err(Rejection::Conflict { param, condition });
-            }
-            format = (guide(name, value)?, name);
-        }
-        Ok(format)
+        let schema = |schema| AnswerFormat::JsonSchema(Value::Object(schema));
+        let fields = [
+            ("grammar", self.grammar.map(Grammar::Lark)),
+            ("guided_regex", self.guided_regex.map(Grammar::Regex)),
+            ("guided_grammar", self.guided_grammar.map(Grammar::Lark)),
+            ("guided_choice", self.guided_choice.map(Grammar::Choice)),
+        ];
+        let fields = fields.map(|(name, grammar)| (grammar.map(AnswerFormat::Grammar), name));
+        let given = [(self.guided_json.map(schema), "guided_json")]
+            .into_iter()
+            .chain(fields)
+            .filter_map(|(format, name)| Some((format?, name)));
+        given.fold(Ok(other), |format, given| match format? {
+            (AnswerFormat::Text, _) => Ok(given),
+            _ => Err(Rejection::Conflict {
+                param: given.1,
+                condition: "together with another grammar or format",
+            }),
+        })
     }
-}
-
-fn guide(name: &str, value: Value) -> Result<AnswerFormat, Rejection> {
-    let grammar = match (name, value) {
-        ("guided_json", schema) => return Ok(AnswerFormat::JsonSchema(schema)),
-        ("guided_choice", list) => Grammar::Choice(texts(name, list)?),
-        ("guided_regex", Value::String(pattern)) => Grammar::Regex(pattern),
-        (_, Value::String(lark)) => Grammar::Lark(lark),
-        (_, other) => return Err(wrong_type(name.into(), &other, "a string")),
-    };
-    Ok(AnswerFormat::Grammar(grammar))
-}
-
-fn texts(name: &str, list: Value) -> Result<Vec<String>, Rejection> {
-    let wrong = |value: &Value| wrong_type(name.into(), value, "an array of strings");
-    let Value::Array(list) = list else {
-        return Err(wrong(&list));
-    };
-    let text = |value: Value| match value {
-        Value::String(text) => Ok(text),
-        other => Err(wrong(&other)),
-    };
-    list.into_iter().map(text).collect()
 }

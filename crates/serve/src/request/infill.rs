@@ -3,15 +3,17 @@
 //! Models trained for it have three special tokens. They stand before the prefix, before the
 //! suffix, and before the output.
 
+use paceline_engine::TemperatureOrder;
 use paceline_text::tokenizer::Specials;
+use schemars::JsonSchema;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::bounds::MAX_EXTRA;
-use super::fields::llama::INFILL;
-use super::{
-    ApiDialect, ModelRequest, RequestParser, StreamOptions, array, object, stop, unsupported,
-};
+use super::bounds::{MAX_COUNT, MAX_EXTRA, MAX_TEXT};
+use super::sampling::LlamaOptions;
+use super::{ApiDialect, ModelName, ModelRequest, RequestParser, StreamOptions, unsupported};
 use crate::rejection::Rejection;
+use crate::schema::read;
 
 /// Names of the three tokens by family, in this order:
 /// - Qwen 2.5 Coder and later
@@ -26,6 +28,49 @@ const NAMES: [[&str; 3]; 5] = [
     ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"],
     ["<PRE>", "<SUF>", "<MID>"],
 ];
+
+/// Body of `POST /infill`, as at llama-server.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct InfillRequest {
+    model: Option<ModelName>,
+    /// Text before the hole.
+    #[schemars(length(max = MAX_TEXT))]
+    input_prefix: Option<String>,
+    /// Text after the hole.
+    #[schemars(length(max = MAX_TEXT))]
+    input_suffix: Option<String>,
+    /// Other files: filename and text.
+    #[schemars(length(max = MAX_EXTRA))]
+    input_extra: Option<Vec<InfillFile>>,
+    /// Start of the answer, added to input_prefix.
+    #[schemars(length(max = MAX_TEXT))]
+    prompt: Option<String>,
+    /// Most tokens of the answer; -1 for the rest of the context. Default -1.
+    #[schemars(range(min = -1, max = MAX_COUNT))]
+    n_predict: Option<i64>,
+    #[serde(flatten)]
+    options: LlamaOptions,
+    #[serde(flatten)]
+    _no_effect: NoEffect,
+}
+
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[schemars(extend("additionalProperties" = true))]
+#[serde(default)]
+struct InfillFile {
+    filename: String,
+    text: String,
+}
+
+no_effect!(NoEffect {
+    samplers,
+    t_max_prompt_ms,
+    t_max_predict_ms,
+    n_indent,
+    id_slot,
+    response_fields
+});
 
 /// A prefix and a suffix around the gap. Names of special tokens in them are these tokens.
 #[derive(Clone, Copy, Debug, Default)]
@@ -88,39 +133,22 @@ impl RequestParser<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn infill(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
-        let mut fields = self.fields(body, INFILL, "")?;
-        self.check_model(&fields)?;
-        let max_tokens = fields.count("n_predict").unwrap_or(usize::MAX);
-        let stop = stop(fields.take("stop"), "stop")?;
-        let like = self.request(&mut fields, max_tokens, None, stop)?;
-        let context = self.extra(fields.take("input_extra"))?;
-        let text = |name| fields.text(name).unwrap_or_default();
-        let before = format!("{}{}", text("input_prefix"), text("prompt"));
+        let body: InfillRequest = read(body, self.notes)?;
+        self.check_model(body.model)?;
+        let max_tokens = usize::try_from(body.n_predict.unwrap_or(-1)).unwrap_or(usize::MAX);
+        let has_usage = true;
+        let stream = (body.options.stream == Some(true)).then_some(StreamOptions { has_usage });
+        let mut like = self.llama_request(body.options, max_tokens)?;
+        like.sampling.order = TemperatureOrder::Last;
+        let before = body.input_prefix.unwrap_or_default() + &body.prompt.unwrap_or_default();
+        let files = body.input_extra.unwrap_or_default().into_iter();
+        let files = files.map(|InfillFile { filename, text }| format!("{filename}\n{text}\n"));
         let hole = InfillGap {
-            context: &context,
+            context: &files.collect::<String>(),
             before: &before,
-            after: text("input_suffix"),
+            after: &body.input_suffix.unwrap_or_default(),
         };
         let prompt = self.hole(&hole, "input_prefix")?;
-        let has_usage = true;
-        let stream = fields
-            .is_true("stream")
-            .then_some(StreamOptions { has_usage });
         Ok(self.plain(vec![prompt], 1, &like, (ApiDialect::Infill, stream)))
-    }
-
-    /// Other files, each after its name.
-    fn extra(&self, value: Option<Value>) -> Result<String, Rejection> {
-        let Some(value) = value else {
-            return Ok(String::new());
-        };
-        let mut context = String::new();
-        let files = array(value, "input_extra", MAX_EXTRA, "files")?;
-        for (i, file) in files.into_iter().enumerate() {
-            let file = object(file, || format!("input_extra[{i}]"))?;
-            let text = |name: &str| file.get(name).and_then(Value::as_str).unwrap_or_default();
-            context += &format!("{}\n{}\n", text("filename"), text("text"));
-        }
-        Ok(context)
     }
 }

@@ -1,13 +1,57 @@
 //! llama-server's endpoints without computation: `/tokenize`, `/detokenize`, `/apply-template`.
 
 use paceline_text::tokenizer::Specials;
+use schemars::JsonSchema;
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::RequestParser;
-use super::fields::llama::{APPLY, DETOKENIZE, TOKENIZE};
-use crate::field::{integer, wrong_type};
-use crate::json::show;
+use super::bounds::MAX_TEXT;
+use super::chat::ConversationFields;
+use super::{ModelName, RequestParser};
+use crate::conversation::AnswerFormat;
 use crate::rejection::Rejection;
+use crate::schema::read;
+
+/// Body of `POST /tokenize`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct TokenizeRequest {
+    model: Option<ModelName>,
+    /// Text to tokenise.
+    #[schemars(length(max = MAX_TEXT))]
+    content: String,
+    /// Puts the beginning-of-text token first if the model wants it. Default false.
+    add_special: Option<bool>,
+    /// Makes names of special tokens these tokens. Default true.
+    parse_special: Option<bool>,
+    /// Tells each token's text. Default false.
+    with_pieces: Option<bool>,
+}
+
+/// Body of `POST /detokenize`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct DetokenizeRequest {
+    model: Option<ModelName>,
+    /// Token ids.
+    tokens: Vec<i64>,
+}
+
+/// Body of `POST /apply-template`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct ApplyTemplateRequest {
+    model: Option<ModelName>,
+    #[serde(flatten)]
+    conversation: ConversationFields,
+    #[serde(flatten)]
+    _no_effect: NoEffect,
+}
+
+// The generation prompt is always added.
+no_effect!(NoEffect {
+    add_generation_prompt
+});
 
 impl RequestParser<'_> {
     /// `POST /tokenize`: the ids of a text.
@@ -15,18 +59,17 @@ impl RequestParser<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn tokenize(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
-        let fields = self.fields(body, TOKENIZE, "")?;
-        self.check_model(&fields)?;
-        let specials = match fields.get("parse_special") {
-            Some(Value::Bool(false)) => Specials::AsText,
+        let body: TokenizeRequest = read(body, self.notes)?;
+        self.check_model(body.model)?;
+        let specials = match body.parse_special {
+            Some(false) => Specials::AsText,
             _ => Specials::Parse,
         };
-        let text = fields.text("content").unwrap_or_default();
         let tokenizer = &self.model.tokenizer;
-        self.check_bytes(text.len(), "content")?;
-        let adds = fields.is_true("add_special");
-        let ids = self.encode(text, (specials, adds), "content")?;
-        if !fields.is_true("with_pieces") {
+        self.check_bytes(body.content.len(), "content")?;
+        let adds = body.add_special == Some(true);
+        let ids = self.encode(&body.content, (specials, adds), "content")?;
+        if body.with_pieces != Some(true) {
             return Ok(json!({"tokens": ids}));
         }
         let piece = |id: &u32| {
@@ -48,29 +91,10 @@ impl RequestParser<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn detokenize(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
-        let mut fields = self.fields(body, DETOKENIZE, "")?;
-        self.check_model(&fields)?;
-        let tokens = fields.take("tokens").unwrap_or_default();
-        let Value::Array(tokens) = tokens else {
-            return Err(wrong_type(
-                "tokens".into(),
-                &tokens,
-                "an array of token ids",
-            ));
-        };
-        let vocab = self.model.vocab();
-        let id = |(i, value): (usize, &Value)| {
-            let at = || format!("tokens[{i}]");
-            let id = integer(value).ok_or_else(|| wrong_type(at(), value, "a token id"))?;
-            let id = u32::try_from(id).ok().filter(|id| *id < vocab);
-            id.ok_or_else(|| Rejection::Range {
-                param: at(),
-                got: show(value),
-                expected: format!("0 to {}", vocab.saturating_sub(1)),
-            })
-        };
-        let ids: Result<Vec<u32>, Rejection> = tokens.iter().enumerate().map(id).collect();
-        Ok(json!({"content": self.model.tokenizer.decode_all(&ids?)}))
+        let body: DetokenizeRequest = read(body, self.notes)?;
+        self.check_model(body.model)?;
+        let ids = self.token_ids(&body.tokens, "tokens")?;
+        Ok(json!({"content": self.model.tokenizer.decode_all(&ids)}))
     }
 
     /// `POST /apply-template`: the prompt of a conversation, as text.
@@ -78,9 +102,9 @@ impl RequestParser<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn apply_template(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
-        let mut fields = self.fields(body, APPLY, "")?;
-        self.check_model(&fields)?;
-        let conversation = self.conversation(&mut fields)?;
+        let body: ApplyTemplateRequest = read(body, self.notes)?;
+        self.check_model(body.model)?;
+        let conversation = self.conversation(body.conversation, (AnswerFormat::Text, ""))?;
         let Some(template) = &self.model.template else {
             let model = self.model.id.clone();
             return Err(Rejection::NoTemplate { model });

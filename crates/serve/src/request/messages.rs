@@ -9,162 +9,255 @@
 //! Parts are joined by line ends, as in llama.cpp and vLLM. Templates reject roles and orders that
 //! they do not support.
 
-use paceline_text::chat::call_arguments;
-use serde_json::{Map, Value, json};
+use paceline_text::chat::{ChatMessage, ToolCall, call_arguments};
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde_json::{Value, json};
 
-use super::bounds::{MAX_PARTS, MAX_TOOL_CALLS};
-use super::fields::{FUNCTION, MESSAGE, PART, TOOL_CALL};
-use super::{RequestParser, array, object, unsupported};
-use crate::conversation::{ConversationTurn, TurnRole, TurnToolCall};
-use crate::field::{FieldValues, wrong_type};
-use crate::json::show;
+use super::bounds::{MAX_PARTS, MAX_TEXT, MAX_TOOL_CALLS};
+use super::{CacheControl, RequestParser};
 use crate::rejection::Rejection;
 
-/// Accepted roles.
-pub(crate) const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
+/// A message of a chat.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "role", rename_all = "lowercase")]
+pub(super) enum OpenAiMessage {
+    System(PlainMessage),
+    Developer(PlainMessage),
+    User(PlainMessage),
+    Assistant(Box<AssistantMessage>),
+    Tool(ToolMessage),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+pub(super) struct PlainMessage {
+    /// A text, or parts of type text.
+    content: Content,
+    #[serde(flatten)]
+    shared: MessageFields,
+    #[serde(flatten)]
+    _no_calls: NoToolCalls,
+    #[serde(flatten)]
+    _no_result: NoToolCallId,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+pub(super) struct AssistantMessage {
+    /// A text, or parts of type text. Clients send messages without text back unchanged.
+    content: Option<Content>,
+    /// Given to the template.
+    #[schemars(length(max = MAX_TOOL_CALLS))]
+    tool_calls: Option<Vec<ChatToolCall>>,
+    #[serde(flatten)]
+    shared: MessageFields,
+    #[serde(flatten)]
+    _no_result: NoToolCallId,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+pub(super) struct ToolMessage {
+    /// A text, or parts of type text.
+    content: Content,
+    /// Given to the template.
+    #[schemars(length(max = 256))]
+    tool_call_id: Option<String>,
+    #[serde(flatten)]
+    shared: MessageFields,
+    #[serde(flatten)]
+    _no_calls: NoToolCalls,
+}
+
+/// Fields of messages of any role.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct MessageFields {
+    /// Given to the chat template.
+    #[schemars(length(max = 256))]
+    name: Option<String>,
+    /// Thinking of the role assistant; given to templates that keep it.
+    #[schemars(length(max = MAX_TEXT))]
+    reasoning_content: Option<String>,
+    /// Another name of reasoning_content, which goes first. Not OpenAI's.
+    #[schemars(length(max = MAX_TEXT))]
+    reasoning: Option<String>,
+    /// Text of the role assistant in place of content.
+    #[schemars(length(max = MAX_TEXT))]
+    refusal: Option<String>,
+    #[serde(flatten)]
+    _no_effect: NoEffect,
+}
+
+no_effect!(NoEffect { cache_control, annotations } only {
+    audio = [] "messages are text",
+    function_call = [] "use tool_calls"
+});
+
+no_effect!(NoToolCalls {} only {
+    tool_calls = [] "tool_calls are of the role assistant"
+});
+
+no_effect!(NoToolCallId {} only {
+    tool_call_id = [] "tool_call_id is of the role tool"
+});
+
+/// Content of a message.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+enum Content {
+    Text(String),
+    Parts(#[schemars(length(max = MAX_PARTS))] Vec<Part>),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct Part {
+    /// Always text.
+    #[schemars(extend("enum" = ["text"], "x-why" = "messages are text"))]
+    #[serde(rename = "type")]
+    _type: String,
+    /// Text of the part.
+    #[schemars(length(max = MAX_TEXT))]
+    text: String,
+    #[serde(flatten)]
+    _cache_control: CacheControl,
+}
+
+/// An entry of `tool_calls`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "lowercase")]
+enum ChatToolCall {
+    Custom {
+        /// Name of the call, which its result repeats.
+        #[schemars(length(max = 256))]
+        id: String,
+        /// Name and input of the call.
+        custom: CustomCall,
+    },
+    #[serde(untagged)]
+    Function {
+        /// Name of the call, which its result repeats.
+        #[schemars(length(max = 256))]
+        id: String,
+        /// Always function.
+        #[schemars(extend("enum" = ["function", null], "x-why" = "functions are the only tools"))]
+        #[serde(rename = "type")]
+        _type: Option<String>,
+        /// Name and arguments of the call.
+        function: FunctionCall,
+        /// Number of the call in streams; no effect.
+        #[schemars(range(min = 0, max = 1024))]
+        #[serde(rename = "index")]
+        _index: Option<i64>,
+    },
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct CustomCall {
+    /// Name of the tool.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// Text for the tool.
+    input: Value,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct FunctionCall {
+    /// Name of the function.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// JSON in a string.
+    #[schemars(length(max = MAX_TEXT))]
+    arguments: String,
+}
 
 impl RequestParser<'_> {
-    /// Parses `messages`, one or more.
-    pub(super) fn messages(&self, value: Value) -> Result<Vec<ConversationTurn>, Rejection> {
-        let most = self.limits.messages;
-        let Value::Array(items) = value else {
-            return Err(wrong_type("messages".into(), &value, "an array"));
-        };
-        if !(1..=most).contains(&items.len()) {
-            return Err(Rejection::Length {
-                param: "messages".into(),
-                got: items.len(),
-                unit: "messages",
-                expected: format!("1 to {most}"),
-            });
-        }
-        let message = |(i, value)| self.message(i, value);
-        items.into_iter().enumerate().map(message).collect()
-    }
-
-    fn message(&self, i: usize, value: Value) -> Result<ConversationTurn, Rejection> {
-        let place = format!("messages[{i}]");
-        let map = object(value, || place.clone())?;
-        let mut fields = self.kept_fields(map, MESSAGE, &format!("{place}."))?;
-        let role = role(&fields, &place)?;
-        for (field, owner) in [
-            ("tool_calls", TurnRole::Assistant),
-            ("tool_call_id", TurnRole::Tool),
-        ] {
-            if fields.has(field) && role != owner {
-                let why = "tool_calls are of the role assistant, tool_call_id is of the role tool";
-                let got = format!("given by the role {}", role_text(&fields));
-                return Err(unsupported(format!("{place}.{field}"), got, why));
-            }
-        }
-        let may_be_silent = role == TurnRole::Assistant;
-        let content = fields.take("content");
-        let content = content.or_else(|| fields.take("refusal").filter(|_| may_be_silent));
-        let text = self.content(content, &place, may_be_silent)?;
-        let calls = fields.take("tool_calls");
-        let calls = calls.map_or(Ok(Vec::new()), |calls| self.tool_calls(calls, &place))?;
-        let owned = |name: &str| fields.text(name).map(str::to_owned);
-        // Other roles do not reason; the field is ignored for clients that always send it.
-        let reasons = |text: &String| may_be_silent && !text.is_empty();
-        Ok(ConversationTurn {
-            role,
-            text,
-            name: owned("name"),
-            reasoning: owned("reasoning_content")
-                .or_else(|| owned("reasoning"))
-                .filter(reasons),
-            calls,
-            answers: owned("tool_call_id"),
-        })
-    }
-
-    fn content(
+    /// `messages`, one or more, as turns.
+    pub(super) fn messages(
         &self,
-        value: Option<Value>,
-        place: &str,
-        may_be_silent: bool,
-    ) -> Result<String, Rejection> {
-        let param = || format!("{place}.content");
-        match value {
-            Some(Value::String(text)) => Ok(text),
-            Some(Value::Array(items)) => self.parts(items, &param()),
-            Some(other) => Err(wrong_type(param(), &other, "a string or an array of parts")),
-            None if may_be_silent => Ok(String::new()),
-            None => {
-                let (param, expected) = (param(), "a string or an array of parts".to_owned());
-                Err(Rejection::Missing { param, expected })
-            }
-        }
+        messages: Vec<OpenAiMessage>,
+    ) -> Result<Vec<ChatMessage>, Rejection> {
+        self.check_messages("messages", messages.len(), 1)?;
+        Ok(messages.into_iter().map(OpenAiMessage::message).collect())
     }
+}
 
-    fn parts(&self, items: Vec<Value>, param: &str) -> Result<String, Rejection> {
-        let items = array(items.into(), param, MAX_PARTS, "parts")?;
-        let part = |(i, item): (usize, Value)| {
-            let place = format!("{param}[{i}]");
-            let map = object(item, || place.clone())?;
-            // Checked before the fields: those of other part types are unknown here.
-            let kind = map.get("type").unwrap_or(&Value::Null);
-            if kind.is_string() && kind != "text" {
-                let why = "messages are text";
-                return Err(unsupported(format!("{place}.type"), show(kind), why));
+impl OpenAiMessage {
+    fn message(self) -> ChatMessage {
+        let (role, content, shared) = match self {
+            // OpenAI's name of the system role for newer models.
+            Self::System(PlainMessage {
+                content, shared, ..
+            })
+            | Self::Developer(PlainMessage {
+                content, shared, ..
+            }) => ("system", content, shared),
+            Self::User(PlainMessage {
+                content, shared, ..
+            }) => ("user", content, shared),
+            Self::Tool(message) => {
+                let turn = ChatMessage::new("tool", message.content.text());
+                return ChatMessage {
+                    name: message.shared.name,
+                    tool_call_id: message.tool_call_id,
+                    ..turn
+                };
             }
-            let fields = self.kept_fields(map, PART, &format!("{place}."))?;
-            Ok(fields.text("text").unwrap_or_default().to_owned())
+            Self::Assistant(message) => return message.message(),
         };
-        let texts: Result<Vec<String>, Rejection> =
-            items.into_iter().enumerate().map(part).collect();
-        Ok(texts?.join("\n"))
-    }
-
-    fn tool_calls(&self, value: Value, place: &str) -> Result<Vec<TurnToolCall>, Rejection> {
-        let param = format!("{place}.tool_calls");
-        let calls = array(value, &param, MAX_TOOL_CALLS, "calls")?;
-        let call = |(i, call)| self.tool_call(call, &format!("{param}[{i}]"));
-        calls.into_iter().enumerate().map(call).collect()
-    }
-
-    /// A call with parsed arguments: templates print them with `tojson`.
-    fn tool_call(&self, value: Value, place: &str) -> Result<TurnToolCall, Rejection> {
-        let mut map = object(value, || place.into())?;
-        if let Some(custom) = map.swap_remove("custom") {
-            map.insert("function".into(), custom_call(custom));
-            map.insert("type".into(), "function".into());
+        ChatMessage {
+            name: shared.name,
+            ..ChatMessage::new(role, content.text())
         }
-        let mut fields = self.kept_fields(map, TOOL_CALL, &format!("{place}."))?;
-        let place = format!("{place}.function");
-        let function = fields.take("function").unwrap_or_default();
-        let function: Map<String, Value> = object(function, || place.clone())?;
-        let function = self.kept_fields(function, FUNCTION, &format!("{place}."))?;
-        Ok(TurnToolCall {
-            id: fields.text("id").unwrap_or_default().to_owned(),
-            name: function.text("name").unwrap_or_default().to_owned(),
-            arguments: call_arguments(function.text("arguments").unwrap_or_default()),
-        })
     }
 }
 
-/// A custom tool's call as that of a function, whose argument is the text.
-fn custom_call(custom: Value) -> Value {
-    let arguments = json!({"input": custom["input"]}).to_string();
-    json!({"name": custom["name"], "arguments": arguments})
+impl AssistantMessage {
+    fn message(self) -> ChatMessage {
+        let MessageFields {
+            name,
+            reasoning_content,
+            reasoning,
+            refusal,
+            ..
+        } = self.shared;
+        let text = self.content.map(Content::text).or(refusal);
+        let calls = self.tool_calls.into_iter().flatten();
+        ChatMessage {
+            name,
+            reasoning: reasoning_content
+                .or(reasoning)
+                .filter(|text| !text.is_empty()),
+            tool_calls: calls.map(ChatToolCall::call).collect(),
+            ..ChatMessage::new("assistant", text.unwrap_or_default())
+        }
+    }
 }
 
-fn role_text(fields: &FieldValues) -> &str {
-    fields.text("role").unwrap_or_default()
+impl Content {
+    fn text(self) -> String {
+        match self {
+            Self::Text(text) => text,
+            Self::Parts(parts) => {
+                let texts: Vec<String> = parts.into_iter().map(|part| part.text).collect();
+                texts.join("\n")
+            }
+        }
+    }
 }
 
-/// The role's name in templates.
-fn role(fields: &FieldValues, place: &str) -> Result<TurnRole, Rejection> {
-    match role_text(fields) {
-        // OpenAI's name of the system role for newer models.
-        "system" | "developer" => Ok(TurnRole::System),
-        "user" => Ok(TurnRole::User),
-        "assistant" => Ok(TurnRole::Assistant),
-        "tool" => Ok(TurnRole::Tool),
-        other => Err(Rejection::Range {
-            param: format!("{place}.role"),
-            got: format!("{other:?}"),
-            expected: format!("one of {}", ROLES.join(", ")),
-        }),
+impl ChatToolCall {
+    /// A call with parsed arguments: templates print them with `tojson`. The argument of a custom
+    /// tool is its text.
+    fn call(self) -> ToolCall {
+        match self {
+            Self::Custom { id, custom } => ToolCall {
+                id,
+                name: custom.name,
+                arguments: json!({"input": custom.input}),
+            },
+            Self::Function { id, function, .. } => ToolCall {
+                id,
+                name: function.name,
+                arguments: call_arguments(&function.arguments),
+            },
+        }
     }
 }

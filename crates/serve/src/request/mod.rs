@@ -1,42 +1,68 @@
 //! Parses request bodies into engine requests: every field is checked, and then honoured or
 //! rejected by name.
 //!
-//! Reading order: [`fields`] lists the fields; one file per dialect builds a [`Conversation`] from
-//! a body; this file has the shared parts.
+//! ```text
+//! body --[`read`](crate::schema::read)--> request of a dialect --> `ParsedRequest`
+//! ```
+//!
+//! Reading order: one file per dialect has its request types and builds a [`Conversation`] of them;
+//! this file has the shared parts.
+
+/// A struct of fields that are accepted and have no effect: those of `any` value, and those that
+/// accept `only` values which ask for nothing, with the reason. Requests flatten it.
+macro_rules! no_effect {
+    (
+        $name:ident { $($any:ident),* }
+        $(only { $($only:ident = [$($value:tt),*] $why:literal),* })?
+    ) => {
+        #[derive(Debug, Default, serde::Deserialize, schemars::JsonSchema)]
+        #[expect(dead_code, reason = "checked, documented, and not used")]
+        struct $name {
+            $(
+                /// Accepted, no effect.
+                $any: Option<serde_json::Value>,
+            )*
+            $($(
+                /// Not supported; these values ask for nothing.
+                #[schemars(extend("enum" = [$($value,)* null], "x-why" = $why))]
+                $only: Option<serde_json::Value>,
+            )*)?
+        }
+    };
+}
 
 pub(crate) mod anthropic;
 mod bounds;
 pub(crate) mod chat;
 pub(crate) mod completion;
 pub(crate) mod embeddings;
-pub(crate) mod fields;
-pub(crate) mod grammars;
+mod grammars;
 pub(crate) mod infill;
 pub(crate) mod llama;
-pub(crate) mod messages;
+mod messages;
 pub(crate) mod ollama;
 pub(crate) mod responses;
-pub(crate) mod sampling;
-pub(crate) mod schema;
-pub(crate) mod tools;
+mod sampling;
+mod tools;
 
 use paceline_engine::GenerationRequest;
 use paceline_text::chat::{Error as ChatError, PromptLimits, TemplateError};
 use paceline_text::tokenizer::{self, Specials};
+use schemars::JsonSchema;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use bounds::{MAX_NOTE, MAX_NOTE_NAME, MAX_NOTES, MAX_STOP_CHARS, MAX_STOPS};
+use bounds::{MAX_NOTE, MAX_NOTE_NAME, MAX_NOTES};
 
 use crate::access::ClientIdentity;
 use crate::choice::ChoiceState;
 use crate::conversation::Conversation;
-use crate::field::{FieldValues, FieldWarnings, wrong_type};
-use crate::json::show;
 use crate::limits::ApiLimits;
 use crate::model::ServedModel;
 use crate::rejection::Rejection;
 use crate::render::openai::Kind;
 use crate::render::{ollama as to_ollama, responses as to_responses};
+use crate::schema::FieldWarnings;
 use crate::store::ResponseStore;
 use crate::tool_support::ToolSupport;
 
@@ -61,6 +87,33 @@ pub(crate) enum ApiDialect {
     /// `/infill`.
     Infill,
 }
+
+/// The name of the model, one of /v1/models. Default: the only one.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct ModelName(#[schemars(length(min = 1, max = 256))] String);
+
+/// Notes of a client.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[expect(dead_code, reason = "accepted, and no effect")]
+struct Metadata(
+    #[schemars(extend(
+        "additionalProperties" = {"type": "string", "maxLength": MAX_NOTE},
+        "propertyNames" = {"maxLength": MAX_NOTE_NAME},
+        "maxProperties" = MAX_NOTES,
+    ))]
+    Map<String, Value>,
+);
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[expect(dead_code, reason = "accepted, and no effect")]
+struct NoEffectUser {
+    /// Accepted, no effect: names the client's user.
+    #[schemars(length(max = MAX_NOTE))]
+    user: Option<String>,
+}
+
+// Anthropic's marker, accepted in any dialect: prompts are always cached.
+no_effect!(CacheControl { cache_control });
 
 /// Options of a streamed response.
 #[derive(Clone, Copy, Debug)]
@@ -113,53 +166,32 @@ pub(crate) struct RequestParser<'a> {
 }
 
 impl RequestParser<'_> {
-    fn fields(
-        &self,
-        object: Map<String, Value>,
-        table: &[crate::field::Field],
-        place: &str,
-    ) -> Result<FieldValues, Rejection> {
-        FieldValues::new(object, table, place, self.notes)
-    }
-
-    /// Fields of an object that clients send back in each turn.
-    fn kept_fields(
-        &self,
-        object: Map<String, Value>,
-        table: &[crate::field::Field],
-        place: &str,
-    ) -> Result<FieldValues, Rejection> {
-        FieldValues::open(object, table, place, self.notes)
-    }
-
     /// The model's name as the client wrote it, or the served one's where it names none.
     ///
     /// # Errors
     /// [`Rejection::Model`].
-    fn check_model(&self, fields: &FieldValues) -> Result<String, Rejection> {
-        let model = fields.text("model").unwrap_or(&self.model.id);
-        if self.model.is_called(model) {
-            return Ok(model.to_owned());
+    fn check_model(&self, model: Option<ModelName>) -> Result<String, Rejection> {
+        let served = &self.model.id;
+        let model = model.map_or_else(|| served.clone(), |model| model.0);
+        if self.model.is_called(&model) {
+            return Ok(model);
         }
-        let (model, served) = (model.to_owned(), self.model.id.clone());
+        let served = served.clone();
         Err(Rejection::Model { model, served })
     }
 
-    /// `n`.
-    fn choices(&self, fields: &FieldValues) -> Result<usize, Rejection> {
-        let Some(value) = fields.get("n") else {
-            return Ok(1);
-        };
-        let most = self.limits.choices;
-        let integer = crate::field::integer(value);
-        let integer = integer.ok_or_else(|| wrong_type("n".into(), value, "an integer"))?;
-        if (1..=most as i128).contains(&integer) {
-            return Ok(integer as usize);
+    /// # Errors
+    /// [`Rejection::Length`] for fewer than `least` messages, or more than the configured limit.
+    fn check_messages(&self, param: &str, got: usize, least: usize) -> Result<(), Rejection> {
+        let most = self.limits.messages;
+        if (least..=most).contains(&got) {
+            return Ok(());
         }
-        Err(Rejection::Range {
-            param: "n".into(),
-            got: show(value),
-            expected: format!("1 to {most}"),
+        Err(Rejection::Length {
+            param: param.to_owned(),
+            got,
+            unit: "messages",
+            expected: format!("{least} to {most}"),
         })
     }
 
@@ -351,136 +383,6 @@ impl RequestParser<'_> {
             });
         }
         Ok(())
-    }
-}
-
-/// Parses stop texts, one or a list; `param` is the field.
-fn stop(value: Option<Value>, param: &str) -> Result<Vec<String>, Rejection> {
-    let texts = match value {
-        None => return Ok(Vec::new()),
-        Some(Value::String(text)) => vec![Value::String(text)],
-        Some(Value::Array(texts)) if texts.len() <= MAX_STOPS => texts,
-        Some(Value::Array(texts)) => {
-            return Err(Rejection::Length {
-                param: param.into(),
-                got: texts.len(),
-                unit: "texts",
-                expected: format!("at most {MAX_STOPS}"),
-            });
-        }
-        Some(other) => {
-            let expected = "a string or an array of strings";
-            return Err(wrong_type(param.into(), &other, expected));
-        }
-    };
-    let text = |(i, value): (usize, Value)| match value {
-        Value::String(text) => match text.chars().count() {
-            1..=MAX_STOP_CHARS => Ok(text),
-            got => Err(Rejection::Length {
-                param: format!("{param}[{i}]"),
-                got,
-                unit: "characters",
-                expected: format!("1 to {MAX_STOP_CHARS}"),
-            }),
-        },
-        other => Err(wrong_type(format!("{param}[{i}]"), &other, "a string")),
-    };
-    texts.into_iter().enumerate().map(text).collect()
-}
-
-/// Parses OpenAI's `stream` and `stream_options`.
-fn stream(
-    fields: &mut FieldValues,
-    notes: &FieldWarnings,
-) -> Result<Option<StreamOptions>, Rejection> {
-    let is_stream = fields.is_true("stream");
-    let Some(value) = fields.take("stream_options") else {
-        let has_usage = false;
-        return Ok(is_stream.then_some(StreamOptions { has_usage }));
-    };
-    let Value::Object(map) = value else {
-        return Err(wrong_type("stream_options".into(), &value, "an object"));
-    };
-    let options = FieldValues::new(map, fields::STREAM_OPTION, "stream_options.", notes)?;
-    if !is_stream {
-        let (param, condition) = ("stream_options", "without stream: true");
-        return Err(Rejection::Conflict { param, condition });
-    }
-    let has_usage = options.is_true("include_usage");
-    Ok(Some(StreamOptions { has_usage }))
-}
-
-/// Checks `metadata`, which is not used.
-fn check_metadata(value: Option<&Value>) -> Result<(), Rejection> {
-    let map = match value {
-        None => return Ok(()),
-        Some(Value::Object(map)) => map,
-        Some(other) => {
-            let expected = "an object of strings";
-            return Err(wrong_type("metadata".into(), other, expected));
-        }
-    };
-    if map.len() > MAX_NOTES {
-        return Err(Rejection::Length {
-            param: "metadata".into(),
-            got: map.len(),
-            unit: "entries",
-            expected: format!("at most {MAX_NOTES}"),
-        });
-    }
-    map.iter()
-        .try_for_each(|(name, value)| check_note(name, value))
-}
-
-fn check_note(name: &str, value: &Value) -> Result<(), Rejection> {
-    let param = || format!("metadata.{}", crate::field::clip(name));
-    let Some(text) = value.as_str() else {
-        return Err(wrong_type(param(), value, "a string"));
-    };
-    for (got, most, unit) in [
-        (
-            name.chars().count(),
-            MAX_NOTE_NAME,
-            "characters in its name",
-        ),
-        (text.chars().count(), MAX_NOTE, "characters"),
-    ] {
-        if got > most {
-            return Err(Rejection::Length {
-                param: param(),
-                got,
-                unit,
-                expected: format!("at most {most}"),
-            });
-        }
-    }
-    Ok(())
-}
-
-/// An object at `param`.
-fn object(value: Value, param: impl FnOnce() -> String) -> Result<Map<String, Value>, Rejection> {
-    match value {
-        Value::Object(map) => Ok(map),
-        other => Err(wrong_type(param(), &other, "an object")),
-    }
-}
-
-/// The array at `param`, of at most `most` items; `unit` names them in errors.
-fn array(
-    value: Value,
-    param: &str,
-    most: usize,
-    unit: &'static str,
-) -> Result<Vec<Value>, Rejection> {
-    match value {
-        Value::Array(items) if items.len() <= most => Ok(items),
-        Value::Array(items) => Err(Rejection::Length {
-            param: param.to_owned(),
-            got: items.len(),
-            unit,
-            expected: format!("at most {most}"),
-        }),
-        other => Err(wrong_type(param.to_owned(), &other, "an array")),
     }
 }
 

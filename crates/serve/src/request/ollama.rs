@@ -1,21 +1,229 @@
-//! `POST /api/chat` and `/api/generate`.
+//! `POST /api/chat` and `/api/generate`, as Ollama's Python client 0.6 and its server 0.13 have
+//! them.
 
-use paceline_text::chat::call_arguments;
+use paceline_engine::GenerationRequest;
+use paceline_text::chat::{ChatMessage, ToolCall, call_arguments};
+use schemars::JsonSchema;
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::fields::ollama as table;
+use super::bounds::{MAX_COUNT, MAX_TEXT, MAX_TOOL_CALLS, MAX_TOOLS};
 use super::infill::InfillGap;
-use super::{ApiDialect, ParsedRequest, RequestParser, StreamOptions, array, object, stop};
-use crate::conversation::{
-    AnswerFormat, Conversation, ConversationTurn, Thinking, TurnRole, TurnToolCall,
-};
-use crate::field::{FieldValues, wrong_type};
+use super::sampling::{REPETITION, Sampling, Stop, penalty_of};
+use super::tools::ToolFunction;
+use super::{ApiDialect, ModelName, ParsedRequest, RequestParser, StreamOptions};
+use crate::conversation::{AnswerFormat, Conversation, Thinking};
 use crate::rejection::Rejection;
 use crate::render::ollama::{Kind, rfc3339};
-use paceline_engine::GenerationRequest;
+use crate::schema::read;
 
-/// Maximum calls of a message.
-const MAX_CALLS: usize = 128;
+/// Body of `POST /api/chat`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct OllamaChat {
+    #[serde(flatten)]
+    shared: OllamaFields,
+    /// The conversation; none loads the model.
+    messages: Option<Vec<OllamaMessage>>,
+    /// Functions that the model may call.
+    #[schemars(length(max = MAX_TOOLS))]
+    tools: Option<Vec<OllamaTool>>,
+}
+
+/// Body of `POST /api/generate`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct OllamaGenerate {
+    #[serde(flatten)]
+    shared: OllamaFields,
+    /// Text to answer; none loads the model.
+    #[schemars(length(max = MAX_TEXT))]
+    prompt: Option<String>,
+    /// Text after the answer, for models with tokens that fill a hole.
+    #[schemars(length(max = MAX_TEXT))]
+    suffix: Option<String>,
+    /// Text before the prompt.
+    #[schemars(length(max = MAX_TEXT))]
+    system: Option<String>,
+    /// Completes the prompt as it is, without a template. Default false.
+    raw: Option<bool>,
+    #[serde(flatten)]
+    _no_effect: GenerateNoEffect,
+}
+
+no_effect!(GenerateNoEffect {} only {
+    template = [""] "the model's own template is used; raw takes none",
+    context = [[]] "use /api/chat with messages",
+    images = [[]] "messages are text"
+});
+
+/// Fields of chat and generate.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct OllamaFields {
+    model: Option<ModelName>,
+    /// Form of the answer: "json" or a JSON Schema.
+    format: Option<OllamaFormat>,
+    /// Sampling, and most tokens of the answer.
+    options: Option<OllamaOptions>,
+    /// Sends the answer in lines while it is made. Default true.
+    stream: Option<bool>,
+    /// true, false or an effort, for templates that know it.
+    think: Option<Think>,
+    #[serde(flatten)]
+    _no_effect: SharedNoEffect,
+}
+
+no_effect!(SharedNoEffect { keep_alive, truncate, shift } only {
+    logprobs = [false] "they are told at /v1/chat/completions",
+    top_logprobs = [0] "they are told at /v1/chat/completions"
+});
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+enum OllamaFormat {
+    Json(#[schemars(extend("enum" = ["json", ""]))] String),
+    Schema(Map<String, Value>),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+enum Think {
+    Is(bool),
+    Effort(String),
+}
+
+/// `options`.
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct OllamaOptions {
+    #[serde(flatten)]
+    sampling: Sampling,
+    /// Divides positive and multiplies negative logits of the last tokens.
+    #[schemars(range(min = REPETITION.0, max = REPETITION.1))]
+    repeat_penalty: Option<f64>,
+    /// So many last tokens.
+    #[schemars(range(min = 0, max = MAX_COUNT))]
+    repeat_last_n: Option<usize>,
+    /// Texts that end the answer.
+    stop: Option<Stop>,
+    /// Most tokens of the answer; below 0 the context is the bound.
+    #[schemars(range(min = -2, max = MAX_COUNT))]
+    num_predict: Option<i64>,
+    /// Accepted, no effect: the context is fixed when the server starts.
+    #[schemars(range(min = 1, max = MAX_COUNT))]
+    #[serde(rename = "num_ctx")]
+    _num_ctx: Option<i64>,
+    #[serde(flatten)]
+    _no_effect: OptionsNoEffect,
+}
+
+no_effect!(OptionsNoEffect {
+    num_keep, num_batch, num_gpu, main_gpu, num_thread, numa, use_mmap, use_mlock, low_vram, f16_kv,
+    penalize_newline, draft_num_predict, mirostat_tau, mirostat_eta
+} only {
+    mirostat = [0] "tokens are not chosen by mirostat",
+    typical_p = [1, 1.0] "tokens are not chosen by typicality",
+    tfs_z = [1, 1.0] "tokens are not chosen by their tail"
+});
+
+/// A message of a chat.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct OllamaMessage {
+    /// The speaker; developer is system.
+    #[schemars(extend("enum" = ["system", "developer", "user", "assistant", "tool"]))]
+    role: String,
+    /// Text of the message.
+    #[schemars(length(max = MAX_TEXT))]
+    content: Option<String>,
+    /// Thinking of the role assistant.
+    #[schemars(length(max = MAX_TEXT))]
+    thinking: Option<String>,
+    /// Calls of the role assistant.
+    #[schemars(length(max = MAX_TOOL_CALLS))]
+    tool_calls: Option<Vec<OllamaCall>>,
+    /// For the role tool: the tool that answers.
+    #[schemars(length(max = 256))]
+    tool_name: Option<String>,
+    /// For the role tool: the call that it answers.
+    #[schemars(length(max = 256))]
+    tool_call_id: Option<String>,
+    #[serde(flatten)]
+    _no_effect: MessageNoEffect,
+}
+
+no_effect!(MessageNoEffect {} only { images = [[]] "messages are text" });
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct OllamaCall {
+    /// Name of the call.
+    #[schemars(length(max = 256))]
+    id: Option<String>,
+    /// Always function.
+    #[schemars(length(max = 64))]
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    /// Name and arguments.
+    function: OllamaCallFunction,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct OllamaCallFunction {
+    /// Name of the tool.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// An object.
+    arguments: Value,
+    #[serde(flatten)]
+    _no_effect: CallNoEffect,
+}
+
+no_effect!(CallNoEffect { index, description });
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(extend("additionalProperties" = true))]
+struct OllamaTool {
+    function: ToolFunction,
+}
+
+/// Body of `POST /api/show` and of others that name a model only.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct NamedModel {
+    /// The name of the model.
+    #[schemars(length(min = 1, max = 256))]
+    model: Option<String>,
+    /// The older name of model.
+    #[schemars(length(min = 1, max = 256))]
+    name: Option<String>,
+    /// Sends the answer in lines. Default true.
+    stream: Option<bool>,
+    #[serde(flatten)]
+    _no_effect: NamedNoEffect,
+}
+
+no_effect!(NamedNoEffect {
+    verbose,
+    system,
+    template,
+    options,
+    insecure
+});
+
+impl NamedModel {
+    /// # Errors
+    /// [`Rejection::Missing`].
+    pub(crate) fn name(&self) -> Result<&str, Rejection> {
+        let name = self.model.as_deref().or(self.name.as_deref());
+        name.ok_or_else(|| Rejection::Missing {
+            param: "model".into(),
+            expected: "the name of a model".into(),
+        })
+    }
+
+    pub(crate) fn is_stream(&self) -> bool {
+        self.stream != Some(false)
+    }
+}
 
 impl RequestParser<'_> {
     /// Parses `/api/chat`; without messages it only checks that the model is loaded.
@@ -23,24 +231,27 @@ impl RequestParser<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn ollama_chat(&self, body: Map<String, Value>) -> Result<ParsedRequest, Rejection> {
-        let mut fields = self.fields(body, table::CHAT, "")?;
-        let model = self.check_model(&fields)?;
-        let messages = fields.take("messages").unwrap_or_else(|| json!([]));
-        let messages = array(messages, "messages", self.limits.messages, "messages")?;
+        let OllamaChat {
+            shared,
+            messages,
+            tools,
+        } = read(body, self.notes)?;
+        let model = self.check_model(shared.model)?;
+        let messages = messages.unwrap_or_default();
         if messages.is_empty() {
             let message = json!({"role": "assistant", "content": ""});
             return Ok(self.loaded(&model, "message", message));
         }
-        let turn = |(i, message)| self.ollama_message(i, message);
-        let turns = messages.into_iter().enumerate().map(turn);
-        let mut conversation =
-            self.ollama_conversation(&mut fields, turns.collect::<Result<_, _>>()?)?;
-        if let Some(list) = fields.take("tools") {
-            conversation.tools = self.ollama_tools(list)?;
-        }
-        let like = self.options(&mut fields)?;
+        self.check_messages("messages", messages.len(), 0)?;
+        let turns = messages.into_iter().map(OllamaMessage::message).collect();
+        let tools = tools.into_iter().flatten();
+        let conversation = Conversation {
+            tools: tools.map(|tool| tool.function.tool()).collect(),
+            ..conversation(turns, shared.format, shared.think)
+        };
+        let like = self.ollama_request(shared.options.unwrap_or_default());
         let kind = Kind::Chat;
-        let how = (ApiDialect::Ollama { kind, model }, stream(&fields));
+        let how = (ApiDialect::Ollama { kind, model }, stream(shared.stream));
         let ask = self.converse(&conversation, 1, &like, "messages", how)?;
         Ok(ParsedRequest::Generation(Box::new(ask)))
     }
@@ -53,49 +264,40 @@ impl RequestParser<'_> {
         &self,
         body: Map<String, Value>,
     ) -> Result<ParsedRequest, Rejection> {
-        let mut fields = self.fields(body, table::GENERATE, "")?;
-        let model = self.check_model(&fields)?;
-        let prompt = fields.text("prompt").unwrap_or_default().to_owned();
+        let body: OllamaGenerate = read(body, self.notes)?;
+        let shared = body.shared;
+        let model = self.check_model(shared.model)?;
+        let prompt = body.prompt.unwrap_or_default();
         if prompt.is_empty() {
             return Ok(self.loaded(&model, "response", "".into()));
         }
-        let like = self.options(&mut fields)?;
+        let mut like = self.ollama_request(shared.options.unwrap_or_default());
         let kind = Kind::Generate;
-        let how = (ApiDialect::Ollama { kind, model }, stream(&fields));
-        let suffix = fields.text("suffix").unwrap_or_default().to_owned();
-        let ask = if !suffix.is_empty() {
+        let how = (ApiDialect::Ollama { kind, model }, stream(shared.stream));
+        let suffix = body.suffix.unwrap_or_default();
+        let is_raw = body.raw == Some(true) || self.model.template.is_none();
+        if suffix.is_empty() && !is_raw {
+            let system = body.system.filter(|text| !text.is_empty());
+            let system = system.map(|text| ChatMessage::new("system", text));
+            let user = ChatMessage::new("user", prompt);
+            let turns = system.into_iter().chain([user]).collect();
+            let conversation = conversation(turns, shared.format, shared.think);
+            let ask = self.converse(&conversation, 1, &like, "prompt", how)?;
+            return Ok(ParsedRequest::Generation(Box::new(ask)));
+        }
+        like.constraint = self.calling.whole(&format(shared.format), "format")?;
+        let prompt = if suffix.is_empty() {
+            self.raw(&prompt, || "prompt".into())?
+        } else {
             let hole = InfillGap {
                 before: &prompt,
                 after: &suffix,
                 ..InfillGap::default()
             };
-            let like = self.held(&mut fields, like)?;
-            self.plain(vec![self.hole(&hole, "suffix")?], 1, &like, how)
-        } else if fields.is_true("raw") || self.model.template.is_none() {
-            let like = self.held(&mut fields, like)?;
-            self.plain(vec![self.raw(&prompt, || "prompt".into())?], 1, &like, how)
-        } else {
-            let system = fields.text("system").filter(|text| !text.is_empty());
-            let system = system.map(|text| ConversationTurn::new(TurnRole::System, text));
-            let turns = system
-                .into_iter()
-                .chain([ConversationTurn::new(TurnRole::User, prompt)]);
-            let turns = turns.collect();
-            let conversation = self.ollama_conversation(&mut fields, turns)?;
-            self.converse(&conversation, 1, &like, "prompt", how)?
+            self.hole(&hole, "suffix")?
         };
+        let ask = self.plain(vec![prompt], 1, &like, how);
         Ok(ParsedRequest::Generation(Box::new(ask)))
-    }
-
-    /// Constrains `like` to `format` from the first token on.
-    fn held(
-        &self,
-        fields: &mut FieldValues,
-        like: GenerationRequest,
-    ) -> Result<GenerationRequest, Rejection> {
-        let format = format(fields.take("format"))?;
-        let constraint = self.calling.whole(&format, "format")?;
-        Ok(GenerationRequest { constraint, ..like })
     }
 
     /// The response to an empty request: the model is loaded.
@@ -107,124 +309,82 @@ impl RequestParser<'_> {
         ParsedRequest::Immediate(line)
     }
 
-    fn ollama_conversation(
-        &self,
-        fields: &mut FieldValues,
-        turns: Vec<ConversationTurn>,
-    ) -> Result<Conversation, Rejection> {
-        Ok(Conversation {
-            turns,
-            is_parallel: true,
-            format: format(fields.take("format"))?,
-            format_at: "format",
-            thinking: think(fields.take("think"))?,
-            ..Conversation::default()
-        })
-    }
-
-    fn ollama_message(&self, i: usize, value: Value) -> Result<ConversationTurn, Rejection> {
-        let place = format!("messages[{i}]");
-        let map = object(value, || place.clone())?;
-        let mut fields = self.kept_fields(map, table::MESSAGE, &format!("{place}."))?;
-        let role = match fields.text("role").unwrap_or_default() {
-            "system" | "developer" => TurnRole::System,
-            "user" => TurnRole::User,
-            "assistant" => TurnRole::Assistant,
-            "tool" => TurnRole::Tool,
-            other => {
-                return Err(Rejection::Range {
-                    param: format!("{place}.role"),
-                    got: format!("{other:?}"),
-                    expected: "system, user, assistant or tool".into(),
-                });
-            }
-        };
-        let mut turn = ConversationTurn::new(role, fields.text("content").unwrap_or_default());
-        turn.reasoning = fields.text("thinking").map(str::to_owned);
-        turn.name = fields.text("tool_name").map(str::to_owned);
-        turn.answers = fields.text("tool_call_id").map(str::to_owned);
-        if let Some(calls) = fields.take("tool_calls") {
-            let param = format!("{place}.tool_calls");
-            let calls = array(calls, &param, MAX_CALLS, "calls")?.into_iter();
-            let call = |(i, call)| self.ollama_call(call, &format!("{param}[{i}]"));
-            turn.calls = calls.enumerate().map(call).collect::<Result<_, _>>()?;
+    /// An engine request of these options, without its prompt.
+    fn ollama_request(&self, options: OllamaOptions) -> GenerationRequest {
+        let most = options.num_predict.unwrap_or(-1);
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        let mut request = self.request(&options.sampling, most, options.stop);
+        let sampling = &mut request.sampling;
+        if let Some(penalty) = options.repeat_penalty {
+            sampling.repetition_penalty = penalty_of(penalty);
         }
-        Ok(turn)
+        sampling.penalty_window = options.repeat_last_n.unwrap_or(sampling.penalty_window);
+        request
     }
+}
 
-    fn ollama_call(&self, value: Value, place: &str) -> Result<TurnToolCall, Rejection> {
-        let map = object(value, || place.to_owned())?;
-        let mut fields = self.kept_fields(map, table::CALL, &format!("{place}."))?;
-        let function = object(fields.take("function").unwrap_or_default(), || place.into())?;
-        let mut function = self.kept_fields(
-            function,
-            table::CALL_FUNCTION,
-            &format!("{place}.function."),
-        )?;
-        let given = function.take("arguments").unwrap_or_default();
-        Ok(TurnToolCall {
-            id: fields.text("id").unwrap_or_default().to_owned(),
-            name: function.text("name").unwrap_or_default().to_owned(),
-            arguments: given.as_str().map_or_else(|| given.clone(), call_arguments),
-        })
-    }
-
-    fn ollama_tools(&self, list: Value) -> Result<Vec<crate::conversation::Tool>, Rejection> {
-        let list = array(list, "tools", super::bounds::MAX_TOOLS, "tools")?.into_iter();
-        let tool = |(i, tool)| {
-            let place = format!("tools[{i}]");
-            let mut map = object(tool, || place.clone())?;
-            let function = map.swap_remove("function").unwrap_or_default();
-            let place = format!("{place}.function");
-            self.function(object(function, || place.clone())?, &place)
+impl OllamaMessage {
+    fn message(self) -> ChatMessage {
+        let calls = self.tool_calls.into_iter().flatten();
+        let role = match self.role.as_str() {
+            "developer" => "system",
+            role => role,
         };
-        list.enumerate().map(tool).collect()
+        ChatMessage {
+            reasoning: self.thinking,
+            name: self.tool_name,
+            tool_call_id: self.tool_call_id,
+            tool_calls: calls.map(OllamaCall::call).collect(),
+            ..ChatMessage::new(role, self.content.unwrap_or_default())
+        }
     }
+}
 
-    /// Parses sampling options and the token limit.
-    fn options(&self, fields: &mut FieldValues) -> Result<GenerationRequest, Rejection> {
-        let map = match fields.take("options") {
-            Some(options) => object(options, || "options".into())?,
-            None => Map::new(),
-        };
-        let mut options = self.fields(map, table::OPTION, "options.")?;
-        let max_tokens = options.count("num_predict").unwrap_or(usize::MAX);
-        let stop = stop(options.take("stop"), "options.stop")?;
-        self.request(&mut options, max_tokens, None, stop)
+impl OllamaCall {
+    fn call(self) -> ToolCall {
+        ToolCall {
+            id: self.id.unwrap_or_default(),
+            name: self.function.name,
+            arguments: match self.function.arguments {
+                Value::String(text) => call_arguments(&text),
+                arguments => arguments,
+            },
+        }
+    }
+}
+
+fn conversation(
+    turns: Vec<ChatMessage>,
+    form: Option<OllamaFormat>,
+    think: Option<Think>,
+) -> Conversation {
+    Conversation {
+        turns,
+        is_parallel: true,
+        format: format(form),
+        format_at: "format",
+        thinking: match think {
+            None => Thinking::default(),
+            Some(Think::Is(is_on)) => Thinking {
+                is_on: Some(is_on),
+                effort: None,
+            },
+            Some(Think::Effort(effort)) => super::chat::thinking(Some(effort)),
+        },
+        ..Conversation::default()
     }
 }
 
 /// Ollama streams by default.
-fn stream(fields: &FieldValues) -> Option<StreamOptions> {
-    let is_whole = fields.get("stream") == Some(&Value::Bool(false));
+fn stream(given: Option<bool>) -> Option<StreamOptions> {
     let has_usage = true;
-    (!is_whole).then_some(StreamOptions { has_usage })
+    (given != Some(false)).then_some(StreamOptions { has_usage })
 }
 
-fn format(value: Option<Value>) -> Result<AnswerFormat, Rejection> {
-    match value {
-        None => Ok(AnswerFormat::Text),
-        Some(Value::String(text)) if text.is_empty() => Ok(AnswerFormat::Text),
-        Some(Value::String(text)) if text == "json" => Ok(AnswerFormat::JsonObject),
-        Some(schema @ Value::Object(_)) => Ok(AnswerFormat::JsonSchema(schema)),
-        Some(other) => {
-            let expected = "\"json\" or a JSON Schema";
-            Err(wrong_type("format".into(), &other, expected))
-        }
-    }
-}
-
-fn think(value: Option<Value>) -> Result<Thinking, Rejection> {
-    match value {
-        None => Ok(Thinking::default()),
-        Some(Value::Bool(is_on)) => Ok(Thinking {
-            is_on: Some(is_on),
-            effort: None,
-        }),
-        Some(Value::String(effort)) => Ok(super::chat::thinking(Some(&effort))),
-        Some(other) => {
-            let expected = "true, false or an effort";
-            Err(wrong_type("think".into(), &other, expected))
-        }
+fn format(given: Option<OllamaFormat>) -> AnswerFormat {
+    match given {
+        Some(OllamaFormat::Json(word)) if word == "json" => AnswerFormat::JsonObject,
+        None | Some(OllamaFormat::Json(_)) => AnswerFormat::Text,
+        Some(OllamaFormat::Schema(schema)) => AnswerFormat::JsonSchema(Value::Object(schema)),
     }
 }

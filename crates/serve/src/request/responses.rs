@@ -1,4 +1,5 @@
-//! `POST /v1/responses`: items to turns.
+//! `POST /v1/responses`, as in OpenAI's specification of November 2026 and as Codex 0.169 sends
+//! it: items to turns.
 //!
 //! Consecutive items of the assistant (reasoning, messages, calls) form one turn, as templates
 //! expect. Tools in namespaces keep their own names, and hosted tools are dropped with a warning:
@@ -6,32 +7,375 @@
 
 use std::collections::BTreeMap;
 
-use paceline_text::chat::call_arguments;
+use paceline_text::chat::{ChatMessage, ToolCall, call_arguments};
+use schemars::JsonSchema;
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::bounds::{ITEM_PART_KINDS, MAX_ITEM_PARTS, MAX_ITEM_TOOLS};
-use super::chat::thinking;
-use super::fields::responses as table;
-use super::{
-    ApiDialect, ModelRequest, RequestParser, StreamOptions, array, check_metadata, object, tools,
-    unsupported,
+use super::bounds::{
+    HOSTED_ITEMS, ITEM_PART_KINDS, MAX_COUNT, MAX_ITEM_PARTS, MAX_ITEM_TOOLS, MAX_NOTE, MAX_TEXT,
 };
-use crate::conversation::{Conversation, ConversationTurn, TurnRole, TurnToolCall};
-use crate::field::{FieldValues, wrong_type};
-use crate::json::show;
+use super::sampling::{BasicSampling, Sampling};
+use super::tools::{self, SchemaFormat, ToolChoiceField};
+use super::{
+    ApiDialect, Metadata, ModelName, ModelRequest, RequestParser, StreamOptions, unsupported,
+};
+use crate::conversation::{AnswerFormat, Conversation, Tool};
 use crate::rejection::Rejection;
 use crate::render::responses::ResponsesEcho;
+use crate::schema::read;
 
-/// Items of tools that a provider runs.
-const HOSTED_ITEMS: [&str; 7] = [
-    "web_search_call",
-    "file_search_call",
-    "code_interpreter_call",
-    "image_generation_call",
-    "mcp_list_tools",
-    "mcp_call",
-    "tool_search_call",
-];
+/// Body of `POST /v1/responses`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(crate) struct ResponseRequest {
+    model: Option<ModelName>,
+    /// A text, or items of a conversation.
+    input: ResponseInput,
+    /// Text before the conversation; not kept for later responses.
+    #[schemars(length(max = MAX_TEXT))]
+    instructions: Option<String>,
+    /// A stored response that this one goes on from.
+    #[schemars(length(min = 1, max = 128))]
+    previous_response_id: Option<String>,
+    /// Keeps the response in memory, among the latest. Default true.
+    store: Option<bool>,
+    /// Most tokens of the answer; the context bounds it as well. -1 and the default: the context.
+    #[schemars(range(min = -1, max = MAX_COUNT), extend("not" = {"const": 0}))]
+    max_output_tokens: Option<i64>,
+    #[serde(flatten)]
+    sampling: BasicSampling,
+    /// Sends the answer as events. Default false.
+    stream: Option<bool>,
+    /// Functions, and namespaces of them; hosted tools are left out with a warning.
+    #[schemars(length(max = MAX_ITEM_TOOLS))]
+    tools: Option<Vec<ResponseTool>>,
+    /// Whether and which tools are to be called. Default auto.
+    tool_choice: Option<ToolChoiceField>,
+    /// Whether one answer may have several calls. Default true.
+    parallel_tool_calls: Option<bool>,
+    /// format: form of the answer; verbosity.
+    text: Option<TextOptions>,
+    /// effort, for templates that know it; summary.
+    reasoning: Option<ReasoningOptions>,
+    #[serde(flatten)]
+    _no_effect: NoEffect,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[expect(dead_code, reason = "accepted, and no effect on the answer")]
+struct NoEffect {
+    /// Accepted, no effect: events are not padded.
+    stream_options: Option<Map<String, Value>>,
+    /// Repeated in the response.
+    metadata: Option<Metadata>,
+    /// Accepted, no effect on the answer: a cache changes speed only.
+    #[schemars(length(max = MAX_NOTE))]
+    prompt_cache_key: Option<String>,
+    #[serde(flatten)]
+    other: Other,
+}
+
+no_effect!(Other {
+    max_tool_calls, include, client_metadata, prompt_cache_retention, safety_identifier,
+    service_tier, user
+} only {
+    truncation = ["disabled", "auto"] "the specification has \"disabled\" and \"auto\"",
+    top_logprobs = [0] "log-probabilities are told at /v1/chat/completions",
+    background = [false] "nothing is computed after a client has gone",
+    conversation = [] "use previous_response_id",
+    prompt = [] "no prompts are kept here"
+});
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+enum ResponseInput {
+    Text(String),
+    Items(Vec<ResponseItem>),
+}
+
+/// An item; without a type it is a message.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum ResponseItem {
+    FunctionCall(FunctionCall),
+    CustomToolCall(CustomCall),
+    LocalShellCall(ActionCall),
+    ShellCall(ActionCall),
+    ApplyPatchCall(ActionCall),
+    FunctionCallOutput(CallOutput),
+    CustomToolCallOutput(CallOutput),
+    LocalShellCallOutput(CallOutput),
+    ShellCallOutput(ShellOutput),
+    ApplyPatchCallOutput(CallOutput),
+    Reasoning(Reasoning),
+    #[serde(untagged)]
+    Message(Box<ItemMessage>),
+    #[serde(untagged)]
+    Hosted(HostedItem),
+}
+
+/// An item of a tool that a provider runs.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(extend("additionalProperties" = true))]
+struct HostedItem {
+    #[schemars(extend(
+        "enum" = HOSTED_ITEMS,
+        "x-why" = "items are messages, calls and their outputs, and reasoning",
+    ))]
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+no_effect!(ItemNoEffect { id, status });
+no_effect!(ItemMessageNoEffect { id, status, phase });
+no_effect!(ItemPartNoEffect {
+    annotations,
+    logprobs
+});
+no_effect!(ReasoningNoEffect {
+    id,
+    status,
+    encrypted_content
+});
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct ItemMessage {
+    /// Always message.
+    #[schemars(extend("const" = "message"))]
+    #[serde(rename = "type")]
+    _type: Option<String>,
+    /// The speaker.
+    role: ItemRole,
+    /// A text or parts.
+    content: ItemText,
+    #[serde(flatten)]
+    _no_effect: ItemMessageNoEffect,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum ItemRole {
+    User,
+    Assistant,
+    System,
+    Developer,
+}
+
+/// Text of a message, of a result and of reasoning.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+enum ItemText {
+    Text(String),
+    Parts(#[schemars(length(max = MAX_ITEM_PARTS))] Vec<ItemPart>),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct ItemPart {
+    /// The kind of part.
+    #[schemars(extend("enum" = ITEM_PART_KINDS, "x-why" = "messages are text"))]
+    #[serde(rename = "type")]
+    _type: String,
+    /// Text of the part.
+    #[schemars(length(max = MAX_TEXT))]
+    text: Option<String>,
+    /// Text of a refusal.
+    #[schemars(length(max = MAX_TEXT))]
+    refusal: Option<String>,
+    #[serde(flatten)]
+    _no_effect: ItemPartNoEffect,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct FunctionCall {
+    /// Name of the call.
+    #[schemars(length(min = 1, max = 256))]
+    call_id: String,
+    /// Name of the function.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// Place of the function.
+    #[schemars(length(max = 256))]
+    #[serde(rename = "namespace")]
+    _namespace: Option<String>,
+    /// JSON in a string.
+    #[schemars(length(max = MAX_TEXT))]
+    arguments: String,
+    #[serde(flatten)]
+    _no_effect: ItemNoEffect,
+}
+
+/// A call of a custom tool, whose argument is a text.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct CustomCall {
+    /// Name of the call.
+    #[schemars(length(min = 1, max = 256))]
+    call_id: String,
+    /// Name of the tool.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// Text for the tool.
+    #[schemars(length(max = MAX_TEXT))]
+    input: String,
+    #[serde(flatten)]
+    _no_effect: ItemNoEffect,
+}
+
+/// A call of a shell or of a patch.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct ActionCall {
+    /// Name of the call.
+    #[schemars(length(min = 1, max = 256))]
+    call_id: String,
+    /// Command of a shell.
+    action: Option<Map<String, Value>>,
+    /// Change of a patch.
+    operation: Option<Map<String, Value>>,
+    #[serde(flatten)]
+    _no_effect: ItemNoEffect,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct CallOutput {
+    /// Name of the call.
+    #[schemars(length(min = 1, max = 256))]
+    call_id: String,
+    /// A text or parts.
+    output: ItemText,
+    #[serde(flatten)]
+    _no_effect: ItemNoEffect,
+}
+
+/// Output of a shell, whose parts have texts under names of their own.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct ShellOutput {
+    /// Name of the call.
+    #[schemars(length(min = 1, max = 256))]
+    call_id: String,
+    /// A text or parts.
+    output: ShellText,
+    #[serde(flatten)]
+    _no_effect: ItemNoEffect,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+enum ShellText {
+    Text(String),
+    Parts(Vec<Value>),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct Reasoning {
+    /// Parts of text.
+    summary: Option<ItemText>,
+    /// Parts of text.
+    content: Option<ItemText>,
+    #[serde(flatten)]
+    _no_effect: ReasoningNoEffect,
+}
+
+/// An entry of `tools`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum ResponseTool {
+    Function(ResponseFunction),
+    Namespace(Namespace),
+    #[serde(untagged)]
+    Hosted(HostedTool),
+}
+
+/// An entry of a namespace.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schemars(extend("x-why" = "functions are the only tools of a namespace"))]
+enum NamespaceTool {
+    Function(ResponseFunction),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct ResponseFunction {
+    /// Name of the function.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// Purpose of the function.
+    #[schemars(length(max = MAX_TEXT))]
+    description: Option<String>,
+    /// JSON Schema of its arguments.
+    parameters: Option<Map<String, Value>>,
+    /// Whether arguments follow the schema to the letter.
+    strict: Option<bool>,
+    #[serde(flatten)]
+    _no_effect: FunctionNoEffect,
+}
+
+no_effect!(FunctionNoEffect {
+    defer_loading,
+    output_schema
+});
+no_effect!(NamespaceNoEffect { description });
+no_effect!(TextNoEffect { verbosity });
+no_effect!(EffortNoEffect {
+    summary,
+    generate_summary
+});
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct Namespace {
+    /// Name of the namespace.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// Functions.
+    #[schemars(length(max = MAX_ITEM_TOOLS))]
+    tools: Vec<NamespaceTool>,
+    #[serde(flatten)]
+    _no_effect: NamespaceNoEffect,
+}
+
+/// A tool that a provider runs.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(extend("additionalProperties" = true))]
+struct HostedTool {
+    #[schemars(extend("not" = {"const": "mcp"}))]
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+/// `text`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct TextOptions {
+    /// Form of the answer.
+    format: Option<TextFormat>,
+    #[serde(flatten)]
+    _no_effect: TextNoEffect,
+}
+
+/// `text.format`: the schema's fields are flattened into it.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schemars(
+    deny_unknown_fields,
+    extend("x-why" = "its type is text, json_object or json_schema")
+)]
+enum TextFormat {
+    Text,
+    JsonObject,
+    JsonSchema(SchemaFormat),
+}
+
+/// `reasoning`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct ReasoningOptions {
+    /// Given to templates that know it.
+    #[schemars(length(min = 1, max = 32))]
+    effort: Option<String>,
+    #[serde(flatten)]
+    _no_effect: EffortNoEffect,
+}
 
 impl RequestParser<'_> {
     /// Parses a response request.
@@ -39,277 +383,99 @@ impl RequestParser<'_> {
     /// # Errors
     /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn response(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
-        let mut fields = self.fields(body, table::RESPONSE, "")?;
-        self.check_model(&fields)?;
-        check_metadata(fields.get("metadata"))?;
-        let max_tokens = fields.count("max_output_tokens").unwrap_or(usize::MAX);
+        let echo = echo(&body);
+        let body: ResponseRequest = read(body, self.notes)?;
+        self.check_model(body.model)?;
+        let most = body.max_output_tokens.unwrap_or(-1);
         let has_usage = true;
-        let stream = fields
-            .is_true("stream")
-            .then_some(StreamOptions { has_usage });
-        let echo = echo(&fields);
-        let like = self.request(&mut fields, max_tokens, None, Vec::new())?;
-        let is_stored = fields.get("store") != Some(&Value::Bool(false));
+        let stream = (body.stream == Some(true)).then_some(StreamOptions { has_usage });
+        let sampling = Sampling {
+            basic: body.sampling,
+            ..Sampling::default()
+        };
+        let like = self.request(&sampling, usize::try_from(most).unwrap_or(usize::MAX), None);
         let mut conversation = Conversation {
-            turns: self.earlier(fields.text("previous_response_id"))?,
-            is_parallel: fields.get("parallel_tool_calls") != Some(&Value::Bool(false)),
+            turns: self.earlier(body.previous_response_id)?,
+            is_parallel: body.parallel_tool_calls != Some(false),
             ..Conversation::default()
         };
-        self.input(
-            fields.take("input").unwrap_or_default(),
-            &mut conversation.turns,
-        )?;
-        let keep = is_stored.then(|| conversation.turns.clone());
+        self.input(body.input, &mut conversation.turns)?;
+        let keep = (body.store != Some(false)).then(|| conversation.turns.clone());
         // Not stored: a later response has its own instructions.
-        let instructions = fields.text("instructions").filter(|text| !text.is_empty());
-        let instructions = instructions.map(|text| ConversationTurn::new(TurnRole::System, text));
+        let instructions = body.instructions.filter(|text| !text.is_empty());
+        let instructions = instructions.map(|text| ChatMessage::new("system", text));
         conversation.turns.splice(..0, instructions);
-        let spaces = self.response_tools(fields.take("tools"), &mut conversation)?;
-        if let Some(choice) = fields.take("tool_choice") {
-            self.read_choice(choice, &mut conversation)?;
+        let tools = body.tools.unwrap_or_default();
+        let spaces = self.response_tools(tools, &mut conversation.tools)?;
+        tools::choose(body.tool_choice, &mut conversation)?;
+        if let Some(reasoning) = body.reasoning {
+            conversation.thinking = super::chat::thinking(reasoning.effort);
         }
-        self.response_text(&mut fields, &mut conversation)?;
+        conversation.format_at = "text.format";
+        conversation.format = match body.text.and_then(|text| text.format) {
+            None | Some(TextFormat::Text) => AnswerFormat::Text,
+            Some(TextFormat::JsonObject) => AnswerFormat::JsonObject,
+            Some(TextFormat::JsonSchema(format)) => format.format(),
+        };
         let teller = ApiDialect::Responses(Box::new(ResponsesEcho { echo, spaces, keep }));
         self.converse(&conversation, 1, &like, "input", (teller, stream))
     }
 
     /// The turns of a previous response.
-    fn earlier(&self, id: Option<&str>) -> Result<Vec<ConversationTurn>, Rejection> {
+    fn earlier(&self, id: Option<String>) -> Result<Vec<ChatMessage>, Rejection> {
         let Some(id) = id else { return Ok(Vec::new()) };
-        let stored = self.store.get(id, self.client);
-        let stored = stored.ok_or_else(|| Rejection::NoResponse { id: id.to_owned() })?;
+        let stored = self.store.get(&id, self.client);
+        let stored = stored.ok_or(Rejection::NoResponse { id })?;
         Ok(stored.turns.clone())
     }
 
-    /// Parses `reasoning` and `text`.
-    fn response_text(
-        &self,
-        fields: &mut FieldValues,
-        conversation: &mut Conversation,
-    ) -> Result<(), Rejection> {
-        if let Some(Value::Object(map)) = fields.take("reasoning") {
-            let reasoning = self.fields(map, table::REASONING_FIELD, "reasoning.")?;
-            conversation.thinking = thinking(reasoning.text("effort"));
-        }
-        if let Some(Value::Object(map)) = fields.take("text") {
-            let mut text = self.fields(map, table::TEXT_FIELD, "text.")?;
-            conversation.format_at = "text.format";
-            conversation.format = self.format(text.take("format"), "text.format")?;
-        }
-        Ok(())
-    }
-
-    fn input(&self, value: Value, turns: &mut Vec<ConversationTurn>) -> Result<(), Rejection> {
-        let items = match value {
-            Value::String(text) => {
-                turns.push(ConversationTurn::new(TurnRole::User, text));
+    fn input(&self, input: ResponseInput, turns: &mut Vec<ChatMessage>) -> Result<(), Rejection> {
+        let items = match input {
+            ResponseInput::Text(text) => {
+                turns.push(ChatMessage::new("user", text));
                 return Ok(());
             }
-            Value::Array(items) => items,
-            other => {
-                let expected = "a string or an array of items";
-                return Err(wrong_type("input".into(), &other, expected));
-            }
+            ResponseInput::Items(items) => items,
         };
-        let items = array(items.into(), "input", self.limits.messages, "items")?;
+        let least = usize::from(turns.is_empty());
+        self.check_messages("input", items.len(), least)?;
         for (i, item) in items.into_iter().enumerate() {
-            let place = format!("input[{i}]");
-            let map = object(item, || place.clone())?;
-            self.item(map, &place, turns)?;
-        }
-        if turns.is_empty() {
-            let (got, unit, expected) = (0, "items", "1 or more".to_owned());
-            let param = "input".to_owned();
-            return Err(Rejection::Length {
-                param,
-                got,
-                unit,
-                expected,
-            });
-        }
-        Ok(())
-    }
-
-    fn item(
-        &self,
-        map: Map<String, Value>,
-        place: &str,
-        turns: &mut Vec<ConversationTurn>,
-    ) -> Result<(), Rejection> {
-        let dotted = format!("{place}.");
-        let kind = map.get("type").cloned().unwrap_or_else(|| "message".into());
-        let name = kind.as_str().unwrap_or_default();
-        match name {
-            "message" => self.item_message(map, place, turns),
-            "function_call" => {
-                let fields = self.kept_fields(map, table::CALL, &dotted)?;
-                let owned = |name| fields.text(name).unwrap_or_default().to_owned();
-                assistant(turns).calls.push(TurnToolCall {
-                    id: owned("call_id"),
-                    name: owned("name"),
-                    arguments: call_arguments(fields.text("arguments").unwrap_or_default()),
-                });
-                Ok(())
-            }
-            "custom_tool_call" => {
-                let fields = self.kept_fields(map, table::CUSTOM_CALL, &dotted)?;
-                let owned = |name| fields.text(name).unwrap_or_default().to_owned();
-                assistant(turns).calls.push(TurnToolCall {
-                    id: owned("call_id"),
-                    name: owned("name"),
-                    arguments: json!({"input": owned("input")}),
-                });
-                Ok(())
-            }
-            "local_shell_call" | "shell_call" | "apply_patch_call" => {
-                let mut fields = self.kept_fields(map, table::ACTION_CALL, &dotted)?;
-                let action = fields.take("action").or(fields.take("operation"));
-                assistant(turns).calls.push(TurnToolCall {
-                    id: fields.text("call_id").unwrap_or_default().to_owned(),
-                    name: name.trim_end_matches("_call").to_owned(),
-                    arguments: action.unwrap_or_else(|| json!({})),
-                });
-                Ok(())
-            }
-            "function_call_output"
-            | "custom_tool_call_output"
-            | "local_shell_call_output"
-            | "shell_call_output"
-            | "apply_patch_call_output" => {
-                let mut fields = self.kept_fields(map, table::OUTPUT, &dotted)?;
-                let output = fields.take("output").unwrap_or_default();
-                let text = self.output_text(output, name, &format!("{place}.output"))?;
-                let id = fields.text("call_id").unwrap_or_default();
-                turns.push(ConversationTurn::result(id, text));
-                Ok(())
-            }
-            "reasoning" => {
-                let mut fields = self.kept_fields(map, table::REASONING, &dotted)?;
-                let content = fields.take("content").filter(|list| *list != json!([]));
-                let said = content
-                    .or(fields.take("summary"))
-                    .unwrap_or_else(|| json!([]));
-                let text = self.item_text(said, &format!("{place}.content"))?;
-                if !text.is_empty() {
-                    assistant(turns).reasoning = Some(text);
-                }
-                Ok(())
-            }
-            // The provider ran the tool, and its result is in the answer that follows.
-            hosted if HOSTED_ITEMS.contains(&hosted) => {
-                self.notes.warn(format!(
-                    "{place} of type {hosted} is hosted and was left out"
-                ));
-                Ok(())
-            }
-            _ => {
-                let why = "items are messages, calls and their outputs, and reasoning";
-                Err(unsupported(format!("{place}.type"), show(&kind), why))
-            }
-        }
-    }
-
-    fn item_message(
-        &self,
-        map: Map<String, Value>,
-        place: &str,
-        turns: &mut Vec<ConversationTurn>,
-    ) -> Result<(), Rejection> {
-        let mut fields = self.kept_fields(map, table::MESSAGE, &format!("{place}."))?;
-        let content = fields.take("content").unwrap_or_default();
-        let text = self.item_text(content, &format!("{place}.content"))?;
-        match fields.text("role").unwrap_or_default() {
-            "user" => turns.push(ConversationTurn::new(TurnRole::User, text)),
-            "system" | "developer" => turns.push(ConversationTurn::new(TurnRole::System, text)),
-            "assistant" => {
-                let turn = assistant(turns);
-                if !turn.text.is_empty() {
-                    turn.text.push('\n');
-                }
-                turn.text.push_str(&text);
-            }
-            other => {
-                return Err(Rejection::Range {
-                    param: format!("{place}.role"),
-                    got: format!("{other:?}"),
-                    expected: "user, assistant, system or developer".into(),
-                });
+            match item {
+                // The provider ran the tool, and its result is in the answer that follows.
+                ResponseItem::Hosted(HostedItem { kind }) => self.notes.warn(format!(
+                    "input[{i}] of type {kind} is hosted and was left out"
+                )),
+                item => item.add(turns),
             }
         }
         Ok(())
     }
 
-    /// The text of a call's output. Parts of a shell's output, which have texts under names of
-    /// their own, are kept as JSON.
-    fn output_text(&self, output: Value, kind: &str, param: &str) -> Result<String, Rejection> {
-        match output {
-            Value::Array(_) if kind == "shell_call_output" => Ok(output.to_string()),
-            output => self.item_text(output, param),
-        }
-    }
-
-    /// A text, or the joined parts.
-    fn item_text(&self, value: Value, param: &str) -> Result<String, Rejection> {
-        let parts = match value {
-            Value::String(text) => return Ok(text),
-            Value::Array(_) => array(value, param, MAX_ITEM_PARTS, "parts")?,
-            other => {
-                let expected = "a string or an array of parts";
-                return Err(wrong_type(param.to_owned(), &other, expected));
-            }
-        };
-        let part = |(i, part): (usize, Value)| {
-            let place = format!("{param}[{i}]");
-            let map = object(part, || place.clone())?;
-            let kind = map.get("type").cloned().unwrap_or_default();
-            if kind.is_string() && !ITEM_PART_KINDS.contains(&kind.as_str().unwrap_or_default()) {
-                let why = "messages are text";
-                return Err(unsupported(format!("{place}.type"), show(&kind), why));
-            }
-            let fields = self.kept_fields(map, table::PART, &format!("{place}."))?;
-            let text = fields.text("text").or(fields.text("refusal"));
-            Ok(text.unwrap_or_default().to_owned())
-        };
-        let texts: Result<Vec<String>, Rejection> =
-            parts.into_iter().enumerate().map(part).collect();
-        Ok(texts?.join("\n"))
-    }
-
-    /// Parses the tools; returns the namespaces by tool name.
+    /// Adds the functions to `to`; returns the namespaces by tool name.
     fn response_tools(
         &self,
-        list: Option<Value>,
-        conversation: &mut Conversation,
+        tools: Vec<ResponseTool>,
+        to: &mut Vec<Tool>,
     ) -> Result<BTreeMap<String, String>, Rejection> {
         let mut spaces = BTreeMap::new();
-        let list = list.unwrap_or_else(|| json!([]));
-        let list = array(list, "tools", MAX_ITEM_TOOLS, "tools")?;
-        for (i, tool) in list.into_iter().enumerate() {
+        for (i, tool) in tools.into_iter().enumerate() {
             let place = format!("tools[{i}]");
-            let map = object(tool, || place.clone())?;
-            let kind = map.get("type").and_then(Value::as_str).unwrap_or_default();
-            match kind {
-                "function" => self.response_function(map, &place, conversation)?,
-                "namespace" => {
-                    let mut fields = self.fields(map, table::NAMESPACE, &format!("{place}."))?;
-                    let space = fields.text("name").unwrap_or_default().to_owned();
-                    let inner = fields.take("tools").unwrap_or_default();
-                    let place = format!("{place}.tools");
-                    let inner = array(inner, &place, MAX_ITEM_TOOLS, "tools")?.into_iter();
-                    for (i, tool) in inner.enumerate() {
-                        let place = format!("{place}[{i}]");
-                        let map = object(tool, || place.clone())?;
-                        self.response_function(map, &place, conversation)?;
-                        let name = conversation.tools.last().map(|tool| tool.name.clone());
-                        spaces.extend(name.map(|name| (name, space.clone())));
+            match tool {
+                ResponseTool::Function(function) => function.add(&place, to)?,
+                ResponseTool::Namespace(space) => {
+                    for (i, NamespaceTool::Function(function)) in
+                        space.tools.into_iter().enumerate()
+                    {
+                        spaces.insert(function.name.clone(), space.name.clone());
+                        function.add(&format!("{place}.tools[{i}]"), to)?;
                     }
                 }
                 // It may be what the answer is about, and would reach other machines.
-                "mcp" => {
+                ResponseTool::Hosted(HostedTool { kind }) if kind == "mcp" => {
                     let why = "this server calls no MCP servers";
                     return Err(unsupported(format!("{place}.type"), "\"mcp\"", why));
                 }
-                kind => {
+                ResponseTool::Hosted(HostedTool { kind }) => {
                     let text = format!("{place} of type {kind} is hosted and was left out");
                     self.notes.warn(text);
                 }
@@ -317,16 +483,14 @@ impl RequestParser<'_> {
         }
         Ok(spaces)
     }
+}
 
-    fn response_function(
-        &self,
-        map: Map<String, Value>,
-        place: &str,
-        conversation: &mut Conversation,
-    ) -> Result<(), Rejection> {
-        let mut fields = self.fields(map, table::FUNCTION, &format!("{place}."))?;
-        let name = fields.text("name").unwrap_or_default().to_owned();
-        if conversation.tools.iter().any(|tool| tool.name == name) {
+impl ResponseFunction {
+    /// # Errors
+    /// [`Rejection::Unsupported`] for a second function of a name.
+    fn add(self, place: &str, to: &mut Vec<Tool>) -> Result<(), Rejection> {
+        let name = self.name;
+        if to.iter().any(|tool| tool.name == name) {
             let why = "another tool has this name";
             return Err(unsupported(
                 format!("{place}.name"),
@@ -334,62 +498,140 @@ impl RequestParser<'_> {
                 why,
             ));
         }
-        conversation.tools.push(crate::conversation::Tool {
+        to.push(Tool {
             name,
-            description: fields.text("description").map(str::to_owned),
-            is_strict: fields.is_true("strict"),
-            parameters: fields
-                .take("parameters")
-                .unwrap_or_else(tools::no_parameters),
+            description: self.description,
+            is_strict: self.strict == Some(true),
+            parameters: tools::parameters(self.parameters),
         });
         Ok(())
     }
 }
 
+impl ResponseItem {
+    fn add(self, turns: &mut Vec<ChatMessage>) {
+        match self {
+            Self::Message(message) => message.add(turns),
+            Self::FunctionCall(call) => assistant(turns).tool_calls.push(ToolCall {
+                id: call.call_id,
+                name: call.name,
+                arguments: call_arguments(&call.arguments),
+            }),
+            Self::CustomToolCall(call) => assistant(turns).tool_calls.push(ToolCall {
+                id: call.call_id,
+                name: call.name,
+                arguments: json!({"input": call.input}),
+            }),
+            Self::LocalShellCall(call) => call.add("local_shell", turns),
+            Self::ShellCall(call) => call.add("shell", turns),
+            Self::ApplyPatchCall(call) => call.add("apply_patch", turns),
+            Self::FunctionCallOutput(output)
+            | Self::CustomToolCallOutput(output)
+            | Self::LocalShellCallOutput(output)
+            | Self::ApplyPatchCallOutput(output) => {
+                turns.push(ChatMessage::tool_result(
+                    output.call_id,
+                    output.output.text(),
+                ));
+            }
+            Self::ShellCallOutput(output) => {
+                let text = match output.output {
+                    ShellText::Text(text) => text,
+                    ShellText::Parts(parts) => Value::Array(parts).to_string(),
+                };
+                turns.push(ChatMessage::tool_result(output.call_id, text));
+            }
+            Self::Reasoning(reasoning) => {
+                let content = reasoning.content.filter(|text| !text.is_empty());
+                let text = content.or(reasoning.summary).map(ItemText::text);
+                if let Some(text) = text.filter(|text| !text.is_empty()) {
+                    assistant(turns).reasoning = Some(text);
+                }
+            }
+            Self::Hosted(_) => {}
+        }
+    }
+}
+
+impl ItemMessage {
+    fn add(self, turns: &mut Vec<ChatMessage>) {
+        let text = self.content.text();
+        match self.role {
+            ItemRole::User => turns.push(ChatMessage::new("user", text)),
+            ItemRole::System | ItemRole::Developer => {
+                turns.push(ChatMessage::new("system", text));
+            }
+            ItemRole::Assistant => {
+                let turn = assistant(turns);
+                if !turn.content.is_empty() {
+                    turn.content.push('\n');
+                }
+                turn.content.push_str(&text);
+            }
+        }
+    }
+}
+
+impl ActionCall {
+    fn add(self, name: &str, turns: &mut Vec<ChatMessage>) {
+        let action = self.action.or(self.operation).unwrap_or_default();
+        assistant(turns).tool_calls.push(ToolCall {
+            id: self.call_id,
+            name: name.to_owned(),
+            arguments: Value::Object(action),
+        });
+    }
+}
+
+impl ItemText {
+    fn is_empty(&self) -> bool {
+        matches!(self, Self::Parts(parts) if parts.is_empty())
+    }
+
+    /// The text, or the joined parts.
+    fn text(self) -> String {
+        match self {
+            Self::Text(text) => text,
+            Self::Parts(parts) => {
+                let text = |part: ItemPart| part.text.or(part.refusal).unwrap_or_default();
+                let texts: Vec<String> = parts.into_iter().map(text).collect();
+                texts.join("\n")
+            }
+        }
+    }
+}
+
 /// The assistant turn of an item; starts one if needed.
-fn assistant(turns: &mut Vec<ConversationTurn>) -> &mut ConversationTurn {
-    let is_open = turns
-        .last()
-        .is_some_and(|turn| turn.role == TurnRole::Assistant);
+fn assistant(turns: &mut Vec<ChatMessage>) -> &mut ChatMessage {
+    let is_open = turns.last().is_some_and(|turn| turn.role == "assistant");
     if !is_open {
-        turns.push(ConversationTurn::new(TurnRole::Assistant, ""));
+        turns.push(ChatMessage::new("assistant", ""));
     }
     turns.last_mut().expect("a turn was just added")
 }
 
 /// The request fields that the response repeats.
-fn echo(fields: &FieldValues) -> Map<String, Value> {
-    let get = |name: &str| fields.get(name).cloned();
-    let is_stored = get("store").unwrap_or(true.into());
-    let mut echo = Map::new();
-    for (name, value) in [
-        ("instructions", get("instructions").unwrap_or_default()),
-        (
-            "max_output_tokens",
-            get("max_output_tokens").unwrap_or_default(),
-        ),
-        ("metadata", get("metadata").unwrap_or_else(|| json!({}))),
-        (
-            "parallel_tool_calls",
-            get("parallel_tool_calls").unwrap_or(true.into()),
-        ),
-        (
-            "previous_response_id",
-            get("previous_response_id").unwrap_or_default(),
-        ),
-        ("reasoning", get("reasoning").unwrap_or_default()),
-        ("store", is_stored),
-        ("temperature", get("temperature").unwrap_or_default()),
-        (
-            "text",
-            get("text").unwrap_or_else(|| json!({"format": {"type": "text"}})),
-        ),
-        ("tool_choice", get("tool_choice").unwrap_or("auto".into())),
-        ("tools", get("tools").unwrap_or_else(|| json!([]))),
-        ("top_p", get("top_p").unwrap_or_default()),
+fn echo(body: &Map<String, Value>) -> Map<String, Value> {
+    let fields = [
+        ("instructions", Value::Null),
+        ("max_output_tokens", Value::Null),
+        ("metadata", json!({})),
+        ("parallel_tool_calls", true.into()),
+        ("previous_response_id", Value::Null),
+        ("reasoning", Value::Null),
+        ("store", true.into()),
+        ("temperature", Value::Null),
+        ("text", json!({"format": {"type": "text"}})),
+        ("tool_choice", "auto".into()),
+        ("tools", json!([])),
+        ("top_p", Value::Null),
         ("truncation", "disabled".into()),
-    ] {
-        echo.insert(name.into(), value);
-    }
-    echo
+    ];
+    let said = |(name, default): (&str, Value)| {
+        let given = body
+            .get(name)
+            .filter(|given| !given.is_null() && name != "truncation");
+        (name.to_owned(), given.cloned().unwrap_or(default))
+    };
+    fields.into_iter().map(said).collect()
 }

@@ -1,149 +1,238 @@
 //! `tools`, `tool_choice` and `response_format` in OpenAI's forms.
 
+use schemars::JsonSchema;
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::bounds::MAX_TOOLS;
-use super::fields::{JSON_SCHEMA, TOOL, TOOL_FUNCTION};
-use super::{RequestParser, array, object, unsupported};
+use super::CacheControl;
+use super::bounds::MAX_TEXT;
 use crate::conversation::{AnswerFormat, Conversation, Tool, ToolChoice};
-use crate::field::{FieldValues, wrong_type};
 use crate::rejection::Rejection;
 
-impl RequestParser<'_> {
-    /// Parses `tools`, `tool_choice` and `parallel_tool_calls` of a chat.
-    pub(super) fn read_tools(
-        &self,
-        fields: &mut FieldValues,
-        conversation: &mut Conversation,
-    ) -> Result<(), Rejection> {
-        if let Some(tools) = fields.take("tools") {
-            let tools = array(tools, "tools", MAX_TOOLS, "tools")?.into_iter();
-            let tools = tools.enumerate().map(|(i, tool)| self.tool(tool, i));
-            conversation.tools = tools.collect::<Result<_, _>>()?;
+/// A tool of a chat.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(super) struct ChatTool {
+    /// Always function.
+    #[schemars(extend("enum" = ["function"], "x-why" = "functions are the only tools"))]
+    #[serde(rename = "type")]
+    _type: String,
+    /// Name, description and parameters.
+    function: ToolFunction,
+    #[serde(flatten)]
+    _cache_control: CacheControl,
+}
+
+/// A function that the model may call.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(super) struct ToolFunction {
+    /// Name of the function.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// Purpose of the function.
+    #[schemars(length(max = MAX_TEXT))]
+    description: Option<String>,
+    /// JSON Schema of its arguments.
+    parameters: Option<Map<String, Value>>,
+    /// Whether arguments follow the schema to the letter.
+    strict: Option<bool>,
+}
+
+/// `tool_choice`: a word, a named function, or allowed tools.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(untagged)]
+pub(super) enum ToolChoiceField {
+    Word(ChoiceWord),
+    Object(Box<ChoiceObject>),
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum ChoiceWord {
+    Auto,
+    None,
+    Required,
+    // Another name of required.
+    Any,
+}
+
+/// Chat nests a name in `function`, and a list in `allowed_tools`; responses put them next to
+/// `type`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schemars(extend("x-why" = "its type is \"function\" or \"allowed_tools\""))]
+pub(super) enum ChoiceObject {
+    Function {
+        function: Option<ToolName>,
+        name: Option<String>,
+    },
+    AllowedTools {
+        allowed_tools: Option<AllowedTools>,
+        #[serde(flatten)]
+        flat: Option<AllowedTools>,
+    },
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+pub(super) struct ToolName {
+    name: String,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+pub(super) struct AllowedTools {
+    mode: AllowedMode,
+    tools: Vec<AllowedTool>,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+enum AllowedMode {
+    Auto,
+    Required,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+struct AllowedTool {
+    #[schemars(extend("enum" = ["function"], "x-why" = "functions are the only tools"))]
+    #[serde(rename = "type")]
+    _type: String,
+    function: Option<ToolName>,
+    name: Option<String>,
+}
+
+/// `response_format`.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+#[schemars(
+    deny_unknown_fields,
+    extend("x-why" = "its type is text, json_object or json_schema")
+)]
+pub(super) enum ResponseFormat {
+    Text,
+    JsonObject,
+    JsonSchema { json_schema: SchemaFormat },
+}
+
+/// A JSON Schema of the answer.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub(super) struct SchemaFormat {
+    /// JSON Schema of the answer.
+    schema: Option<Map<String, Value>>,
+    #[serde(flatten)]
+    _no_effect: SchemaNotes,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[expect(dead_code, reason = "accepted, and no effect")]
+struct SchemaNotes {
+    /// Accepted, no effect.
+    #[schemars(length(max = 256))]
+    name: Option<String>,
+    /// Accepted, no effect.
+    #[schemars(length(max = MAX_TEXT))]
+    description: Option<String>,
+    /// Accepted, no effect: schemas always hold.
+    strict: Option<bool>,
+}
+
+impl ChatTool {
+    pub(super) fn tool(self) -> Tool {
+        self.function.tool()
+    }
+}
+
+impl ToolFunction {
+    pub(super) fn tool(self) -> Tool {
+        Tool {
+            name: self.name,
+            description: self.description,
+            parameters: parameters(self.parameters),
+            is_strict: self.strict == Some(true),
         }
-        conversation.is_parallel = fields.get("parallel_tool_calls") != Some(&Value::Bool(false));
-        if let Some(choice) = fields.take("tool_choice") {
-            self.read_choice(choice, conversation)?;
+    }
+}
+
+/// The schema of a tool's arguments, or that of none.
+pub(super) fn parameters(given: Option<Map<String, Value>>) -> Value {
+    given.map_or_else(
+        || json!({"type": "object", "properties": {}}),
+        Value::Object,
+    )
+}
+
+impl ResponseFormat {
+    pub(super) fn format(self) -> AnswerFormat {
+        match self {
+            Self::Text => AnswerFormat::Text,
+            Self::JsonObject => AnswerFormat::JsonObject,
+            Self::JsonSchema { json_schema } => json_schema.format(),
         }
-        Ok(())
     }
+}
 
-    fn tool(&self, value: Value, i: usize) -> Result<Tool, Rejection> {
-        let place = format!("tools[{i}]");
-        let map = object(value, || place.clone())?;
-        let mut fields = self.fields(map, TOOL, &format!("{place}."))?;
-        let place = format!("{place}.function");
-        let function = object(fields.take("function").unwrap_or_default(), || {
-            place.clone()
-        })?;
-        self.function(function, &place)
+impl SchemaFormat {
+    pub(super) fn format(self) -> AnswerFormat {
+        AnswerFormat::JsonSchema(Value::Object(self.schema.unwrap_or_default()))
     }
+}
 
-    /// Parses a function's name, description and schema at `place`.
-    pub(super) fn function(
-        &self,
-        function: Map<String, Value>,
-        place: &str,
-    ) -> Result<Tool, Rejection> {
-        let mut fields = self.fields(function, TOOL_FUNCTION, &format!("{place}."))?;
-        Ok(Tool {
-            name: fields.text("name").unwrap_or_default().to_owned(),
-            description: fields.text("description").map(str::to_owned),
-            parameters: fields.take("parameters").unwrap_or_else(no_parameters),
-            is_strict: fields.is_true("strict"),
-        })
-    }
-
-    /// Parses `tool_choice`: a word, a named function, or allowed tools.
-    pub(super) fn read_choice(
-        &self,
-        value: Value,
-        conversation: &mut Conversation,
-    ) -> Result<(), Rejection> {
-        let value = match value {
-            Value::String(word) => {
-                conversation.choice = word_choice(&word, "tool_choice")?;
-                return check_choice(conversation);
-            }
-            Value::Object(map) => map,
-            other => {
-                let expected = "a string or an object";
-                return Err(wrong_type("tool_choice".into(), &other, expected));
-            }
-        };
-        match value.get("type").and_then(Value::as_str) {
-            Some("function") => {
-                // Chat nests it in `function`; responses put it next to `type`.
-                let name = value.get("function").unwrap_or(&Value::Null)["name"].as_str();
-                let name = name.or(value.get("name").and_then(Value::as_str));
-                let name = name.ok_or_else(|| missing("tool_choice.function.name"))?;
-                conversation.choice = ToolChoice::Named(name.to_owned());
-            }
-            Some("allowed_tools") => allow(&value, conversation)?,
-            _ => {
-                let got = crate::json::show(&value.into());
-                let why = "its type is \"function\" or \"allowed_tools\"";
-                return Err(unsupported("tool_choice", got, why));
-            }
+/// Applies `tool_choice` to the tools of a conversation.
+///
+/// # Errors
+/// [`Rejection::Missing`] for objects without names, and those of [`check_choice`].
+pub(super) fn choose(
+    choice: Option<ToolChoiceField>,
+    conversation: &mut Conversation,
+) -> Result<(), Rejection> {
+    let object = match choice {
+        None => return Ok(()),
+        Some(ToolChoiceField::Word(word)) => {
+            conversation.choice = match word {
+                ChoiceWord::Auto => ToolChoice::Auto,
+                ChoiceWord::None => ToolChoice::None,
+                ChoiceWord::Required | ChoiceWord::Any => ToolChoice::Required,
+            };
+            return check_choice(conversation);
         }
-        check_choice(conversation)
+        Some(ToolChoiceField::Object(object)) => *object,
+    };
+    match object {
+        ChoiceObject::Function { function, name } => {
+            let name = function.map(|function| function.name).or(name);
+            let missing = || needs("tool_choice.function.name", "the name of a tool");
+            conversation.choice = ToolChoice::Named(name.ok_or_else(missing)?);
+        }
+        ChoiceObject::AllowedTools {
+            allowed_tools,
+            flat,
+        } => {
+            let missing = || needs("tool_choice.allowed_tools", "mode and tools");
+            let allowed = allowed_tools.or(flat).ok_or_else(missing)?;
+            conversation.choice = match allowed.mode {
+                AllowedMode::Auto => ToolChoice::Auto,
+                AllowedMode::Required => ToolChoice::Required,
+            };
+            let names = allowed.tools.into_iter().map(AllowedTool::name);
+            let names: Option<Vec<String>> = names.collect();
+            let missing = || {
+                needs(
+                    "tool_choice.tools",
+                    "tools of type function, each with its name",
+                )
+            };
+            let names = names.ok_or_else(missing)?;
+            conversation.tools.retain(|tool| names.contains(&tool.name));
+        }
     }
+    check_choice(conversation)
 }
 
-fn missing(param: &str) -> Rejection {
-    needs(param, "the name of a tool")
-}
-
-/// Schema of a tool without arguments.
-pub(super) fn no_parameters() -> Value {
-    json!({"type": "object", "properties": {}})
-}
-
-fn word_choice(word: &str, param: &str) -> Result<ToolChoice, Rejection> {
-    match word {
-        "auto" => Ok(ToolChoice::Auto),
-        "none" => Ok(ToolChoice::None),
-        "required" | "any" => Ok(ToolChoice::Required),
-        _ => Err(Rejection::Range {
-            param: param.into(),
-            got: format!("{:?}", crate::field::clip(word)),
-            expected: "\"auto\", \"none\" or \"required\"".into(),
-        }),
+impl AllowedTool {
+    fn name(self) -> Option<String> {
+        self.function.map(|function| function.name).or(self.name)
     }
-}
-
-/// Restricts the callable tools.
-fn allow(value: &Map<String, Value>, conversation: &mut Conversation) -> Result<(), Rejection> {
-    // Chat nests the list in `allowed_tools`; responses put it next to `type`.
-    let nested = value.get("allowed_tools").and_then(Value::as_object);
-    let list = nested.unwrap_or(value);
-    conversation.choice = match list.get("mode").and_then(Value::as_str) {
-        Some(mode @ ("auto" | "required")) => word_choice(mode, "tool_choice.mode")?,
-        _ => return Err(needs("tool_choice.mode", "\"auto\" or \"required\"")),
-    };
-    let Some(Value::Array(tools)) = list.get("tools") else {
-        return Err(needs("tool_choice.tools", "an array of tools"));
-    };
-    let name = |tool| allowed_name(tool, nested.is_some());
-    let names: Option<Vec<String>> = tools.iter().map(name).collect();
-    let expected = "tools of type function, each with its name";
-    let names = names.ok_or_else(|| needs("tool_choice.tools", expected))?;
-    conversation.tools.retain(|tool| names.contains(&tool.name));
-    Ok(())
-}
-
-/// The tool's name in an entry of `allowed_tools`; `None` for malformed entries. Chat nests it in
-/// `function`.
-fn allowed_name(tool: &Value, nested: bool) -> Option<String> {
-    let tool = tool.as_object()?;
-    let of = if nested {
-        tool.get("function")?.as_object()?
-    } else {
-        tool
-    };
-    let alone = !nested || (tool.len() == 2 && of.len() == 1);
-    let is_function = tool.get("type")?.as_str()? == "function";
-    (alone && is_function).then(|| of.get("name")?.as_str().map(str::to_owned))?
 }
 
 fn needs(param: &str, expected: &str) -> Rejection {
@@ -162,54 +251,4 @@ pub(super) fn check_choice(conversation: &Conversation) -> Result<(), Rejection>
     };
     let param = "tool_choice";
     Err(Rejection::Conflict { param, condition })
-}
-
-impl RequestParser<'_> {
-    /// Parses `response_format`, or `text.format` of responses at `place`.
-    pub(super) fn format(
-        &self,
-        value: Option<Value>,
-        place: &str,
-    ) -> Result<AnswerFormat, Rejection> {
-        let Some(value) = value else {
-            return Ok(AnswerFormat::Text);
-        };
-        let mut map = object(value, || place.to_owned())?;
-        let kind = map.get("type").and_then(Value::as_str).unwrap_or_default();
-        match kind.to_owned().as_str() {
-            "text" if map.len() == 1 => Ok(AnswerFormat::Text),
-            "json_object" if map.len() == 1 => Ok(AnswerFormat::JsonObject),
-            "json_schema" => {
-                // Chat nests it in `json_schema`; responses put it next to `type`.
-                let (inner, place) = match map.swap_remove("json_schema") {
-                    Some(inner) => {
-                        for other in map.keys().filter(|name| *name != "type") {
-                            let other = crate::field::clip(other);
-                            self.notes.unknown(format!("{place}.{other}"))?;
-                        }
-                        let place = format!("{place}.json_schema");
-                        (object(inner, || place.clone())?, place)
-                    }
-                    None if place == "response_format" => {
-                        return Err(Rejection::Missing {
-                            param: format!("{place}.json_schema"),
-                            expected: "an object".to_owned(),
-                        });
-                    }
-                    None => {
-                        map.swap_remove("type");
-                        (map, place.to_owned())
-                    }
-                };
-                let mut fields = self.fields(inner, JSON_SCHEMA, &format!("{place}."))?;
-                let schema = fields.take("schema").unwrap_or_else(|| json!({}));
-                Ok(AnswerFormat::JsonSchema(schema))
-            }
-            _ => {
-                let got = crate::json::show(&map.into());
-                let why = "its type is text, json_object or json_schema";
-                Err(unsupported(place, got, why))
-            }
-        }
-    }
 }

@@ -13,7 +13,7 @@ use tokio::time::{sleep, timeout};
 use super::client::{self, UpstreamFailure, UpstreamRequest};
 use super::hops::Hops;
 use super::{Health, State, Upstream, UpstreamModel, Upstreams};
-use crate::field::clip;
+use crate::schema::clip;
 
 /// Time between two looks. A failed request causes one at once.
 const LOOK_EVERY: Duration = Duration::from_secs(2);

@@ -218,8 +218,8 @@ fn lenient_servers_pass_unknown_fields_with_a_warning() {
     assert_eq!(
         warnings,
         [
-            "299 paceline \"foo is unknown and was ignored\"",
-            "299 paceline \"messages[0].bar is unknown and was ignored\""
+            "299 paceline \"messages[0].bar is unknown and was ignored\"",
+            "299 paceline \"foo is unknown and was ignored\""
         ]
     );
     response.ok("unknown fields");

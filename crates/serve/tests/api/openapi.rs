@@ -21,7 +21,7 @@ fn validate(document: &Value, schema: &Value, value: &Value) -> Result<(), Strin
             },
             ("enum", _) => rule.as_array().unwrap().contains(value),
             ("const", _) => rule == value,
-            ("anyOf", _) => {
+            ("anyOf" | "oneOf", _) => {
                 let mut schemas = rule.as_array().unwrap().iter();
                 schemas.any(|schema| validate(document, schema, value).is_ok())
             }

@@ -63,7 +63,7 @@ fn counts_have_bounds() {
             "metadata.a",
         ),
         (CHAT, format!(r#""user":"{long_note}""#), "user"),
-        (CHAT, format!(r#""stop":"{}""#, "x".repeat(1025)), "stop[0]"),
+        (CHAT, format!(r#""stop":"{}""#, "x".repeat(1025)), "stop"),
         (CHAT, format!(r#""stop":[{}]"#, list("\"a\"", 65)), "stop"),
         (
             CHAT,
