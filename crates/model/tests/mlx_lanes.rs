@@ -1,5 +1,5 @@
-//! Sequences whose pages interleave: nothing is gathered, and the decoding rows of a layer are one
-//! call of attention.
+//! Sequences whose pages interleave: nothing is gathered, the decoding rows of a layer are one call
+//! of attention, and the last layer computes the rows with logits.
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
@@ -108,6 +108,7 @@ impl Interleaved {
 fn difference(now: MlxCounts, before: MlxCounts) -> MlxCounts {
     MlxCounts {
         attentions: now.attentions - before.attentions,
+        output_rows: now.output_rows - before.output_rows,
         gathers: now.gathers - before.gathers,
         ..now
     }
@@ -134,6 +135,9 @@ fn interleaved_sequences_are_one_call_of_attention() {
         let (far, read, decoded) = run.run();
         println!("{}: within {far:.1e}, {read:?}, {decoded:?}", family.name());
         assert!(far < 1e-4, "{}: {far:.1e}", family.name());
+        // Three chunks of each prompt, whose last rows have logits.
+        assert_eq!(read.output_rows, 3 * SEQUENCES as u64);
+        assert_eq!(decoded.output_rows, (SEQUENCES * DECODED) as u64);
         if family == ModelFamily::Llama {
             let layers = run.model.config().layers.len() as u64;
             assert_eq!(read.gathers + decoded.gathers, 0);

@@ -435,7 +435,8 @@ impl Span {
 }
 
 impl View {
-    fn new(
+    /// Keys that the queries `new` of a sequence see through `window`.
+    pub(super) fn new(
         stream: &Stream,
         rows: &AttentionRows<'_>,
         (new, window): (Range<usize>, Option<usize>),

@@ -13,6 +13,8 @@ pub struct MlxCounts {
     pub gathers: u64,
     /// Steps that were submitted before the tokens of the step before were read.
     pub steps_ahead: u64,
+    /// Rows that the last layer computed behind its attention.
+    pub output_rows: u64,
 }
 
 /// A count while it grows.
@@ -36,6 +38,7 @@ pub(super) struct Counters {
     pub(super) attentions: Counter,
     pub(super) gathers: Counter,
     pub(super) steps_ahead: Counter,
+    pub(super) output_rows: Counter,
 }
 
 impl Counters {
@@ -45,6 +48,7 @@ impl Counters {
             attentions: self.attentions.now(),
             gathers: self.gathers.now(),
             steps_ahead: self.steps_ahead.now(),
+            output_rows: self.output_rows.now(),
         }
     }
 }

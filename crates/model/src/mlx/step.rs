@@ -25,17 +25,19 @@ use crate::{Error, LayerCache, LayerCut, LayerShape, Links};
 mod delta_net;
 mod experts;
 mod latent;
+mod output_rows;
 mod per_layer;
 mod projections;
 
 use delta_net::NetRows;
 pub(super) use delta_net::Triangles;
+use output_rows::OutputRows;
 
-/// Queries of one sequence, `(1, heads, rows, D)`, and its keys and values where the layer has its
-/// own.
+/// Queries of one sequence, `(1, heads, rows, D)`, if it has some, and its keys and values where the
+/// layer has its own.
 #[derive(Debug)]
 struct Turned {
-    query: Array,
+    query: Option<Array>,
     key_value: Option<[Array; 2]>,
 }
 
@@ -49,6 +51,8 @@ pub(super) struct Step<'a> {
     spans: Vec<Vec<Span>>,
     /// Decoding rows in lanes, in layers that have lanes.
     decoding: Option<Decoding>,
+    /// Rows that the last layer computes, where these are not all.
+    output_rows: Option<OutputRows>,
     /// `(T, C)`
     pub(super) residual: Array,
     /// `(T, C)`
@@ -122,6 +126,16 @@ impl<'a> Step<'a> {
         let spans = batch.sequences.iter().zip(&lanes).map(spans);
         let spans = spans.collect::<Result<Vec<Vec<Span>>, Error>>()?;
         let windows = constants.span_kinds.iter().map(|kind| kind.window);
+        let is_alone = |links: &std::sync::Arc<Links>| links.stage.size() == 1;
+        let is_alone = model.links.as_ref().is_none_or(is_alone);
+        let output_rows = match model.config.layers.len().checked_sub(1) {
+            Some(last) if weights.head.is_some() && is_alone => {
+                let has_keys = !matches!(model.config.layers[last].cache, LayerCache::Delta(_));
+                let kind = has_keys.then(|| constants.span_kinds[constants.span_kind_of[last]]);
+                OutputRows::new(stream, batch, (&lanes, kind))?
+            }
+            _ => None,
+        };
         let lanes = (&*lanes, parts.cache.lanes());
         let decoding = Decoding::new(stream, batch, lanes, windows)?;
         let kinds = &constants.span_kind_of[model.shard.layers.clone()];
@@ -166,6 +180,7 @@ impl<'a> Step<'a> {
             tokens,
             spans,
             decoding,
+            output_rows,
         };
         step.per_layer = step.per_layer_inputs()?;
         Ok(step)
@@ -196,6 +211,10 @@ impl<'a> Step<'a> {
         for (index, layer) in shard.layers.clone().zip(&weights.layers) {
             self.index = index;
             self.parts.model.config.family.layer(self, layer, index)?;
+        }
+        if weights.head.is_some() {
+            let rows = self.residual.shape()[0] as u64;
+            self.parts.model.counters.output_rows.add(rows);
         }
         Ok(())
     }
@@ -245,7 +264,7 @@ impl<'a> Step<'a> {
         };
         let mut wanted = Vec::new();
         self.batch.wanted(&mut wanted);
-        let (n, all) = (wanted.len(), self.batch.rows());
+        let (n, all) = (wanted.len(), self.residual.shape()[0] as usize);
         if n == 0 {
             return Ok(None);
         }
@@ -277,7 +296,11 @@ impl<'a> Step<'a> {
             return Ok(0);
         }
         let Some(own) = self.head_rows()? else {
-            self.eval(&[&self.residual])?;
+            // Alone, only keys and values are of use.
+            let residual = self.residual.clone();
+            let links = self.parts.model.links.as_ref();
+            let all: Vec<&Array> = links.map(|_| &residual).into_iter().collect();
+            self.eval(&all)?;
             return Ok(0);
         };
         let own = self.parts.stream.rows_f32(&own)?;
@@ -466,8 +489,7 @@ impl<'a> Step<'a> {
         q: &Array,
         sinks: Option<&Array>,
     ) -> Result<Array, Error> {
-        let kind = self.parts.constants.span_kind_of[self.index];
-        let view = &self.spans[sequence][kind].view;
+        let view = self.view(sequence);
         let [k, v] = self.parts.cache.read(self.parts.stream, keeper, view)?;
         let gathered = if view.is_gathered() { 2 } else { 0 };
         self.parts.model.counters.gathers.add(gathered);
@@ -535,7 +557,8 @@ impl<'a> Step<'a> {
             cache.write_lanes(stream, held, &decoding.written, [k, v])?;
         }
         let [k, v] = cache.read_lanes(stream, keeper, decoding.seen(kind))?;
-        self.attended_by([&query, &k, &v], decoding.mask(kind), sinks)
+        let query = query.as_ref().expect("decoding rows have queries");
+        self.attended_by([query, &k, &v], decoding.mask(kind), sinks)
     }
 
     /// `(m, heads, n, E)` of each part as rows, `(sum of m n, heads E)`.
@@ -641,17 +664,17 @@ impl LayerStep for Step<'_> {
         let Some(own) = attention(w) else {
             return Ok(());
         };
-        let (shape, rows) = (self.layer().0, self.batch.rows() as i32);
-        let stream = self.parts.stream;
-        let project = |linear: &Linear, dim: usize| {
-            let product = self.product(linear, &self.x)?;
+        let (shape, stream) = (self.layer().0, self.parts.stream);
+        let project = |linear: &Linear, x: &Array, dim: usize| {
+            let product = self.product(linear, x)?;
+            let rows = product.shape()[0];
             Ok::<_, Error>(stream.reshape(&product, &[rows, -1, dim as i32])?)
         };
-        let both = project(&own.query, query_dim(shape))?;
+        let both = project(&own.query, &self.query_input()?, query_dim(shape))?;
         let key_value = own.key.as_ref().map(|key| {
-            let key = project(key, shape.head_dim)?;
+            let key = project(key, &self.x, shape.head_dim)?;
             let value = match &own.value {
-                Some(value) => project(value, shape.value_dim)?,
+                Some(value) => project(value, &self.x, shape.value_dim)?,
                 None => key.clone(), // keys as values
             };
             Ok::<_, Error>([key, value])
@@ -723,17 +746,20 @@ impl LayerStep for Step<'_> {
                     Ok::<_, Error>([roped(key)?, decoding.turned(stream, value)?])
                 };
                 Some(Turned {
-                    query: roped(&query)?,
+                    query: Some(roped(&query)?),
                     key_value: key_value.as_ref().map(both).transpose()?,
                 })
             }
             None => None,
         };
-        let mut first = 0;
+        let (mut first, mut first_query) = (0, 0);
         for (i, s) in self.batch.sequences.iter().enumerate() {
             let (n, at) = (s.tokens.len() as i32, s.position as i32);
+            let queries = self.n_queries(i) as i32;
             if !self.decoding().is_some_and(|decoding| decoding.has(i)) {
-                let query = self.roped(&self.turned(&query, first, n)?, at)?;
+                let own = || self.turned(&query, first_query, queries);
+                let own = || self.roped(&own()?, at + n - queries);
+                let query = (queries > 0).then(own).transpose()?;
                 let own = key_value.as_ref().map(|[key, value]| {
                     let key = self.roped(&self.turned(key, first, n)?, at)?;
                     Ok::<_, Error>([key, self.turned(value, first, n)?])
@@ -742,6 +768,7 @@ impl LayerStep for Step<'_> {
                 self.turned.push((i, Turned { query, key_value }));
             }
             first += n;
+            first_query += queries;
         }
         Ok(())
     }
@@ -763,14 +790,17 @@ impl LayerStep for Step<'_> {
         let sinks = attention(w).and_then(|own| own.sinks.as_ref());
         let decoded = self.decoded.take();
         let decoded = decoded.map(|decoded| self.decoded_attention(decoded, keeper, sinks));
-        let of = |(i, own): &(usize, Turned)| self.attention(*i, keeper, &own.query, sinks);
-        let parts = decoded.into_iter().chain(turned.iter().map(of));
+        let of = |(i, own): &(usize, Turned)| {
+            let query = own.query.as_ref();
+            query.map(|query| self.attention(*i, keeper, query, sinks))
+        };
+        let parts = decoded.into_iter().chain(turned.iter().filter_map(of));
         let parts = parts.collect::<Result<Vec<_>, Error>>()?;
         self.attended = match (self.as_rows(&parts)?, self.decoding()) {
             (Some(rows), Some(decoding)) => Some(decoding.in_order(stream, rows)?),
             (rows, _) => rows,
         };
-        Ok(())
+        self.keep_output_rows()
     }
 
     fn project_latent(&mut self, w: &Layer) -> Result<(), Error> {
@@ -778,7 +808,8 @@ impl LayerStep for Step<'_> {
     }
 
     fn attend_latent(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
-        self.latent_attention(w, index)
+        self.latent_attention(w, index)?;
+        self.keep_output_rows()
     }
 
     fn gate_attention(&mut self, _: &Layer) -> Result<(), Error> {
@@ -802,7 +833,8 @@ impl LayerStep for Step<'_> {
     }
 
     fn delta_net(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
-        self.read_net(w, index)
+        self.read_net(w, index)?;
+        self.keep_output_rows()
     }
 
     fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
