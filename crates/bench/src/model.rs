@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
-use paceline_engine::{GenerationRequest, Reply, RequestFailure, SamplingParams};
+use paceline_engine::{GenerationRequest, Reply, RequestFailure};
 use paceline_node::ServingModel;
 use paceline_plan::draw::{Bar, BarChart};
 use paceline_tensor::KvType;
@@ -112,8 +112,7 @@ pub struct ReplyTimes {
     pub tokens: usize,
 }
 
-/// Prefills `prompt` and decodes exactly `max_tokens`: tokens that would end the answer are made
-/// improbable.
+/// Prefills `prompt` and decodes exactly `max_tokens`: no token ends the answer before.
 ///
 /// # Errors
 /// Why the answer is incomplete.
@@ -122,18 +121,10 @@ pub fn generate(
     prompt: &[u32],
     max_tokens: usize,
 ) -> Result<ReplyTimes, RequestFailure> {
-    let ends = (0..subject.model.config().vocab as u32)
-        .filter(|token| subject.tokenizer.is_end_of_generation(*token))
-        .map(|token| (token, -100.0));
     let answer = subject.model.submit(GenerationRequest {
         prompt: prompt.to_vec(),
         max_tokens,
-        sampling: SamplingParams {
-            logit_bias: ends.collect(),
-            ..SamplingParams::default()
-        },
-        stop: Vec::new(),
-        logprobs: None,
+        min_tokens: max_tokens,
         ..GenerationRequest::default()
     })?;
     let (mut prompt_read, mut tokens) = (Instant::now(), 0);

@@ -9,7 +9,7 @@
 
 use std::ops::RangeInclusive;
 
-use paceline_model::{Logits, TopLogits};
+use paceline_model::{ForbiddenTokens, Logits, TokenDraw, TopLogits};
 use paceline_tensor::Kernels;
 use rand_core::{RngCore, SeedableRng};
 use rand_pcg::Pcg64Mcg;
@@ -78,15 +78,19 @@ const TOP_TEMPERATURE_MAX: i8 = 4;
 const APART: i8 = -10;
 
 impl SamplingParams {
-    /// The logits of a row that determine the token, if `forbidden` tokens are excluded.
-    pub(crate) fn wanted(&self, forbidden: usize) -> Logits {
+    /// Whether a bias or penalty may raise any logit above the largest.
+    fn changes_logits(&self) -> bool {
         let penalties = (
             self.repetition_penalty,
             self.presence_penalty,
             self.frequency_penalty,
         );
-        // A bias or penalty may raise any logit above the largest.
-        if penalties != (1.0, 0.0, 0.0) || !self.logit_bias.is_empty() {
+        penalties != (1.0, 0.0, 0.0) || !self.logit_bias.is_empty()
+    }
+
+    /// The logits of a row that determine the token, if `forbidden` tokens are excluded.
+    pub(crate) fn wanted(&self, forbidden: usize) -> Logits {
+        if self.changes_logits() {
             return Logits::Last;
         }
         let top = match (self.temperature == 0.0, self.top_k, forbidden) {

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use paceline_model::{Logits, PageName, PageStore, PersistedPage};
+use paceline_model::{ForbiddenTokens, Logits, PageName, PageStore, PersistedPage, TokenDraw};
 use paceline_tensor::{Kernels, PAGE};
 use paceline_text::detokenizer::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_text::tokenizer::Tokenizer;
@@ -266,6 +266,16 @@ impl Sequence {
         }
         let forbidden = if self.must_go_on() { ends } else { 0 };
         self.sampler.params().wanted(forbidden)
+    }
+
+    /// How a step that draws tokens chooses the next one, without any of the `ends` while it must
+    /// continue. `None` where only the host can choose it.
+    pub(crate) fn draw(&self, ends: &[u32]) -> Option<TokenDraw> {
+        if self.guide.is_some() || self.logprobs.is_some() {
+            return None;
+        }
+        let forbidden = if self.must_go_on() { ends } else { &[] };
+        self.sampler.draw_of(ForbiddenTokens::new(forbidden)?)
     }
 
     /// Whether no more rows are needed.

@@ -134,6 +134,11 @@ pub trait Compute: fmt::Debug + Send {
     /// has fewer pages than positions, or the rank is not the leader.
     fn forward(&mut self, batch: &Batch<'_>) -> Result<usize, Error>;
 
+    /// Whether steps draw tokens ([`Logits::Drawn`](crate::Logits::Drawn)).
+    fn draws_tokens(&self) -> bool {
+        false
+    }
+
     /// Maximum steps that compute at once: one per stage of a pipeline, bounded by message
     /// capacity.
     fn depth(&self) -> usize {

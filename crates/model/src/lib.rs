@@ -73,4 +73,7 @@ pub use role::{LayerRole, Nth, Role};
 pub use rope::{LongContext, LongFrequencies, Rope};
 pub use source::ModelSource;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
-pub use step::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages, Workspace};
+pub use step::{
+    Batch, BatchSequence, BatchSize, ForbiddenTokens, Logits, TokenDraw, TopLogits, WindowPages,
+    Workspace,
+};

@@ -4,7 +4,7 @@
 //! ```text
 //! length in words | kind | sequences | windows, then for each sequence:
 //!     tokens, position, logits, adapter, pages, then for each window: first page, pages
-//! then for each sequence: its tokens, its pages, those of its windows
+//! then for each sequence: its tokens, its pages, those of its windows, its draw
 //! ```
 //!
 //! The words are padded to [`HEADER_WORDS`]. Plans come from another process, so [`StepPlan::read`]
@@ -17,7 +17,7 @@ use paceline_tensor::PAGE;
 use crate::WindowPages;
 
 use crate::Error;
-use crate::step::{Batch, BatchSequence, Logits, PlanLimits};
+use crate::step::{Batch, BatchSequence, Logits, PlanLimits, TokenDraw};
 
 /// Words of the first message of every plan. A decode step of one sequence of 8192 positions, or of
 /// 30 short ones, fits into it.
@@ -85,6 +85,9 @@ impl StepPlan {
             words.extend_from_slice(s.tokens);
             words.extend_from_slice(s.pages_in_use());
             words.extend(s.windows.iter().flat_map(|w| w.pages));
+            if let Logits::Drawn(draw) = s.logits {
+                words.extend(draw.to_words());
+            }
         }
         finish(words);
     }
@@ -122,18 +125,23 @@ impl StepPlan {
         for i in 0..n {
             let field = |field| words[4 + fields * i + field] as usize;
             let [tokens, position, logits, adapter, pages] = [0, 1, 2, 3, 4].map(field);
-            sequences.push(SequencePlan {
+            let mut sequence = SequencePlan {
                 tokens: take(at_most("rows", tokens, limits.rows)?)?,
                 pages: take(at_most("pages", pages, limits.pages)?)?,
                 position: at_most("position", position, limits.context)?,
                 adapter: at_most("adapter", adapter, limits.adapters)? as u32,
-                logits: Logits::from_word(logits as u32).ok_or_else(|| bad("logits", logits, 6))?,
-            });
+                logits: Logits::from_word(logits as u32).ok_or_else(|| bad("logits", logits, 7))?,
+            };
             for window in 0..w {
                 let [first, pages] = [0, 1].map(|i| field(FIELDS + 2 * window + i));
                 let pages = at_most("pages of a window", pages, limits.windows[window].pages)?;
                 windows.push((at_most("first page", first, limits.context)?, take(pages)?));
             }
+            if let Logits::Drawn(draw) = &mut sequence.logits {
+                let own = TokenDraw::from_words(&words[take(TokenDraw::WORDS)?], limits.vocab);
+                *draw = own.ok_or_else(|| bad("draw", i, n))?;
+            }
+            sequences.push(sequence);
         }
         let plan = Self { sequences, windows };
         plan.check(words, limits).map(|()| Some(plan))

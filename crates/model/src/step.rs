@@ -26,6 +26,7 @@ mod adapter_products;
 mod batch;
 mod both_ways;
 mod delta_net;
+mod draw;
 mod experts;
 pub(crate) mod halves;
 mod inputs;
@@ -37,6 +38,7 @@ mod sums;
 
 pub(crate) use batch::PlanLimits;
 pub use batch::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages};
+pub use draw::{ForbiddenTokens, TokenDraw};
 
 use adapter_products::{AdapterProducts, AdapterRows};
 use delta_net::Mixer;

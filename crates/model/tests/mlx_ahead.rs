@@ -151,7 +151,8 @@ fn steps_ahead_give_the_same_bits() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    for family in [ModelFamily::Llama, ModelFamily::Gemma3] {
+    // Lanes; windows and embeddings of layers; states.
+    for family in [ModelFamily::Llama, ModelFamily::Gemma4, ModelFamily::Qwen35] {
         Tiny::new(family, BlockType::Q8_0).write(&path);
         let model = model(&path, &library);
         let (expected, plain) = run(&model, Logits::Last);

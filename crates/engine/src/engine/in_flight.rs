@@ -193,9 +193,12 @@ impl Engine {
         let own = s.tokens.get(position..end).unwrap_or_default();
         // The soft cap may make different logits equal, and the first among equals wins.
         let is_plain = self.model.config().softcap.is_none();
-        let wanted = match is_plain {
-            true => s.wanted(self.tokenizer.end_of_generation().len()),
-            false => Logits::Last,
+        let ends = self.tokenizer.end_of_generation();
+        let draw = self.compute.draws_tokens().then(|| s.draw(ends));
+        let wanted = match draw.flatten() {
+            Some(draw) => draw.request(),
+            None if is_plain => s.wanted(ends.len()),
+            None => Logits::Last,
         };
         let (tokens, logits) = match end == s.tokens.len() {
             _ if !part.checked.is_empty() => (&*part.checked, wanted.of_all_rows()),

@@ -9,6 +9,7 @@ mod edges;
 mod hostile;
 mod in_flight;
 mod interrupted;
+mod mlx;
 mod page_store;
 mod prefill_budget;
 pub(crate) mod requests;

@@ -1,15 +1,16 @@
-//! The step after a greedy one, submitted before the greedy step's tokens are read.
+//! The step after one whose tokens the device chooses, submitted before these are read.
 //!
 //! ```text
 //! device     | step 1     | step 2     | step 3     |
 //! host       submit 2     read 1, choose, submit 3     read 2, ..
 //! ```
 //!
-//! A step whose rows all ask for the largest logit is usually followed by one row more of the same
-//! sequences. The tokens of these rows are on the device already, so that step is submitted at
-//! once. The leader's next plan is compared with it, word by word. Equal plans take its logits.
-//! Otherwise they are dropped. The rows that it wrote to the cache are written again before a row
-//! reads them: a page that is not full has one owner.
+//! A step whose rows all ask for the largest logit or a drawn token is usually followed by one row
+//! more of the same sequences. The tokens of these rows are on the device already, so that step is
+//! submitted at once. The leader's next plan is compared with it, word by word. Equal plans take
+//! its logits. Otherwise they are dropped. The rows that it wrote to the cache are written again
+//! before a row reads them: a page that is not full has one owner. The state behind a page follows
+//! from the state before it and from its rows, so that it is written again with its last row.
 
 use paceline_tensor::PAGE;
 
@@ -71,13 +72,17 @@ pub(super) struct NextStep<'a> {
 }
 
 impl<'a> NextStep<'a> {
-    /// The next row of each sequence of `batch`, where all take their largest logit and none needs
-    /// a page more. `pools` are the pages of windows, `context` the positions of a sequence.
+    /// The next row of each sequence of `batch`, where the device has the tokens of all and none
+    /// needs a page more. `pools` are the pages of windows, `context` the positions of a sequence.
     pub(super) fn after(batch: &Batch<'a>, pools: &[WindowPool], context: usize) -> Option<Self> {
         let next = |s: &BatchSequence<'a>| {
             let position = s.position + s.tokens.len();
-            let is_next = s.logits == Logits::Best
-                && position < context
+            let logits = match s.logits {
+                Logits::Best => Logits::Best,
+                Logits::Drawn(draw) => Logits::Drawn(draw.next()),
+                _ => return None,
+            };
+            let is_next = position < context
                 && !position.is_multiple_of(PAGE)
                 && s.pages.len() == position.div_ceil(PAGE);
             let window = |(pool, window): (&WindowPool, &WindowPages<'a>)| {
@@ -86,7 +91,11 @@ impl<'a> NextStep<'a> {
                 Some(WindowPages { first_page, pages })
             };
             let windows: Option<Vec<_>> = pools.iter().zip(s.windows).map(window).collect();
-            let s = BatchSequence { position, ..*s };
+            let s = BatchSequence {
+                position,
+                logits,
+                ..*s
+            };
             is_next.then_some((s, windows?))
         };
         let sequences = batch.sequences.iter().map(next);

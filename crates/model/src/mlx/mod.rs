@@ -34,6 +34,7 @@ mod alone;
 mod cache;
 mod counters;
 mod decoding;
+mod draw;
 mod exchange;
 mod gates;
 mod host;
@@ -573,7 +574,7 @@ impl<'a> OnDevice<'a> {
             self.watch.during(batch.rows(), wait)?;
         }
         if let Some((next, of_next)) = submitted.transpose()?.flatten() {
-            let words = next.words(&logits.greedy_tokens()?);
+            let words = next.words(&logits.host_tokens()?);
             reserved.ahead.submitted(words, of_next);
         }
         let bytes = logits.read(self.stream, rows)?;
@@ -582,25 +583,22 @@ impl<'a> OnDevice<'a> {
     }
 
     /// The step that probably follows `batch`. `None` where other ranks compute too, since they get
-    /// the tokens with the plan. `None` too where a row changes a state that another plan needs.
+    /// the tokens with the plan.
     fn next<'b>(&self, reserved: &Reserved, batch: &Batch<'b>) -> Option<NextStep<'b>> {
-        let has_state = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
-        let model = self.model;
-        let is_alone = model.links.is_none() && !model.config.layers.iter().any(has_state);
-        if !is_alone || reserved.ahead.pauses() {
+        if self.model.links.is_some() || reserved.ahead.pauses() {
             return None;
         }
         NextStep::after(batch, &reserved.windows, reserved.size.context)
     }
 
-    /// Submits the step `next`, whose tokens are the largest of `logits`; with its logits.
+    /// Submits the step `next`, whose tokens are those of `logits`; with its logits.
     fn submit<'b>(
         &self,
         reserved: &mut Reserved,
         logits: &StepLogits,
         next: NextStep<'b>,
     ) -> Result<Option<(NextStep<'b>, StepLogits)>, Error> {
-        let Some(tokens) = logits.greedy(self.stream)? else {
+        let Some(tokens) = logits.tokens(self.stream)? else {
             return Ok(None);
         };
         let unknown = vec![0; next.rows()];
@@ -927,6 +925,11 @@ impl Compute for OnMlx {
             }
         }
         Ok(self.step()?.unwrap_or(0))
+    }
+
+    /// Class `mlx-exact` has the tokens of a host.
+    fn draws_tokens(&self) -> bool {
+        self.model.links.is_none() && !self.model.is_exact()
     }
 
     fn depth(&self) -> usize {

@@ -244,7 +244,7 @@ impl<'a> Step<'a> {
         if model.shard.vocab().len() < model.config.vocab {
             return Ok(None);
         }
-        let of = |all| StepLogits::new(self.parts.stream, all, self.batch.extents());
+        let of = |all| StepLogits::new(self.parts.stream, all, &self.batch.requests());
         self.head_rows()?.map(of).transpose()
     }
 

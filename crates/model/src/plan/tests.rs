@@ -1,7 +1,7 @@
 //! Plans survive the encoding, and hostile ones are refused by name.
 
 use super::*;
-use crate::{TopLogits, WindowPool};
+use crate::{ForbiddenTokens, TopLogits, WindowPool};
 
 const LIMITS: PlanLimits<'_> = PlanLimits {
     rows: 300,
@@ -54,9 +54,19 @@ fn a_plan_says_what_was_written() {
     (guessed[0].logits, guessed[1].logits) = (Logits::AllBest, top_logits().of_all_rows());
     let mut top = sequence(&[6], 62, &[17]);
     top.logits = top_logits();
+    let mut drawn = best;
+    drawn.logits = Logits::Drawn(TokenDraw {
+        temperature: 0.7,
+        top_k: 40,
+        top_p: 0.95,
+        min_p: 0.05,
+        seed: u64::MAX - 5,
+        draws: 1 << 40,
+        forbidden: ForbiddenTokens::new(&[7, 999]).unwrap(),
+    });
     let cases: [&[BatchSequence<'_>]; 4] = [
         &guessed,
-        &[sequence(&[999], 63, &[19]), best, top],
+        &[sequence(&[999], 63, &[19]), drawn, best, top],
         &[sequence(&long, 0, &[0, 1, 2, 3, 4]), second],
         &[],
     ];

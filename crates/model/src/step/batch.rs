@@ -4,11 +4,12 @@
 
 use paceline_tensor::{AttentionRows, PAGE};
 
+use super::draw::TokenDraw;
 use crate::WindowPool;
 use crate::candidates::LogitExtent;
 
 /// Rows of a sequence that need logits, and how many values of each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Logits {
     /// None, for a prompt chunk before the last.
     None,
@@ -25,6 +26,9 @@ pub enum Logits {
     AllBest,
     /// As [`Top`](Self::Top), for all rows.
     AllTop(TopLogits),
+    /// The token behind the last row, which the step draws. The others' logits may be NaN. Only
+    /// where a backend [draws](crate::Compute::draws_tokens).
+    Drawn(TokenDraw),
 }
 
 /// How many of a row's largest logits are needed.
@@ -42,7 +46,7 @@ impl Logits {
     pub const fn rows(self, rows: usize) -> usize {
         match self {
             Self::None => 0,
-            Self::Last | Self::Best | Self::Top(_) => 1,
+            Self::Last | Self::Best | Self::Top(_) | Self::Drawn(_) => 1,
             Self::All | Self::AllBest | Self::AllTop(_) => rows,
         }
     }
@@ -50,7 +54,7 @@ impl Logits {
     /// The same request for all rows instead of the last.
     pub const fn of_all_rows(self) -> Self {
         match self {
-            Self::Last => Self::All,
+            Self::Last | Self::Drawn(_) => Self::All,
             Self::Best => Self::AllBest,
             Self::Top(top) => Self::AllTop(top),
             Self::None | Self::All | Self::AllBest | Self::AllTop(_) => self,
@@ -60,15 +64,15 @@ impl Logits {
     /// The request for the first rows of a divided sequence.
     pub(crate) const fn before_the_last(self) -> Self {
         match self {
-            Self::None | Self::Last | Self::Best | Self::Top(_) => Self::None,
+            Self::None | Self::Last | Self::Best | Self::Top(_) | Self::Drawn(_) => Self::None,
             Self::All | Self::AllBest | Self::AllTop(_) => self,
         }
     }
 
     /// Values that are needed of each row with logits.
-    const fn extent(self) -> LogitExtent {
+    pub(crate) const fn extent(self) -> LogitExtent {
         match self {
-            Self::None | Self::Last | Self::All => LogitExtent::Whole,
+            Self::None | Self::Last | Self::All | Self::Drawn(_) => LogitExtent::Whole,
             Self::Best | Self::AllBest => LogitExtent::Best,
             Self::Top(top) | Self::AllTop(top) => LogitExtent::Top(top),
         }
@@ -84,10 +88,11 @@ impl Logits {
             Self::AllBest => 4,
             Self::Top(top) => top.to_word(TOP_KIND),
             Self::AllTop(top) => top.to_word(ALL_TOP_KIND),
+            Self::Drawn(_) => DRAWN,
         }
     }
 
-    /// Decodes a word of a plan; `None` if invalid.
+    /// Decodes a word of a plan; `None` if invalid. The words of a [`TokenDraw`] are apart.
     pub(crate) fn from_word(word: u32) -> Option<Self> {
         let [kind, within, low, high] = word.to_le_bytes();
         let top = TopLogits {
@@ -100,6 +105,7 @@ impl Logits {
             2 => Some(Self::All),
             3 => Some(Self::Best),
             4 => Some(Self::AllBest),
+            DRAWN => Some(Self::Drawn(TokenDraw::LARGEST)),
             _ => match (kind, top.n) {
                 (TOP_KIND, 1..) => Some(Self::Top(top)),
                 (ALL_TOP_KIND, 1..) => Some(Self::AllTop(top)),
@@ -112,6 +118,9 @@ impl Logits {
 /// The lowest byte of the words for [`Logits::Top`] and [`Logits::AllTop`].
 const TOP_KIND: u8 = 5;
 const ALL_TOP_KIND: u8 = 6;
+
+/// The word for [`Logits::Drawn`].
+const DRAWN: u32 = 7;
 
 impl TopLogits {
     fn to_word(self, kind: u8) -> u32 {
@@ -203,9 +212,14 @@ impl Batch<'_> {
 
     /// Values that are needed of each row with logits.
     pub(crate) fn extents(&self) -> Vec<LogitExtent> {
-        let rows = |s: &BatchSequence<'_>| {
-            std::iter::repeat_n(s.logits.extent(), s.logits.rows(s.tokens.len()))
-        };
+        let requests = self.requests();
+        requests.iter().map(|request| request.extent()).collect()
+    }
+
+    /// What each row with logits is for.
+    pub(crate) fn requests(&self) -> Vec<Logits> {
+        let rows =
+            |s: &BatchSequence<'_>| std::iter::repeat_n(s.logits, s.logits.rows(s.tokens.len()));
         self.sequences.iter().flat_map(rows).collect()
     }
 

@@ -1,13 +1,15 @@
 //! A random model of two layers with a byte-level vocabulary of 32 tokens, built in the test.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use paceline_base::Rank;
+use paceline_base::{KernelClass, Rank};
 use paceline_model::testing::{
     FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, WIDTH, ends, matrix, spell, tiny_llama,
 };
 use paceline_model::{
-    Adapter, AdapterId, AdapterPair, LayerRole, LoadOptions, Model, ModelSource, Split,
+    Adapter, AdapterId, AdapterPair, LayerRole, LoadOptions, MlxModel, MlxOptions, MlxPlaces,
+    Model, ModelSource, Split,
 };
 use paceline_tensor::{InstructionSet, Kernels};
 use paceline_text::tokenizer::{Specials, Tokenizer};
@@ -114,6 +116,29 @@ impl TinyModel {
         tiny_llama(letters(), VOCAB, 4096).write(&path);
         let kernels = Arc::new(Kernels::with_set(set, threads).unwrap());
         Self::open(&ModelSource::open(&path).unwrap(), kernels)
+    }
+
+    /// The same weights on MLX, by the library at `mlxc`.
+    pub(super) fn on_mlx(mlxc: PathBuf) -> MlxModel {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tiny.gguf");
+        tiny_llama(letters(), VOCAB, 4096).write(&path);
+        let source = Arc::new(ModelSource::open(&path).unwrap());
+        let split = Split::whole(&config_of(&source).unwrap());
+        let kernels = Arc::new(Kernels::new(1).unwrap());
+        let options = MlxOptions {
+            places: MlxPlaces {
+                explicit: Some(mlxc),
+                ..MlxPlaces::default()
+            },
+            class: KernelClass::MlxF32,
+            positions: 256,
+            rows: 128,
+            sequences: 1,
+            patience: MlxOptions::PATIENCE,
+            last_words: MlxOptions::LAST_WORDS,
+        };
+        MlxModel::load(source, &split, Rank(0), options, kernels, |_, _| {}).unwrap()
     }
 
     /// As [`new`](Self::new), with adapters called `a` and `b`.

@@ -1,0 +1,122 @@
+//! The engine on MLX: tokens that the device draws, and pages in a store.
+
+use std::sync::Arc;
+
+use paceline_model::MlxModel;
+use paceline_tensor::PAGE;
+
+use super::page_store::Shelf;
+use super::requests::{SAMPLED, prompt, request};
+use super::rig::{Rig, SequenceOutcome};
+use super::tiny::TinyModel;
+use crate::{Engine, EngineConfig, GenerationRequest, SamplingParams};
+
+const TOKENS: usize = 60;
+
+/// Sampled requests, and a greedy one that may not end.
+fn requests() -> Vec<GenerationRequest> {
+    let params = [
+        SAMPLED,
+        SamplingParams {
+            top_k: 5,
+            ..SAMPLED
+        },
+        SamplingParams {
+            top_p: 0.8,
+            temperature: 0.7,
+            ..SAMPLED
+        },
+        SamplingParams {
+            top_k: 20,
+            top_p: 0.9,
+            min_p: 0.1,
+            ..SAMPLED
+        },
+        SamplingParams::default(),
+    ];
+    let of = |(i, params): (usize, SamplingParams)| {
+        let seed = 5 + i as u64;
+        let params = SamplingParams { seed, ..params };
+        GenerationRequest {
+            min_tokens: TOKENS,
+            ..request(prompt(40, i as u32), TOKENS, params)
+        }
+    };
+    params.into_iter().enumerate().map(of).collect()
+}
+
+/// A model on MLX, and the same on the CPU.
+struct OnMlx {
+    tiny: TinyModel,
+    model: Arc<MlxModel>,
+}
+
+impl OnMlx {
+    /// `None` where there is no MLX.
+    fn new(test: &str) -> Option<Self> {
+        let Some(mlxc) = std::env::var_os("PACELINE_MLXC") else {
+            eprintln!("SKIPPED {test}: PACELINE_MLXC names no libmlxc");
+            return None;
+        };
+        Some(Self {
+            tiny: TinyModel::new(1),
+            model: Arc::new(TinyModel::on_mlx(mlxc.into())),
+        })
+    }
+
+    /// The outcome of a request in an engine of its own, and the tokens that it did not compute.
+    fn answer(&self, request: &GenerationRequest, store: Option<&Shelf>) -> (SequenceOutcome, u64) {
+        let config = EngineConfig::single("tiny", 256);
+        let mut rig = Rig::new(&self.tiny, config.clone());
+        let tokenizer = Arc::clone(&self.tiny.tokenizer);
+        let mut engine = Engine::new(Arc::clone(&self.model) as _, tokenizer, config).unwrap();
+        if let Some(store) = store {
+            engine = engine.with_store(Box::new(store.clone()));
+        }
+        rig.engine = engine;
+        let id = rig.submit(request);
+        rig.drain();
+        (rig.outcomes.remove(&id).unwrap(), rig.engine.n_reused())
+    }
+}
+
+#[test]
+fn mlx_draws_the_tokens_that_the_host_samples() {
+    let Some(mlx) = OnMlx::new("tokens that mlx draws") else {
+        return;
+    };
+    for request in requests() {
+        let before = mlx.model.counts();
+        let (drawn, _) = mlx.answer(&request, None);
+        let counts = mlx.model.counts();
+        // Log-probabilities need all logits, so the host samples.
+        let request = GenerationRequest {
+            logprobs: Some(0),
+            ..request
+        };
+        let (sampled, _) = mlx.answer(&request, None);
+        assert_eq!(drawn.tokens, sampled.tokens, "{request:?}");
+        assert_eq!(drawn.tokens.len(), TOKENS);
+        let bytes = counts.logit_bytes - before.logit_bytes;
+        assert_eq!(bytes, 12 * TOKENS as u64);
+        // All but the first, and those behind the end of a page.
+        let ahead = counts.steps_ahead - before.steps_ahead;
+        assert!(ahead >= TOKENS as u64 - 4, "{ahead}");
+    }
+}
+
+#[test]
+fn mlx_reads_no_prompt_again_after_a_restart() {
+    let Some(mlx) = OnMlx::new("prompts in a store of mlx") else {
+        return;
+    };
+    let wanted = request(prompt(3 * PAGE + 9, 1), 20, SAMPLED);
+    let (expected, _) = mlx.answer(&wanted, None);
+    let shelf = Shelf::default();
+    for reused in [0, 3 * PAGE as u64] {
+        assert_eq!(
+            mlx.answer(&wanted, Some(&shelf)),
+            (expected.clone(), reused)
+        );
+    }
+}
