@@ -359,9 +359,16 @@ impl<'a> ConfigFields<'a> {
             }
             Self::Hf(_) => {
                 const FIELD: &str = "use_bidirectional_attention";
-                let is_gemma3 = self.model_type()? == ModelFamily::Gemma3.hf_name();
-                let said = is_gemma3.then(|| self.hf(FIELD, "true or false", Value::as_bool));
-                Ok(said.transpose()?.flatten() == Some(true))
+                const CAUSAL: &str = "is_causal";
+                if self.model_type()? != ModelFamily::Gemma3.hf_name() {
+                    return Ok(false);
+                }
+                let said = |name| self.hf(name, "true or false", Value::as_bool);
+                match (said(FIELD)?, said(CAUSAL)?) {
+                    (Some(true), _) => Ok(true),
+                    (_, Some(false)) => Err(wrong_value(CAUSAL, false, "true")),
+                    _ => Ok(false),
+                }
             }
         }
     }

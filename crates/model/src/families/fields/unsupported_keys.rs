@@ -66,6 +66,7 @@ const FLAGS: [FlagKey; 8] = [
     FlagKey::new("", "attn_output_gate", ModelFamily::has_delta_nets, &[]),
     FlagKey::new("", "use_qk_norm", ModelFamily::norms_heads, QK_NORM),
 ];
+const GEMMAS: &[ModelFamily] = &[ModelFamily::Gemma3, ModelFamily::Gemma4];
 const BIDIRECTIONAL: &str = "use_bidirectional_attention";
 const PARALLEL: &str = "use_parallel_residual";
 const QK_NORM: &[ModelFamily] = &[ModelFamily::Glm4Moe, ModelFamily::MiniMaxM2];
