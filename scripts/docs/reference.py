@@ -3,6 +3,7 @@
     python scripts/docs/reference.py --binary PACELINE --model SMOLLM2 [--python PYTHON] [--write]
 
 - `commands.md`: the help of every command, from the program;
+- `families.md`: what is supported for each model family, from `paceline models --families --json`;
 - `http.md`: paths and fields of the HTTP API, from `/openapi.json` of a server with SmolLM2;
 - `python.md`: the package for Python, from its signatures and docstrings, by PYTHON that has the wheel.
 
@@ -106,6 +107,24 @@ def without_logs(lines: list[str]) -> list[str]:
 
 def plain(said: str) -> list[str]:
     return [line.rstrip() for line in said.strip().splitlines()]
+
+
+# Families.
+
+def families(binary: Path) -> str:
+    """A row for each family."""
+    rows = json.loads(say(binary, "models", "--families", "--json"))["families"]
+    text = ["# Model families", "", AGAIN, "Log-probabilities of each family were compared with those of the",
+            "program in the last column.", "",
+            "| models | names in files | engines | splits | drafts | training | pictures | checked by |",
+            "|---|---|---|---|---|---|---|---|"]
+    mark = {True: "yes", False: "-"}
+    for row in rows:
+        names = ", ".join(f"`{name}`" for name in row["names"])
+        lists = [", ".join(row[column]) or "-" for column in ("engines", "splits")]
+        flags = [mark[row[column]] for column in ("drafts", "training", "pictures")]
+        text.append(f"| {' | '.join([row['models'], names, *lists, *flags, row['checked']])} |")
+    return "\n".join([*text, ""])
 
 
 # HTTP.
@@ -319,7 +338,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     binary = arguments.binary.resolve()
-    makers = {"commands": lambda: commands(binary),
+    makers = {"commands": lambda: commands(binary), "families": lambda: families(binary),
               "http": lambda: http(binary, arguments.model.resolve())}
     if arguments.python:
         makers["python"] = lambda: python(arguments.python)

@@ -13,6 +13,7 @@ mod compute;
 mod doctor;
 mod engines;
 mod error;
+mod families;
 mod fits;
 mod hint;
 mod home;

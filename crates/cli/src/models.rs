@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::error::Error;
 use crate::output::{print, print_err};
-use crate::{fits, home, member, stores};
+use crate::{families, fits, home, member, stores};
 
 /// Arguments of `paceline models`.
 #[derive(Debug, clap::Args)]
@@ -25,6 +25,9 @@ pub(crate) struct ListArgs {
     /// Show which machine of the cluster has which models, and how much of them
     #[arg(long, conflicts_with_all = ["all", "fits"])]
     nodes: bool,
+    /// Show what is supported for each model family
+    #[arg(long, conflicts_with_all = ["all", "fits", "nodes"])]
+    families: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -52,6 +55,9 @@ pub(crate) struct RmArgs {
 
 /// Lists the store's models.
 pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
+    if args.families {
+        return families::run(args.json);
+    }
     if args.nodes {
         return stores::list(args.json);
     }

@@ -26,6 +26,9 @@ pub enum Error {
         architecture: String,
         supported: String,
     },
+    /// A key in a GGUF file's own name space that no reader of the family knows.
+    #[error("{key} is no known key of models of the family {family}")]
+    UnknownKey { key: String, family: &'static str },
     #[error("config.json has no {field}")]
     MissingField { field: &'static str },
     /// A configuration field has another type.

@@ -122,6 +122,119 @@ fn ropes_of_hugging_face_folders() {
     assert_turns(turns(&gemma, 1), 1.0, second(1e4, 32.0));
 }
 
+/// Old, newer and newest names of the fields; contexts of 0.5, 1 and 3 times the original one.
+#[test]
+fn scaled_ropes_are_those_of_transformers() {
+    let text = std::fs::read(golden("ropes.json")).unwrap();
+    let cases: Value = serde_json::from_slice(&text).unwrap();
+    for case in cases["cases"].as_array().unwrap() {
+        let context = case["context"].as_u64().unwrap() as usize;
+        let config = hf("llama-tied", &case["fields"]);
+        let rope = config.ropes[0].for_context(context);
+        let expected = case["frequencies"].as_array().unwrap();
+        let title = format!("{}, context {context}", case["name"]);
+        assert_eq!(rope.frequencies.len(), expected.len(), "{title}");
+        let magnitude = case["magnitude"].as_f64().unwrap();
+        let of_pairs = rope.frequencies.iter().zip(expected);
+        let pairs = of_pairs.map(|(got, expected)| (*got, expected.as_f64().unwrap()));
+        for (got, expected) in pairs.chain([(rope.magnitude, magnitude)]) {
+            // Theirs are single precision.
+            assert!(
+                (got / expected - 1.0).abs() < 1e-6,
+                "{title}: {got}, not {expected}"
+            );
+        }
+    }
+}
+
+/// Qwen's advice leaves the stated context as it is; the factor extends it.
+#[test]
+fn scaling_extends_the_context() {
+    let context = |fields: Value| hf("qwen2-f16", &fields).context;
+    let yarn = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768});
+    for stated in [32768, 40960, 131_072] {
+        let fields = json!({"rope_scaling": yarn, "max_position_embeddings": stated});
+        assert_eq!(context(fields), 131_072);
+    }
+    let dynamic = json!({"type": "dynamic", "factor": 2.0});
+    let fields = json!({"rope_scaling": dynamic, "max_position_embeddings": 4096});
+    assert_eq!(context(fields), 8192);
+    let yarn = [
+        ("rope.scaling.type", Entry::from("yarn")),
+        ("rope.scaling.factor", 4f32.into()),
+        ("rope.scaling.original_context_length", 100_000u32.into()),
+    ];
+    let llama = gguf(ModelFamily::Llama, &yarn);
+    assert_eq!(llama.context, 400_000);
+    assert_eq!(llama.ropes[0].pairs, RopePairs::Adjacent);
+    assert_turns(turns(&llama, 0), 1.0, second(1e4, 32.0));
+    assert!((llama.ropes[0].magnitude - 1.138_629_436_111_989).abs() < 1e-12);
+}
+
+/// The text part of a multimodal folder, and fields under the names of transformers 5.
+#[test]
+fn folders_of_this_year_read() {
+    let renamed = json!({"num_experts": null, "num_local_experts": 6});
+    let moe = hf("qwen3moe-bf16", &renamed);
+    assert_eq!(moe.layers[1].experts.unwrap().count, 6);
+
+    // As the published Gemma 3 4B: only what is not its class's default.
+    let dir = folder("gemma3-bf16", &json!({}));
+    let text = json!({
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 34, "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}
+    });
+    let config = json!({"model_type": "gemma3", "text_config": text});
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let gemma = Config::read(&ModelSource::open(dir.path()).unwrap()).unwrap();
+    assert_eq!(
+        (gemma.width, gemma.heads, gemma.kv_heads, gemma.head_dim),
+        (2560, 8, 4, 256)
+    );
+    assert_eq!(
+        (gemma.vocab, gemma.context, gemma.tied),
+        (262_208, 131_072, Some(true))
+    );
+    assert_turns(turns(&gemma, 0), 0.125, 0.125 * second(1e6, 256.0));
+    assert_turns(turns(&gemma, 1), 1.0, second(1e4, 256.0));
+    assert_eq!(windows(&gemma)[4..6], [Some(1024), None]);
+}
+
+/// The table of families names what the golden tests read.
+#[test]
+fn families_are_checked_by_folders_of_their_own() {
+    for family in ModelFamily::ALL {
+        let folders = family.checked_by();
+        assert!(!folders.is_empty(), "{family:?}");
+        for name in folders {
+            let source = ModelSource::open(&golden(&format!("hf/{name}"))).unwrap();
+            assert_eq!(Config::read(&source).unwrap().family, family, "{name}");
+        }
+    }
+}
+
+/// The refusal of an architecture lists each known name once.
+#[test]
+fn an_unknown_architecture_gets_all_names() {
+    let dir = folder("llama-tied", &json!({"model_type": "mamba"}));
+    let error = Config::read(&ModelSource::open(dir.path()).unwrap()).unwrap_err();
+    let error = error.to_string();
+    let (_, names) = error.split_once("expected one of ").unwrap();
+    let names: Vec<&str> = names.split(", ").collect();
+    for name in [
+        "llama",
+        "deepseek_v2",
+        "kimi_k2",
+        "glm4_moe_lite",
+        "gemma4_text",
+        "mistral4",
+    ] {
+        let n = names.iter().filter(|other| **other == name).count();
+        assert_eq!(n, 1, "{name} in {error}");
+    }
+}
+
 fn windows(config: &Config) -> Vec<Option<usize>> {
     config.layers.iter().map(|layer| layer.window).collect()
 }
@@ -138,6 +251,12 @@ fn windows_of_layers() {
         gemma.layers.iter().map(|l| l.rope).collect::<Vec<_>>(),
         [1, 0, 1, 0, 1, 0]
     );
+
+    // Rows that see later ones too: half to each side, and their own.
+    let both = ("attention.causal", false.into());
+    let gemma = gguf(ModelFamily::Gemma3, &[both]);
+    assert!(gemma.bidirectional);
+    assert_eq!(windows(&gemma)[0], Some(36));
 
     let qwen = hf("qwen2-f16", &json!({"use_sliding_window": true}));
     assert_eq!(windows(&qwen), [full, Some(8), Some(8)]);
@@ -313,7 +432,22 @@ fn rope_factors_divide() {
     };
     let scaled = logits("linear", Some(4.0), None);
     assert_eq!(logits("factors", None, Some(4.0)), scaled);
-    assert_ne!(logits("plain", None, None), scaled);
+    let plain = logits("plain", None, None);
+    assert_ne!(plain, scaled);
+
+    // LongRoPE's factors are those of the context served.
+    for (original, expected) in [(20u32, &plain), (19, &scaled)] {
+        let path = dir.path().join("long");
+        let mut file = tiny.file();
+        let key = "llama.rope.scaling.original_context_length";
+        file.set(key, Some(original.into()));
+        file.put_f32("rope_factors_short.weight", &[1.0; 16]);
+        file.put_f32("rope_factors_long.weight", &[4.0; 16]);
+        file.write(&path);
+        let model = load(&path, KernelClass::CpuF32, &kernels());
+        let got = Runner::new(model, tokens.len()).all(&tokens);
+        assert_eq!(&got, expected, "original context {original}");
+    }
 }
 
 /// The sizes of latent attention, in both layouts; of a query's parts and of what is kept.

@@ -71,7 +71,7 @@ pub use forecast::{
     too_small,
 };
 pub use metrics::{Measured, read_metrics};
-pub use net::{Leaf, TrainableModel, Trained};
+pub use net::{FAMILIES, Leaf, TrainableModel, Trained};
 pub use optimiser::{Optimiser, OptimiserOptions, Rule, Schedule};
 pub use order::ExampleOrder;
 pub use params::{Layout, Lora, ParameterSlot};

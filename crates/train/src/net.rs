@@ -515,6 +515,14 @@ impl Trained {
     }
 }
 
+/// Families with gradients.
+pub const FAMILIES: [ModelFamily; 4] = [
+    ModelFamily::Llama,
+    ModelFamily::Qwen2,
+    ModelFamily::Qwen3,
+    ModelFamily::Gemma3,
+];
+
 fn check_family(config: &Config) -> Result<(), Error> {
     let refused = |why| {
         let family = format!("{:?}", config.family).to_lowercase();
@@ -523,14 +531,14 @@ fn check_family(config: &Config) -> Result<(), Error> {
     if config.layers.iter().any(|layer| layer.experts.is_some()) {
         return refused("it has experts, whose gradients are to come");
     }
-    let known = [
-        ModelFamily::Llama,
-        ModelFamily::Qwen2,
-        ModelFamily::Qwen3,
-        ModelFamily::Gemma3,
-    ];
-    if !known.contains(&config.family) {
+    if !FAMILIES.contains(&config.family) {
         return refused("its gradients are to come; llama, qwen2, qwen3 and gemma3 have them");
+    }
+    if config.bidirectional {
+        return refused("its positions attend to later ones");
+    }
+    if config.ropes.iter().any(|rope| rope.long.is_some()) {
+        return refused("its rotations depend on the served context");
     }
     let rows = |layer: &LayerShape| layer.cache == LayerCache::Rows;
     if !config.layers.iter().all(rows) {

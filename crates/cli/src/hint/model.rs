@@ -83,7 +83,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
             Some("it makes embeddings: serve it with `paceline up`")
         }
         Error::Architecture { .. } => Some("take a model of one of these families"),
-        Error::Value { .. } => Some(UNUSUAL),
+        Error::Value { .. } | Error::UnknownKey { .. } => Some(UNUSUAL),
         Error::Pack { source, .. } | Error::Cache(source) => Some(of_memory(source)),
         Error::Mlx(error) => of_mlx(error),
         Error::DevicePositions { .. } => Some(LESS_MEMORY),

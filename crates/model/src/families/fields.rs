@@ -7,6 +7,7 @@ mod dbrx;
 mod delta_net;
 mod experts;
 mod gemma4;
+mod known_keys;
 mod latent;
 mod rope;
 mod unsupported_keys;

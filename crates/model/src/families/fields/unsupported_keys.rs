@@ -130,8 +130,9 @@ impl ConfigFields<'_> {
     /// Refuses fields that require another computation than `config`, the reader's result.
     ///
     /// # Errors
-    /// [`Error::Value`] with the field, its value and the implemented value.
+    /// [`Error::Value`] with the field, its value and the implemented value; [`Error::UnknownKey`].
     pub(crate) fn check_unread(&self, config: &Config) -> Result<(), Error> {
+        self.check_known_keys(config.family)?;
         self.check_flags(config.family)?;
         for number in NUMBERS.iter().filter(|key| !key.is_read(config.family)) {
             let said = self.opt_float(number.gguf, number.hf)?;

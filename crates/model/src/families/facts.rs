@@ -1,0 +1,73 @@
+//! What paceline does with each family: the rows of `paceline models --families`.
+
+use super::ModelFamily;
+
+impl ModelFamily {
+    /// Published models of the family.
+    pub const fn models(self) -> &'static str {
+        match self {
+            Self::Llama => "Llama 2 and 3, SmolLM2",
+            Self::Qwen2 => "Qwen 2 and 2.5",
+            Self::Qwen3 => "Qwen 3",
+            Self::Gemma3 => "Gemma 3, EmbeddingGemma",
+            Self::Gemma4 => "Gemma 4, also with experts",
+            Self::Mixtral => "Mixtral",
+            Self::Qwen2Moe => "Qwen 1.5 and 2 with experts",
+            Self::Qwen3Moe => "Qwen 3 with experts",
+            Self::Dbrx => "DBRX",
+            Self::GptOss => "gpt-oss",
+            Self::Glm4Moe => "GLM 4.5 to 4.7",
+            Self::MiniMaxM2 => "MiniMax M2 to M2.7",
+            Self::DeepSeek => {
+                "DeepSeek V2 to V3.2 and R1, Kimi K2, GLM 4.7 Flash, GLM 5, Mistral 4"
+            }
+            Self::Qwen3Next => "Qwen3-Next",
+            Self::Qwen35 => "Qwen 3.5 to 3.8",
+            Self::Qwen35Moe => "Qwen 3.5 to 3.8 with experts",
+        }
+    }
+
+    /// Names in files: `general.architecture`, `model_type`, and others in either layout.
+    pub fn stored_names(self) -> Vec<&'static str> {
+        let mut names = vec![self.name(), self.hf_name()];
+        names.extend(self.other_names());
+        names.dedup();
+        names
+    }
+
+    /// Ways to split its models, as `--split` names them.
+    pub const fn splits(self) -> &'static [&'static str] {
+        match self.has_experts() {
+            true => &["tensor", "pipeline", "experts"],
+            false => &["tensor", "pipeline"],
+        }
+    }
+
+    /// Folders of `tests-data/golden/hf` whose log-probabilities are those of transformers.
+    pub const fn checked_by(self) -> &'static [&'static str] {
+        match self {
+            Self::Llama => &["llama-tied", "llama-untied-bf16", "llama-rope3-sharded"],
+            Self::Qwen2 => &["qwen2-f16"],
+            Self::Qwen3 => &["qwen3-bf16"],
+            Self::Gemma3 => &["gemma3-bf16", "gemma3-linear-bf16"],
+            Self::Gemma4 => &["gemma4-e-bf16", "gemma4-moe-bf16"],
+            Self::Mixtral => &["mixtral"],
+            Self::Qwen2Moe => &["qwen2moe-bf16"],
+            Self::Qwen3Moe => &["qwen3moe-bf16"],
+            Self::Dbrx => &["dbrx-bf16"],
+            Self::GptOss => &["gpt-oss-bf16", "gpt-oss-mxfp4"],
+            Self::Glm4Moe => &["glm4moe-bf16", "glm4moe-air-bf16"],
+            Self::MiniMaxM2 => &["minimax-m2-bf16"],
+            Self::DeepSeek => &[
+                "deepseek-v2",
+                "deepseek-v3-bf16",
+                "deepseek-v32-bf16",
+                "glm4-moe-lite-bf16",
+                "mistral4-bf16",
+            ],
+            Self::Qwen3Next => &["qwen3next-bf16"],
+            Self::Qwen35 => &["qwen35-bf16"],
+            Self::Qwen35Moe => &["qwen35moe-bf16"],
+        }
+    }
+}
