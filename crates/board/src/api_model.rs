@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use paceline_cluster::nodes::placement::InstanceSpec;
+use paceline_fleet::InstanceSpec;
 use paceline_engine::SamplingParams;
 use paceline_model::encoder::EncoderConfig;
 use paceline_model::{Config, ModelSource};

@@ -16,7 +16,7 @@ use paceline_auth::keys::{self, KeyInfo, KeyRole, Keys};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_cluster::nodes::placement::{AdapterFile, AdapterNaming, InstanceSpec};
+use paceline_fleet::{AdapterFile, AdapterNaming, InstanceSpec};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
 use paceline_node::context_size::{ContextBudget, KvMemory};
@@ -550,7 +550,7 @@ impl Mirror for FleetMirror {
 
 #[cfg(test)]
 mod tests {
-    use paceline_cluster::nodes::placement::WeightDistribution;
+    use paceline_fleet::WeightDistribution;
 
     use super::*;
 

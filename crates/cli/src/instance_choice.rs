@@ -7,7 +7,7 @@ use anyhow::{Context, anyhow, bail};
 use paceline_base::KernelClass;
 pub(crate) use paceline_board::lease::NodeInstance;
 use paceline_board::lease::{InstanceLease, LeaseReport, alive};
-use paceline_cluster::nodes::placement::InstanceOptions;
+use paceline_fleet::InstanceOptions;
 use paceline_model::SplitKind;
 use paceline_node::fleet::LoadRequest;
 use serde_json::{Value, json};

@@ -10,7 +10,7 @@ use paceline_base::Bytes;
 use paceline_board::lookup::{self, weights};
 use paceline_board::pulls;
 use paceline_board::tables::{instances as instances_told, label, names, proposals};
-use paceline_cluster::nodes::placement::{InstanceOptions, WeightDistribution};
+use paceline_fleet::{InstanceOptions, WeightDistribution};
 use paceline_model::SplitKind;
 use paceline_node::classes::Engines;
 use serde::{Serialize, Serializer};

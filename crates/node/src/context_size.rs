@@ -8,8 +8,9 @@ use std::path::Path;
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::machine;
-use paceline_cluster::nodes::placement::InstanceOptions;
 use paceline_engine::EngineConfig;
+use paceline_fleet::InstanceOptions;
+use paceline_fleet::memory::WEIGHTS;
 use paceline_model::{BatchSize, Config};
 use paceline_tensor::{KvType, PAGE};
 
@@ -20,9 +21,6 @@ pub(crate) const LEAST: usize = 8192;
 /// Fraction of the memory left by the weights that positions may take: the rest is for buffers, the
 /// system and other programs.
 const SHARE: f64 = 0.5;
-
-/// Memory of packed weights as a multiple of their files' bytes.
-pub(crate) const WEIGHTS: f64 = 1.2;
 
 /// A bound by memory is rounded down to a multiple of this.
 const STEP: usize = 1024;

@@ -27,11 +27,8 @@
 //! - [`journals`]: copies of streamed answers, for clients that reconnect to another node.
 
 mod answer_traces;
-mod assignment;
-mod autoscaling;
-mod battery;
 mod cables;
-mod choice;
+mod control_loop;
 mod copies;
 mod device_memory;
 mod drain;
@@ -41,13 +38,14 @@ mod engines;
 mod expansion;
 mod file_ranges;
 mod flaps;
-mod garbage_collection;
 mod hosts;
 mod hub;
 mod ingress;
 mod inventory;
 pub mod journals;
 pub mod leases;
+mod listing;
+mod load_request;
 mod loading;
 mod manifest;
 mod node_connection;
@@ -57,13 +55,13 @@ mod owner_routes;
 pub(crate) mod prefixes;
 mod preview;
 mod proposals;
-mod replica_names;
 mod replicas;
-mod room;
 mod roots;
 mod service_starts;
+mod services;
 mod speed;
 mod spread;
+mod stale_records;
 mod standby;
 mod stores;
 mod unserved;
@@ -78,19 +76,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_cluster::nodes::agent::{Agent, Kind};
-use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{
-    self, AdapterFile, AdapterNaming, Duty, InstanceOptions, InstanceSpec, MachineOptions,
-    NODES_MAX, Report, State,
-};
-use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey};
-use paceline_engine::{AdaptedService, EncoderService, EngineConfig, Service};
-use paceline_model::{Config, SplitKind};
+use paceline_cluster::nodes::agent::{Agent, Kind, ServiceChannel};
+use paceline_cluster::nodes::{NodeId, RegisterKey};
+use paceline_engine::{EncoderService, EngineConfig, Service};
+use paceline_fleet::{AdapterFile, InstanceId, InstanceSpec, NODES_MAX, specs};
+use paceline_model::Config;
 use paceline_tensor::Kernels;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use crate::classes::Engines;
 use crate::trace::{Recording, Stages};
 use crate::workers::connection::{MessageConnection, send_message};
 use crate::workers::host::{HostSpec, ModelName, host};
@@ -103,13 +96,16 @@ use hosts::NodeConnection;
 pub use hub::{ByteSink, FetchProgress, HubOrigin, ModelHub};
 use ingress::IngressService;
 use journals::{Deaths, JournalCopier, JournalStore};
+pub use listing::InstanceView;
+pub use load_request::LoadRequest;
 use owner::OwnedInstance;
+pub use paceline_fleet::memory::{lent_devices, placed_bytes};
+use paceline_fleet::replica_names::Name;
+pub use paceline_fleet::replica_names::Replica;
+use paceline_fleet::rules::collect::IdleRecords;
 use paceline_worker::CollectiveTraffic;
 pub use preview::{Preview, Proposal};
-use replica_names::Name;
-pub use replica_names::Replica;
 use replicas::{Preferred, Replicas};
-pub use room::{lent_devices, placed_bytes};
 use service_starts::ServiceStarts;
 pub use stores::{CopyOutcome, Holding, NodeStore, OwnStore};
 pub use unserved::{UnservedModel, UnservedState};
@@ -127,7 +123,7 @@ const STAGES: &str = "stages";
 const SPEED: &str = "speed";
 
 /// Interval of reconciliation when nothing has changed.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+const LOOK_EVERY: Duration = paceline_fleet::ROUND;
 
 /// Interval between attempts to fetch the beginning of a model file, 4 MB and more. The root of a
 /// large file is signed some time after it was loaded.
@@ -227,93 +223,6 @@ impl fmt::Debug for FleetSpec {
     }
 }
 
-/// A user's request to load a model: the JSON of the commands `load`, `preview` and `borrow`.
-/// Clients copy `nodes` and `split` from a preview's placement.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct LoadRequest {
-    /// The user's name for the model.
-    pub model: String,
-    /// Names or ids of nodes.
-    pub nodes: Vec<String>,
-    /// Number of nodes if `nodes` is empty. By default 1, in a preview any number.
-    pub count: Option<usize>,
-    /// Kind of split: tensor, pipeline or both.
-    pub split: SplitKind,
-    /// Engine of each node, or one for all; by default MLX where all nodes have a GPU for it, else
-    /// the CPU.
-    pub engine: Option<Engines>,
-    /// Kernel class of the nodes whose engine has it; by default the engine's own.
-    pub class: Option<String>,
-    /// Threads of each worker; by default all cores of this machine.
-    pub threads: Option<u16>,
-    #[serde(flatten)]
-    pub options: InstanceOptions,
-    /// Standby copies of each shard on other nodes, 0 or 1; by default 1 if memory allows.
-    pub spare: Option<u16>,
-    /// Whole copies of the model, each an instance of its own; 0 is 1. Each has `count` nodes, or
-    /// an equal share of `nodes`.
-    pub replicas: u16,
-    /// The user's name for the draft model of speculative decoding.
-    pub draft: Option<String>,
-    /// Adapters of the model: names, and their paths on this machine.
-    pub adapters: Vec<(String, PathBuf)>,
-    /// As of the record.
-    pub names: Vec<String>,
-    pub adapter_naming: AdapterNaming,
-    pub machine: Option<MachineOptions>,
-    /// Names or ids of nodes for prefill only.
-    pub prefill_nodes: Vec<String>,
-    /// Kernel class of these; by default that of the others.
-    pub prefill_class: Option<String>,
-}
-
-/// An instance, as any node sees it.
-#[derive(Clone, Debug, Serialize)]
-pub struct InstanceView {
-    pub id: String,
-    /// The model's name, as its user gave it.
-    pub model: String,
-    /// Its state; `waiting` before its owner reports one.
-    pub state: String,
-    /// Steps or bytes done, and their total.
-    pub progress: Option<(u64, u64)>,
-    /// Why it failed or recovers, or which nodes it does not use and why.
-    pub reason: Option<String>,
-    /// Names of its nodes, the owner first.
-    pub nodes: Vec<String>,
-    /// Name of the node that computes each rank, if they are not `nodes`.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub computing: Vec<String>,
-    /// Which nodes stand in for which, a line each.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub stand_ins: Vec<String>,
-    /// Since when its state, nodes and reason are these, in seconds since 1970; `None` before its
-    /// owner reports.
-    pub since_unix_s: Option<u64>,
-    /// Names of its prefill nodes.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub prompts: Vec<String>,
-    /// Number of the record: one more with each owner.
-    pub epoch: u64,
-    /// The split as requested.
-    pub split: String,
-    /// Kernel classes of its nodes in rank order, as `cpu` or `mlx+cpu`.
-    pub classes: String,
-    /// Name of its numbers: `mlx(metal):0-47+cpu:48-63`; its classes where these say all, and until
-    /// it answers. An unlike class of its prefill nodes precedes them, as in `mlx>cpu`.
-    pub numbers: String,
-    /// Transports between its nodes with RDMA cables, for people.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub wires: Option<String>,
-    /// Which replica of the model it is, where there are several.
-    pub replica: Option<Replica>,
-    /// Requests that this node has sent to it.
-    pub asked: u64,
-    /// Its running requests as far as this node knows; 0 if this node sends it none.
-    pub load: usize,
-}
-
 /// An instance to which this node can send requests.
 #[derive(Clone, Debug, Serialize)]
 pub struct UsableInstance {
@@ -335,26 +244,37 @@ struct Inner {
     copies: Arc<ModelCopies>,
     host: Arc<HostSpec>,
     speed: speed::SpeedCache,
-    owned: Mutex<BTreeMap<InstanceId, RunningInstance>>,
-    open: Mutex<BTreeMap<Name, RoutedModel>>,
-    opening: Mutex<ServiceStarts>,
-    /// Instances that were ready at the last update of this node's services; it answers with them
-    /// if it can.
-    seen: Mutex<BTreeSet<InstanceId>>,
+    state: Mutex<FleetState>,
     over: AtomicBool,
-    /// Instances leased to programs of this machine.
-    loans: Mutex<BTreeSet<InstanceId>>,
-    /// By instance: time and number of attempts to fetch the files needed to answer with it. Also
-    /// of those to sign this node's files.
-    tried: Mutex<BTreeMap<InstanceId, (Instant, u32)>>,
-    /// When all work of this node had moved to others.
-    left: Mutex<Option<Instant>>,
-    /// Whether the battery is low, so that this node takes no work.
-    rests: AtomicBool,
     copier: JournalCopier,
     shelf: JournalStore,
     durable: Option<DurableJournals>,
     deaths: Deaths,
+}
+
+/// State that the control loop shares with the threads that it starts, and with commands.
+#[derive(Default)]
+struct FleetState {
+    owned: BTreeMap<InstanceId, RunningInstance>,
+    open: BTreeMap<Name, RoutedModel>,
+    opening: ServiceStarts,
+    /// Instances that were ready at the last update of this node's services; it answers with them
+    /// if it can.
+    seen: BTreeSet<InstanceId>,
+    /// Instances leased to programs of this machine.
+    leased: BTreeSet<InstanceId>,
+    /// By instance: time and number of attempts to fetch the files needed to answer with it. Also
+    /// of those to sign this node's files.
+    tried: BTreeMap<InstanceId, (Instant, u32)>,
+    /// When all work of this node had moved to others.
+    drained: Option<Instant>,
+    /// Whether a thread evaluates another placement of an instance.
+    is_evaluating: bool,
+    /// Instances whose last evaluated placement is predicted to be slower.
+    slower: BTreeSet<InstanceId>,
+    /// Records that no instance used at the last check, and whether a check runs.
+    idle_records: IdleRecords,
+    is_collecting: bool,
 }
 
 /// The service that answers requests for a model name on this node.
@@ -378,6 +298,17 @@ struct RunningInstance {
 }
 
 impl RunningInstance {
+    /// Its workers, once they answer by this record.
+    fn own_instance(&self) -> Option<Arc<Instance>> {
+        self.answers.as_ref()?.instance().cloned()
+    }
+
+    /// The workers that answer, by this record or the one before.
+    fn any_instance(&self) -> Option<Arc<Instance>> {
+        let answers = self.answers.as_ref().or(self.former.as_ref());
+        answers?.instance().cloned()
+    }
+
     fn into_instances(self) -> impl Iterator<Item = Arc<Instance>> {
         let services = self.answers.into_iter().chain(self.former);
         services.filter_map(|service| service.instance().cloned())
@@ -461,15 +392,8 @@ impl Fleet {
             agent,
             spec,
             speed: speed::SpeedCache::default(),
-            owned: Mutex::default(),
-            open: Mutex::default(),
-            opening: Mutex::default(),
-            seen: Mutex::default(),
+            state: Mutex::default(),
             over: AtomicBool::new(false),
-            loans: Mutex::default(),
-            tried: Mutex::default(),
-            left: Mutex::default(),
-            rests: AtomicBool::new(false),
         });
         inner.serve();
         inner.end_past_leases();
@@ -612,11 +536,9 @@ impl Fleet {
 
     /// The instances that this node owns and that are ready, by id.
     pub fn ready(&self) -> Vec<(String, Arc<Instance>)> {
-        let owned = lock(&self.inner.owned);
-        let ready = owned.iter().filter_map(|(id, it)| {
-            let instance = it.answers.as_ref()?.instance()?;
-            Some((id.to_string(), Arc::clone(instance)))
-        });
+        let state = lock(&self.inner.state);
+        let ready = state.owned.iter();
+        let ready = ready.filter_map(|(id, it)| Some((id.to_string(), it.own_instance()?)));
         ready.collect()
     }
 }
@@ -627,9 +549,9 @@ impl Drop for Fleet {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join(); // it has no result, and a panic there was reported
         }
-        let open = std::mem::take(&mut *lock(&self.inner.open));
+        let open = std::mem::take(&mut lock(&self.inner.state).open);
         open.keys().for_each(|name| self.inner.close(name));
-        let owned = std::mem::take(&mut *lock(&self.inner.owned));
+        let owned = std::mem::take(&mut lock(&self.inner.state).owned);
         let until = Instant::now() + RELEASE_LIMIT;
         for instance in owned
             .into_values()
@@ -660,169 +582,69 @@ impl fmt::Debug for Fleet {
 impl Inner {
     /// Starts the services for other nodes.
     fn serve(self: &Arc<Self>) {
-        let weak = Arc::downgrade(self);
-        let with = move |run: fn(&Arc<Self>, paceline_cluster::nodes::agent::ServiceChannel)| {
-            let weak = weak.clone();
-            move |channel| {
+        let serve = |name: &str, run: fn(&Arc<Self>, ServiceChannel)| {
+            let weak = Arc::downgrade(self);
+            self.agent.serve(name, move |channel| {
                 if let Some(inner) = weak.upgrade() {
                     run(&inner, channel);
                 }
-            }
+            });
         };
-        self.agent.serve(
-            CREW,
-            with(|inner, channel| {
-                // The owner sees how it ended at its end of the connection.
-                let _: Result<(), _> = host(&NodeConnection(channel), &inner.host);
-            }),
-        );
-        self.agent.serve(
-            FETCH,
-            with(|inner, channel| {
-                inner.copies.answer_fetch(&inner.agent, &channel);
-            }),
-        );
-        self.agent.serve(
-            FILE,
-            with(|inner, channel| inner.copies.answer_file(&channel)),
-        );
-        self.agent.serve(
-            PIECES,
-            with(|inner, channel| inner.copies.answer_pieces(&inner.agent, &channel)),
-        );
-        self.agent.serve(
-            STORES,
-            with(|inner, channel| {
-                let peer = channel.peer();
-                stores::answer(inner, &NodeConnection(channel), peer);
-            }),
-        );
-        self.agent.serve(
-            SPEED,
-            with(|inner, channel| {
-                // Optional: the planning node estimates the speed without an answer.
-                let _: Result<(), _> = send_message(&NodeConnection(channel), &inner.own_speed());
-            }),
-        );
-        self.agent.serve(
-            ANSWERS,
-            with(|inner, channel| {
-                let line: Arc<dyn MessageConnection> = Arc::new(NodeConnection(channel));
-                ingress::answer(inner, &line);
-            }),
-        );
-        self.agent.serve(
-            TRACE,
-            with(|inner, channel| answer_traces::answer(inner, &NodeConnection(channel))),
-        );
-        self.agent.serve(
-            STAGES,
-            with(|inner, channel| answer_traces::answer_stages(inner, &NodeConnection(channel))),
-        );
-        self.agent.serve(
-            journals::KEEP,
-            with(|inner, channel| journals::answer_keep(inner, &NodeConnection(channel))),
-        );
-        self.agent.serve(
-            journals::JOURNAL,
-            with(|inner, channel| journals::answer_journal(inner, &NodeConnection(channel))),
-        );
-    }
-
-    fn run(self: &Arc<Self>) {
-        let mut watch = self.agent.watch();
-        let mut lost = leases::LostLenders::new(Instant::now());
-        let mut growth = autoscaling::Autoscaler::default();
-        let mut widening = expansion::NodeExpansion::default();
-        let mut battery = battery::Battery::default();
-        let mut stale = garbage_collection::RecordCollector::default();
-        while !self.over.load(Ordering::SeqCst) {
-            self.reclaim(&mut lost);
-            self.place_cramped();
-            self.do_duties();
-            self.grow(&mut growth, Instant::now());
-            self.widen(&mut widening, Instant::now());
-            self.rest(&mut battery, Instant::now());
-            self.update_services();
-            self.sign_owned();
-            self.take_back();
-            let _ = self.has_lost_some(); // records each death at its start
-            self.stay();
-            self.remove_stale(&mut stale, Instant::now());
-            let began = Instant::now();
-            // In slices, so that shutdown is noticed soon.
-            while began.elapsed() < LOOK_EVERY && !self.over.load(Ordering::SeqCst) {
-                if watch.wait(LOOK_EVERY / 10) {
-                    break;
-                }
-            }
-        }
-    }
-
-    /// Reconciles: starts the instances that this node must own and ends those that it no longer
-    /// owns.
-    fn do_duties(self: &Arc<Self>) {
-        let map = self.agent.map();
-        let mut own = Vec::new();
-        for duty in placement::duties(&map, self.agent.id(), |id| self.agent.life(id)) {
-            match duty {
-                // The draining thread hands over instances that arrive meanwhile.
-                Duty::Own { id, .. } if self.is_leaving() && !self.runs(id) => {}
-                Duty::TakeOver { .. } if self.is_leaving() => {}
-                Duty::Own { id, epoch, wanted } => {
-                    own.push((id, epoch));
-                    let told = report(&map, id).filter(|it| it.epoch == epoch);
-                    let is_restart = told.is_some_and(|it| it.state != State::Failed);
-                    self.begin(OwnedInstance {
-                        id,
-                        epoch,
-                        wanted,
-                        flaps: Arc::default(),
-                        cramped: Arc::default(),
-                        unused: Arc::default(),
-                        numbers: Arc::default(),
-                        context: Arc::default(),
-                        cables: Arc::default(),
-                        wires: Arc::default(),
-                        split: Arc::default(),
-                        goes_on: epoch > 1 || is_restart,
-                    });
-                }
-                Duty::TakeOver { id, epoch, wanted } => {
-                    (self.spec.tell)(&format!("{}: its owner is lost, taking over", wanted.model));
-                    let wanted = self.with_room(id, &wanted);
-                    // Fails if another node wrote first.
-                    let _: Result<(), _> = self.want(id, epoch, Some(&wanted));
-                }
-            }
-        }
-        let ended: Vec<RunningInstance> = {
-            let mut owned = lock(&self.owned);
-            let is_old = |id: &InstanceId, it: &mut RunningInstance| {
-                !own.contains(&(*id, it.owned.epoch)) && !self.bridges(&map, *id)
-            };
-            owned.extract_if(.., is_old).map(|(_, it)| it).collect()
-        };
-        drop(ended); // ends their workers, which takes a moment
+        serve(CREW, |inner, channel| {
+            // The owner sees how it ended at its end of the connection.
+            let _: Result<(), _> = host(&NodeConnection(channel), &inner.host);
+        });
+        serve(FETCH, |inner, channel| {
+            inner.copies.answer_fetch(&inner.agent, &channel);
+        });
+        serve(FILE, |inner, channel| inner.copies.answer_file(&channel));
+        serve(PIECES, |inner, channel| {
+            inner.copies.answer_pieces(&inner.agent, &channel);
+        });
+        serve(STORES, |inner, channel| {
+            let peer = channel.peer();
+            stores::answer(inner, &NodeConnection(channel), peer);
+        });
+        serve(SPEED, |inner, channel| {
+            // Optional: the planning node estimates the speed without an answer.
+            let _: Result<(), _> = send_message(&NodeConnection(channel), &inner.own_speed());
+        });
+        serve(ANSWERS, |inner, channel| {
+            let line: Arc<dyn MessageConnection> = Arc::new(NodeConnection(channel));
+            ingress::answer(inner, &line);
+        });
+        serve(TRACE, |inner, channel| {
+            answer_traces::answer(inner, &NodeConnection(channel));
+        });
+        serve(STAGES, |inner, channel| {
+            answer_traces::answer_stages(inner, &NodeConnection(channel));
+        });
+        serve(journals::KEEP, |inner, channel| {
+            journals::answer_keep(inner, &NodeConnection(channel));
+        });
+        serve(journals::JOURNAL, |inner, channel| {
+            journals::answer_journal(inner, &NodeConnection(channel));
+        });
     }
 
     /// The least loaded ready instance of a name or id, and its spec.
     fn ready_called(&self, model: &str) -> Option<(InstanceView, InstanceSpec)> {
         let map = self.agent.map();
-        let called = placement::wanted(&map).filter(|(.., wanted)| wanted.is_called(model));
+        let called = specs(&map).filter(|(.., wanted)| wanted.is_called(model));
         let called: BTreeSet<String> = called.map(|(id, ..)| id.to_string()).collect();
         let is_it =
             |it: &InstanceView| it.state == "ready" && (called.contains(&it.id) || it.id == model);
         let all = self.list().into_iter().filter(is_it);
         let view = all.min_by_key(|it| (it.load, it.asked))?;
         let id: InstanceId = view.id.parse().ok()?;
-        let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
+        let (_, _, wanted) = specs(&map).find(|(other, ..)| *other == id)?;
         Some((view, wanted))
     }
 
     /// Starts an instance on its own thread, once for each record.
     fn begin(self: &Arc<Self>, mut owned: OwnedInstance) {
-        let mut all = lock(&self.owned);
+        let mut state = lock(&self.state);
+        let all = &mut state.owned;
         let epoch = owned.epoch;
         let is_same = |it: &RunningInstance| it.owned.epoch == epoch;
         if all.get(&owned.id).is_some_and(is_same) {
@@ -840,188 +662,48 @@ impl Inner {
         if let Some(it) = all.get_mut(&owned.id) {
             it.former = former;
         }
-        drop(all);
+        drop(state);
         let inner = Arc::clone(self);
         let run = move || {
             let answers = owned.start(&inner);
-            let mut all = lock(&inner.owned);
-            let own = all.get_mut(&owned.id);
+            let mut state = lock(&inner.state);
+            let own = state.owned.get_mut(&owned.id);
             let own = own.filter(|it| it.owned.epoch == epoch);
-            let (mut goes_on, mut former) = (false, None);
+            let (mut goes_on, mut unused) = (false, None);
             match (own, answers) {
                 (Some(it), Some(answers)) => {
                     it.answers = Some(answers);
-                    former = it.former.take();
+                    unused = it.former.take();
                 }
                 (Some(it), None) => goes_on = it.former.is_some(),
-                (None, _) => {}
+                (None, answers) => unused = answers,
             }
-            drop(all);
-            drop(former); // ends its workers, which takes a moment
+            drop(state);
+            drop(unused); // ends its workers, which takes a moment
             // A draining node must learn that its part was not taken over.
             let leaves = || inner.agent.nodes().iter().any(|node| node.facts.leaving);
             if goes_on && !leaves() {
                 owned.go_on_as_before(&inner);
             }
         };
-        let thread = std::thread::Builder::new().name("owner".to_owned());
-        if let Err(error) = thread.spawn(run) {
-            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
-        }
+        self.spawn("owner", run);
     }
 
     /// Whether this node starts or runs an instance of this record.
     fn has_begun(&self, id: InstanceId, epoch: u64) -> bool {
-        let owned = lock(&self.owned);
-        let is_it = owned.get(&id).is_some_and(|it| it.owned.epoch == epoch);
-        is_it && !self.is_over()
-    }
-
-    /// Registers each model with a ready replica and removes the registrations of unloaded models.
-    fn update_services(self: &Arc<Self>) {
-        let map = self.agent.map();
-        let mut named: BTreeMap<Name, BTreeSet<InstanceId>> = BTreeMap::new();
-        let mut ready = Vec::new();
-        for (id, _, wanted) in placement::wanted(&map) {
-            let name = Name::of(&wanted);
-            let is_begun = || {
-                lock(&self.owned)
-                    .get(&id)
-                    .is_some_and(|it| it.answers.is_some())
-            };
-            let is_ready =
-                |it: &Report| it.state == State::Ready && (!self.leases(&wanted) || is_begun());
-            if let Some(report) = report(&map, id).filter(is_ready) {
-                self.admit(&name, id, &wanted);
-                if let Some(replicas) = self.replicas_with(id) {
-                    replicas.set_numbers(id, wanted.numbers_name(report.numbers));
-                }
-                ready.push((name.clone(), id));
-            }
-            named.entry(name).or_default().insert(id);
-        }
-        lock(&self.opening).retain(|name| named.contains_key(name));
-        lock(&self.tried).retain(|id, _| ready.iter().any(|(_, of)| of == id));
-        self.see(ready);
-        self.tell_unserved(&map);
-        let gone = |name: &Name, door: &mut RoutedModel| match (named.get(name), door) {
-            (None, _) => true,
-            (Some(ids), RoutedModel::Own(id)) => !ids.contains(id),
-            (Some(_), _) => false,
-        };
-        let gone: Vec<_> = lock(&self.open).extract_if(.., gone).collect();
-        gone.iter().for_each(|(name, _)| self.close(name));
-        for (name, door) in lock(&self.open).iter() {
-            if let (RoutedModel::Replicas(all), Some(ids)) = (door, named.get(name)) {
-                all.retain(ids);
-            }
-        }
-    }
-
-    /// Whether an instance is one that this node computes for its own life.
-    fn leases(&self, wanted: &InstanceSpec) -> bool {
-        wanted.lender == Some(self.agent.id()) && wanted.machine.is_some()
-    }
-
-    /// Removes the registrations of a model.
-    fn close(&self, name: &Name) {
-        let keys = std::iter::once(name.key()).chain(name.adapter_keys());
-        keys.for_each(|key| self.spec.doors.close(&key));
-    }
-
-    /// Adds a ready replica to the service of its model.
-    fn admit(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &InstanceSpec) {
-        let door = lock(&self.open).get(name).cloned();
-        match door {
-            Some(RoutedModel::Replicas(all)) => all.admit(self, id, wanted),
-            Some(RoutedModel::Encoder | RoutedModel::Own(_)) => {}
-            None => self.open_door(name, id, wanted),
-        }
+        let state = lock(&self.state);
+        let is_it = |it: &RunningInstance| it.owned.epoch == epoch;
+        state.owned.get(&id).is_some_and(is_it) && !self.is_over()
     }
 
     /// The replica set that contains an instance, if this node answers with it.
     fn replicas_with(&self, id: InstanceId) -> Option<Arc<Replicas>> {
-        let open = lock(&self.open);
-        let mut all = open.values().filter_map(|door| match door {
+        let state = lock(&self.state);
+        let mut all = state.open.values().filter_map(|door| match door {
             RoutedModel::Replicas(all) => Some(all),
             RoutedModel::Encoder | RoutedModel::Own(_) => None,
         });
         all.find(|all| all.has(id)).cloned()
-    }
-
-    /// Records the ready instances that this node answers with, or cannot.
-    fn see(&self, ready: Vec<(Name, InstanceId)>) {
-        // Locked throughout, so that a concurrent registration adds to this set.
-        let mut seen = lock(&self.seen);
-        let is_settled =
-            |name: &Name| lock(&self.open).contains_key(name) || lock(&self.opening).failed(name);
-        let settled = ready.into_iter().filter(|(name, _)| is_settled(name));
-        *seen = settled.map(|(_, id)| id).collect();
-    }
-
-    /// Registers a model on its own thread, unless one is running. Present parts of the file are
-    /// hashed first, and reconciliation must not wait for that.
-    fn open_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &InstanceSpec) {
-        if !lock(&self.opening).begin(name, Instant::now()) {
-            return;
-        }
-        let (inner, name, wanted) = (Arc::clone(self), name.clone(), wanted.clone());
-        let tried = name.clone();
-        let run = move || {
-            let opened = inner.try_door(&name, id, &wanted);
-            lock(&inner.opening).end(&name, opened, Instant::now());
-            let ready = inner.ready_of(&name).into_iter();
-            lock(&inner.seen).extend(ready.map(|(id, _)| id));
-        };
-        let thread = std::thread::Builder::new().name("door".to_owned());
-        if let Err(error) = thread.spawn(run) {
-            lock(&self.opening).end(&tried, false, Instant::now());
-            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
-        }
-    }
-
-    /// Registers a model; false if this node has too little of its file.
-    fn try_door(self: &Arc<Self>, name: &Name, id: InstanceId, wanted: &InstanceSpec) -> bool {
-        // A node without a shard of it may lack the file.
-        let Ok(path) = owner::part_of(self, wanted) else {
-            self.get_part(id, wanted);
-            return false;
-        };
-        if encoders::is_encoder(&path) {
-            // An encoder computes here, with all weights.
-            let model = (&self.agent, &name_of(wanted));
-            let Ok(path) = self.copies.find_right(model, copies::CheckRange::All) else {
-                return false;
-            };
-            return self.open_encoder(name, id, wanted, &path);
-        }
-        let map = self.agent.map();
-        let mut wanted = wanted.clone();
-        let context = || report(&map, id).and_then(|report| report.context);
-        wanted.options.context = wanted.options.context.or_else(context);
-        if let Some(own) = self.ready_instance(id).filter(|_| self.leases(&wanted)) {
-            self.answer_with(name, &wanted, &path, own);
-            lock(&self.open).insert(name.clone(), RoutedModel::Own(id));
-            return true;
-        }
-        let all = Arc::new(Replicas::new(&wanted.model, Arc::clone(&self.spec.tell)));
-        for (id, wanted) in self.ready_of(name) {
-            all.admit(self, id, &wanted);
-            let named = report(&map, id).and_then(|report| report.numbers);
-            all.set_numbers(id, wanted.numbers_name(named));
-        }
-        self.answer_with(name, &wanted, &path, Arc::clone(&all) as Arc<dyn Service>);
-        lock(&self.open).insert(name.clone(), RoutedModel::Replicas(all));
-        true
-    }
-
-    /// The instances of a name that are ready.
-    fn ready_of(&self, name: &Name) -> Vec<(InstanceId, InstanceSpec)> {
-        let map = self.agent.map();
-        let of_name = placement::wanted(&map).filter(|(.., wanted)| Name::of(wanted) == *name);
-        let is_ready = |id: InstanceId| report(&map, id).is_some_and(|it| it.state == State::Ready);
-        let ready = of_name.filter(|(id, ..)| is_ready(*id));
-        ready.map(|(id, _, wanted)| (id, wanted)).collect()
     }
 
     /// Signs the roots of models that this node owns, once it is not alone. Others then fetch the
@@ -1034,7 +716,8 @@ impl Inner {
         let is_open = |it: &&RunningInstance| {
             it.answers.is_some() && roots::of(&map, &it.owned.wanted.sha256).is_err()
         };
-        let owned: Vec<OwnedInstance> = lock(&self.owned)
+        let owned: Vec<OwnedInstance> = lock(&self.state)
+            .owned
             .values()
             .filter(is_open)
             .map(|it| it.owned.clone())
@@ -1049,14 +732,14 @@ impl Inner {
     /// Number of the next attempt to get or sign a file of an instance, from 1; `None` so shortly
     /// after the last.
     fn attempt(&self, id: InstanceId) -> Option<u32> {
-        let (now, mut tried) = (Instant::now(), lock(&self.tried));
-        let last = tried.get(&id).copied();
+        let (now, mut state) = (Instant::now(), lock(&self.state));
+        let last = state.tried.get(&id).copied();
         let is_early = |(at, _): (Instant, u32)| now.saturating_duration_since(at) < PART_EVERY;
         if last.is_some_and(is_early) {
             return None;
         }
         let count = last.map_or(1, |(_, count)| count.saturating_add(1));
-        tried.insert(id, (now, count));
+        state.tried.insert(id, (now, count));
         Some(count)
     }
 
@@ -1076,63 +759,12 @@ impl Inner {
                 (inner.spec.tell)(&format!("cannot answer with {model}: {reason}"));
             }
         };
-        let thread = std::thread::Builder::new().name("part".to_owned());
-        if let Err(error) = thread.spawn(run) {
-            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
-        }
-    }
-
-    fn answer_with(&self, name: &Name, wanted: &InstanceSpec, path: &Path, with: Arc<dyn Service>) {
-        let open = |key: &str, adapter: Option<&AdapterFile>, with: Arc<dyn Service>| {
-            let called = match adapter {
-                Some(adapter) => wanted.adapted(&adapter.name),
-                None => wanted.id().to_owned(),
-            };
-            match self.spec.doors.open(key, (wanted, adapter), path, with) {
-                Ok(()) => (self.spec.tell)(&format!("answering as {called}")),
-                Err(reason) => (self.spec.tell)(&format!("error: {called}: {reason}")),
-            }
-        };
-        if wanted.adapter_naming != AdapterNaming::Model {
-            open(&name.key(), None, Arc::clone(&with));
-        }
-        for (key, adapter) in name.adapter_keys().zip(&wanted.adapters) {
-            let adapted = AdaptedService::new(Arc::clone(&with), &*adapter.name);
-            open(&key, Some(adapter), Arc::new(adapted));
-        }
-    }
-
-    /// Registers this node's own copy of an encoder, which it loads unless it owns the instance.
-    fn open_encoder(
-        &self,
-        name: &Name,
-        id: InstanceId,
-        wanted: &InstanceSpec,
-        path: &Path,
-    ) -> bool {
-        let own = lock(&self.owned).get(&id).and_then(|it| it.answers.clone());
-        let loaded = match own {
-            Some(OwnerService::Encoder(service)) => Ok(service),
-            _ => encoders::load(path, wanted),
-        };
-        match loaded {
-            Ok(service) => self.answer_with(name, wanted, path, service),
-            Err(reason) => {
-                (self.spec.tell)(&format!("error: {}: {reason}", wanted.id()));
-                return false;
-            }
-        }
-        // Reconciliation closes it if it was unloaded meanwhile.
-        lock(&self.open).insert(name.clone(), RoutedModel::Encoder);
-        true
+        self.spawn("part", run);
     }
 
     /// The instance of this node, once it answers.
     fn ready_instance(&self, id: InstanceId) -> Option<Arc<Instance>> {
-        let owned = lock(&self.owned);
-        let running = owned.get(&id)?;
-        let answers = running.answers.as_ref().or(running.former.as_ref());
-        answers?.instance().cloned()
+        lock(&self.state).owned.get(&id)?.any_instance()
     }
 
     /// Whether this instance is still the one that answers on this node.
@@ -1146,13 +778,13 @@ impl Inner {
     }
 
     fn is_wanted(&self, id: InstanceId) -> bool {
-        placement::wanted(&self.agent.map()).any(|(other, ..)| other == id)
+        specs(&self.agent.map()).any(|(other, ..)| other == id)
     }
 
     /// Kind and kernel classes of an instance.
     fn numbers_of(&self, id: InstanceId) -> Option<Numbers> {
         let map = self.agent.map();
-        let (_, _, wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
+        let (_, _, wanted) = specs(&map).find(|(other, ..)| *other == id)?;
         let mut nodes = self.agent.nodes().into_iter();
         let owner = nodes.find(|node| node.id == wanted.nodes[0])?;
         let classes = wanted.numbers_name(None);
@@ -1174,106 +806,6 @@ impl Inner {
         let written = self.agent.write(RegisterKey::Record(id), epoch, text);
         written.map_err(|error| error.to_string())
     }
-
-    fn list(&self) -> Vec<InstanceView> {
-        let map = self.agent.map();
-        let all: Vec<_> = placement::wanted(&map).collect();
-        let works = |(id, epoch, _): &&(InstanceId, u64, _)| !has_failed(&map, *id, *epoch);
-        let replicas = all
-            .iter()
-            .filter(works)
-            .map(|(id, _, wanted)| (*id, wanted));
-        let numbers = replica_names::numbers(replicas);
-        // Called once, because it reads the facts of all nodes.
-        let names = self.agent.names();
-        let name = |id: &NodeId| names.get(id).cloned().unwrap_or_else(|| id.to_string());
-        let view = |(id, epoch, wanted): (InstanceId, u64, InstanceSpec)| {
-            let report = report(&map, id).filter(|report| report.epoch == epoch);
-            let named = report.as_ref().and_then(|report| report.numbers.clone());
-            let wires = report.as_ref().and_then(|report| report.wires.clone());
-            let (computing, stand_ins) = computing(&wanted, report.as_ref(), &name);
-            let since = report.as_ref().and(map.register(&RegisterKey::Report(id)));
-            let split = report.as_ref().and_then(|report| report.split.clone());
-            let (state, progress, reason) = match self.told(&wanted, report, &name) {
-                // A request now would be answered with `no such model`.
-                ("ready", ..) if !lock(&self.seen).contains(&id) => ("loading", None, None),
-                told => told,
-            };
-            let usage = self.replicas_with(id).map(|all| all.usage(id));
-            let usage = usage.unwrap_or_default();
-            InstanceView {
-                id: id.to_string(),
-                numbers: wanted
-                    .numbers_name(named)
-                    .unwrap_or_else(|| wanted.class_names()),
-                wires,
-                classes: wanted.class_names(),
-                model: wanted.id().to_owned(),
-                state: state.to_owned(),
-                progress,
-                reason,
-                nodes: wanted.nodes.iter().map(name).collect(),
-                computing,
-                stand_ins,
-                since_unix_s: since.map(|register| register.stamp.ms / 1000),
-                prompts: wanted.prompts.iter().map(name).collect(),
-                epoch,
-                split: split.unwrap_or(wanted.split),
-                replica: numbers.get(&id).copied(),
-                asked: usage.asked,
-                load: usage.load,
-            }
-        };
-        all.into_iter().map(view).collect()
-    }
-
-    /// State, progress and reason of an instance. The last report of a dead owner is ignored.
-    fn told(
-        &self,
-        wanted: &InstanceSpec,
-        report: Option<Report>,
-        name: &dyn Fn(&NodeId) -> String,
-    ) -> (&'static str, Option<(u64, u64)>, Option<String>) {
-        let owner = &wanted.nodes[0];
-        if self.agent.life(*owner) == Life::Dead {
-            let reason = format!("{}, its owner, is dead", name(owner));
-            return ("recovering", None, Some(reason));
-        }
-        let Some(report) = report else {
-            return ("waiting", None, None);
-        };
-        let state = match report.state {
-            State::Fetching => "fetching",
-            State::Loading => "loading",
-            State::Ready => "ready",
-            State::Recovering => "recovering",
-            State::Failed => "failed",
-        };
-        (state, report.progress, report.reason)
-    }
-}
-
-/// The nodes that compute an instance's ranks now, if they are not those of its record, and which
-/// stand in for which.
-fn computing(
-    wanted: &InstanceSpec,
-    report: Option<&Report>,
-    name: &dyn Fn(&NodeId) -> String,
-) -> (Vec<String>, Vec<String>) {
-    let Some(report) = report else {
-        return (Vec::new(), Vec::new());
-    };
-    let ranks = wanted.on_one_machine().map_or(1, |machine| machine.ranks);
-    if ranks > 1 {
-        return (vec![name(&wanted.nodes[0]); ranks as usize], Vec::new());
-    }
-    let both = report.computing.iter().zip(&wanted.nodes);
-    let others = both.filter(|(now, home)| now != home);
-    let stand_ins = others.map(|(now, home)| format!("{} stands in for {}", name(now), name(home)));
-    (
-        report.computing.iter().map(name).collect(),
-        stand_ins.collect(),
-    )
 }
 
 /// Reads `bytes` as messages between nodes about instances, for fuzzing.
@@ -1282,6 +814,7 @@ pub(crate) fn parse(bytes: &[u8]) {
     copies::parse(bytes);
     stores::parse(bytes);
     journals::parse(bytes);
+    paceline_fleet::parse(bytes);
     let _ = serde_json::from_slice::<TraceRequest>(bytes);
     let _ = serde_json::from_slice::<Option<speed::Speed>>(bytes);
 }
@@ -1290,14 +823,4 @@ fn new_id() -> Result<InstanceId, String> {
     let mut number = [0; 8];
     getrandom::fill(&mut number).map_err(|error| error.to_string())?;
     Ok(InstanceId(u64::from_le_bytes(number)))
-}
-
-/// Whether the instance of a record has failed for good.
-fn has_failed(map: &paceline_cluster::nodes::Registers, id: InstanceId, epoch: u64) -> bool {
-    report(map, id).is_some_and(|it| it.epoch == epoch && it.state == State::Failed)
-}
-
-/// An owner's report of its instance.
-fn report(map: &paceline_cluster::nodes::Registers, id: InstanceId) -> Option<Report> {
-    serde_json::from_str(map.get(&RegisterKey::Report(id))?).ok()
 }

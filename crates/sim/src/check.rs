@@ -10,7 +10,8 @@
 //! `serving` has the safety checks of answers.
 
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::{InstanceId, RegisterKey};
+use paceline_cluster::nodes::{NodeId, RegisterKey};
+use paceline_fleet::{InstanceId, specs};
 
 use crate::world::{SimNode, SimWorld};
 
@@ -101,8 +102,8 @@ fn answers(world: &SimWorld) -> Vec<String> {
     })
 }
 
-/// On how many nodes an instance must run. `None` if the only node that received the request is
-/// dead and sent it to no other: it is on that node's disk.
+/// On how many nodes an instance must run. `None` if no node lives that may own it. `None` too if
+/// the only node that received the request is dead and sent it to no other.
 fn expected(world: &SimWorld, id: &InstanceId) -> Option<usize> {
     let members = world.nodes.iter().filter_map(|node| node.member.as_ref());
     let mut known = members.filter_map(|member| member.map().register(&RegisterKey::Record(*id)));
@@ -110,7 +111,22 @@ fn expected(world: &SimWorld, id: &InstanceId) -> Option<usize> {
     let told = known.all(|register| register.value.is_some() == is_wanted);
     match (is_wanted && told, world.unwanted.contains(id)) {
         (true, true) => None,
+        (true, false) if !has_owner(world, id) => None,
         (true, false) => Some(1),
         (false, _) => Some(0),
     }
+}
+
+/// Whether the owner or a successor of an instance lives.
+fn has_owner(world: &SimWorld, id: &InstanceId) -> bool {
+    let lives = |id: NodeId| {
+        let mut nodes = world.nodes.iter();
+        nodes.any(|node| node.id == id && node.member.is_some())
+    };
+    let mut members = world.nodes.iter().filter_map(|node| node.member.as_ref());
+    let record = members.find_map(|it| specs(it.map()).find(|(other, ..)| other == id));
+    record.is_some_and(|(.., spec)| {
+        let mut owners = spec.nodes[..1].iter().chain(&spec.successors);
+        owners.any(|id| lives(*id))
+    })
 }

@@ -25,6 +25,7 @@ mod check;
 mod copies;
 mod disk;
 mod malice;
+mod rounds;
 mod scenario;
 mod serving;
 mod world;

@@ -23,9 +23,10 @@ use paceline_cluster::nodes::member::{
 use paceline_cluster::nodes::registers::{SignedEntry, VALUE_BYTES_MAX};
 use paceline_cluster::nodes::signature::Signer;
 use paceline_cluster::nodes::{
-    HybridTimestamp, InstanceId, Membership, NodeId, Now, Register, RegisterKey, Registers,
+    HybridTimestamp, Membership, NodeId, Now, Register, RegisterKey, Registers,
 };
 use paceline_cluster::testing::SimulatedSigner;
+use paceline_fleet::InstanceId;
 
 use crate::scenario::SimRandom;
 

@@ -21,12 +21,12 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use paceline_base::Rank;
+use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use paceline_cluster::nodes::reach::BrokenPairs;
-use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_engine::{Finish, GenerationRequest, Reply, RequestFailure, Ticket};
+use paceline_fleet::{InstanceId, InstanceSpec, OwnedInstance, Report, State, WorkerStatus, specs};
 use paceline_node::supervisor::{
     Action, Event, HELD_LIMIT, Health, Notice, Policy, SplitCandidate, Supervisor,
 };
@@ -35,7 +35,7 @@ use paceline_worker::RankTraffic;
 use paceline_worker::messages::{FromWorker, RankFacts};
 
 use crate::scenario::{Scenario, SimRandom};
-use crate::world::SimNode;
+use crate::world::{SimNode, SimRun};
 
 /// Silence after which a connection between two nodes is cut, as in `cluster::workers`.
 const SILENCE: Duration = Duration::from_millis(1500);
@@ -112,7 +112,7 @@ impl NetworkView<'_> {
     /// The record of an instance in a node's map.
     fn record(&self, node: usize, id: InstanceId) -> Option<InstanceSpec> {
         let member = self.nodes[node].member.as_ref()?;
-        let mut all = placement::wanted(member.map());
+        let mut all = specs(member.map());
         all.find(|(other, ..)| *other == id)
             .map(|(.., wanted)| wanted)
     }
@@ -356,38 +356,98 @@ impl Serving {
     pub(crate) fn owns(
         &mut self,
         node: usize,
-        runs: &BTreeMap<InstanceId, (u64, InstanceSpec)>,
+        runs: &BTreeMap<InstanceId, SimRun>,
         net: &NetworkView<'_>,
         later: &mut Later,
     ) {
         let leaves = net.nodes[node].leaves;
         self.owners.retain(|_, owner| {
-            let epoch = runs.get(&owner.id).map(|(epoch, _)| *epoch);
+            let epoch = runs.get(&owner.id).map(|run| run.epoch);
             let is_current = epoch == Some(owner.epoch);
             let is_former = owner.was_ready && (leaves || epoch.is_some());
             owner.node != node || is_current || is_former
         });
-        for (id, (epoch, wanted)) in runs {
+        for (id, run) in runs {
             let is_it =
-                |owner: &SimOwner| (owner.node, owner.id, owner.epoch) == (node, *id, *epoch);
+                |owner: &SimOwner| (owner.node, owner.id, owner.epoch) == (node, *id, run.epoch);
             if !self.owners.values().any(is_it) {
-                self.begin(node, (*id, *epoch, wanted), net, later);
+                self.begin(node, (*id, run), net, later);
             }
+        }
+    }
+
+    /// The report of an instance's owner, as far as the rules use it.
+    pub(crate) fn report(&self, id: InstanceId, epoch: u64, owner: usize) -> Option<Report> {
+        let state = match self.answered.contains(&(id, epoch)) {
+            true => State::Ready,
+            false => self
+                .begun
+                .get(&(owner, id, epoch))
+                .map(|_| State::Loading)?,
+        };
+        Some(Report {
+            epoch,
+            state,
+            progress: None,
+            reason: None,
+            computing: Vec::new(),
+            context: None,
+            numbers: None,
+            wires: None,
+            split: None,
+        })
+    }
+
+    /// An instance as its node observes it.
+    pub(crate) fn observed(
+        &self,
+        node: usize,
+        id: InstanceId,
+        run: &SimRun,
+        nodes: &[SimNode],
+    ) -> OwnedInstance {
+        let own = || {
+            self.owners
+                .iter()
+                .filter(|(_, it)| (it.node, it.id) == (node, id))
+        };
+        let current = own().find(|(_, it)| it.epoch == run.epoch);
+        let at = |seat: &SimWorker| seat.alive.then(|| nodes[seat.at].id);
+        let open = |life: u64| {
+            let lines = self
+                .asked
+                .iter()
+                .filter_map(|it| it.entry.as_ref()?.line.as_ref());
+            lines.filter(|line| line.life == life).count()
+        };
+        let status = current
+            .filter(|(_, it)| it.was_ready)
+            .map(|(life, it)| WorkerStatus {
+                is_ready: it.supervisor.health() == Health::Ready,
+                open: open(*life),
+            });
+        OwnedInstance {
+            epoch: run.epoch,
+            spec: run.spec.clone(),
+            status,
+            serves: own().any(|(_, it)| it.was_ready),
+            ranks: current.map_or_else(Vec::new, |(_, it)| it.seats.iter().map(at).collect()),
+            excluded: Vec::new(),
+            is_cramped: false,
+            is_slower: false,
         }
     }
 
     fn begin(
         &mut self,
         node: usize,
-        (id, epoch, wanted): (InstanceId, u64, &InstanceSpec),
+        (id, run): (InstanceId, &SimRun),
         net: &NetworkView<'_>,
         later: &mut Later,
     ) {
-        let nodes: Vec<usize> = wanted
-            .nodes
-            .iter()
-            .map(|id| usize::from(id.0[15]))
-            .collect();
+        let epoch = run.epoch;
+        let nodes = run.spec.nodes.iter();
+        let nodes: Vec<usize> = nodes.map(|id| usize::from(id.0[15])).collect();
         let way = SplitCandidate {
             name: "tensor".to_owned(),
             leader: Rank(0),
@@ -395,9 +455,9 @@ impl Serving {
             key_s: 0.0,
             change: None,
         };
-        let is_restart = !self.begun.insert((node, id, epoch));
+        self.begun.insert((node, id, epoch));
         let is_former = |owner: &SimOwner| (owner.node, owner.id) == (node, id);
-        let goes_on = (epoch > 1 || is_restart) && !self.owners.values().any(is_former);
+        let goes_on = run.resumes && !self.owners.values().any(is_former);
         let policy = Policy {
             restart: true,
             resume: true,
@@ -855,7 +915,7 @@ impl Serving {
         let known = node.and_then(|node| {
             let member = net.nodes[*node].member.as_ref()?;
             let answered = |id, epoch| self.answered.range((id, 0)..=(id, epoch)).next();
-            let mut all = placement::wanted(member.map());
+            let mut all = specs(member.map());
             all.find_map(|(id, epoch, _)| answered(id, epoch).map(|_| id))
         });
         let (Some(node), Some(id)) = (node, known) else {

@@ -8,14 +8,14 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use paceline_cluster::nodes::member::Life;
+use paceline_cluster::nodes::agent::NodeFacts;
 use paceline_cluster::nodes::member::{Action, DialTarget, Event, GossipMessage, Pace};
-use paceline_cluster::nodes::placement::{self, Duty, EPOCH_UNWANTED, InstanceSpec};
-use paceline_cluster::nodes::{InstanceId, Membership, NodeId, Now, RegisterKey, Registers};
+use paceline_cluster::nodes::{Membership, NodeId, Now, RegisterKey, Registers};
 use paceline_cluster::testing::SimulatedSigner;
-use serde_json::{Value, json};
+use paceline_fleet::rules::relocate::standbys;
+use paceline_fleet::{EPOCH_UNWANTED, History, InstanceId, InstanceSpec, ROUND, SPLIT_ANY, specs};
 
 use crate::check;
 use crate::scenario::{Fault, Scenario, SimRandom};
@@ -26,7 +26,7 @@ const WALL_MS: u64 = 1_800_000_000_000;
 
 /// How long a restarted node waits before it owns the instances of its saved map: others may have
 /// taken over.
-const PATIENCE: Duration = Duration::from_secs(5);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The outcome of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,6 +41,8 @@ pub struct SimOutcome {
     pub takeovers: u64,
     /// Instances that a draining node handed over.
     pub moves: u64,
+    /// Instances that moved to more nodes.
+    pub widened: u64,
     /// When all nodes first saw all others alive, with equal maps.
     pub settled: Option<Duration>,
     /// Complete answers that clients received.
@@ -53,7 +55,7 @@ pub struct SimOutcome {
 #[derive(Clone, Debug, PartialEq)]
 enum ScheduledEvent {
     Tick(usize),
-    /// A restarted node applies its duties.
+    /// A node reconciles.
     Look(usize, u64),
     Fault(usize),
     /// A message over link `link` between `from` and `to`.
@@ -89,17 +91,32 @@ pub(crate) struct SimNode {
     /// The registers on its disk.
     saved: Registers,
     /// Counts its processes.
-    life: u64,
-    started: Duration,
+    pub(crate) life: u64,
+    pub(crate) started: Duration,
     /// It drains: hands over its instances and takes none.
     pub(crate) leaves: bool,
     /// Time of the valid tick.
     tick: Option<Duration>,
     skew_ms: u64,
-    /// Instances that it runs: epoch and record.
-    pub(crate) runs: BTreeMap<InstanceId, (u64, InstanceSpec)>,
+    /// Bytes of its main memory.
+    memory_bytes: u64,
+    /// Instances that it runs.
+    pub(crate) runs: BTreeMap<InstanceId, SimRun>,
+    /// Instances that it hands over while it drains.
+    pub(crate) hands_over: BTreeSet<InstanceId>,
+    /// Past observations of its rules; `None` while they run.
+    pub(crate) history: Option<History>,
     /// Highest epoch that it ever ran, by instance.
-    highest: BTreeMap<InstanceId, u64>,
+    pub(crate) highest: BTreeMap<InstanceId, u64>,
+}
+
+/// A record by which a node runs an instance.
+#[derive(Clone, Debug)]
+pub(crate) struct SimRun {
+    pub(crate) epoch: u64,
+    pub(crate) spec: InstanceSpec,
+    /// It was started before.
+    pub(crate) resumes: bool,
 }
 
 pub(crate) struct SimWorld {
@@ -109,17 +126,20 @@ pub(crate) struct SimWorld {
     pub(crate) violations: Vec<String>,
     queue: BinaryHeap<Reverse<(Duration, u64)>>,
     due: BTreeMap<u64, ScheduledEvent>,
-    now: Duration,
+    pub(crate) now: Duration,
+    /// Origin of virtual time for the rules, which only compare times.
+    pub(crate) origin: Instant,
     count: u64,
     random: SimRandom,
     scenario: Scenario,
     /// The session of each two nodes, lower number first, as each end knows it.
     links: BTreeMap<(usize, usize), u64>,
-    split: u64,
+    pub(crate) split: u64,
     pub(crate) deaf: BTreeSet<(usize, usize)>,
     trace: u64,
-    takeovers: u64,
-    moves: u64,
+    pub(crate) takeovers: u64,
+    pub(crate) moves: u64,
+    pub(crate) widened: u64,
     /// `None` while it is in use.
     pub(crate) serving: Option<Serving>,
 }
@@ -153,6 +173,7 @@ pub fn run(scenario: &Scenario) -> SimOutcome {
         trace: world.trace,
         takeovers: world.takeovers,
         moves: world.moves,
+        widened: world.widened,
         settled,
     }
 }
@@ -173,7 +194,10 @@ impl SimWorld {
                 leaves: false,
                 tick: None,
                 skew_ms: scenario.skew_ms[number],
+                memory_bytes: (4 << random.below(3)) << 30,
                 runs: BTreeMap::new(),
+                hands_over: BTreeSet::new(),
+                history: None,
                 highest: BTreeMap::new(),
             }
         };
@@ -186,6 +210,7 @@ impl SimWorld {
             queue: BinaryHeap::new(),
             due: BTreeMap::new(),
             now: Duration::ZERO,
+            origin: Instant::now(),
             count: 0,
             random,
             links: BTreeMap::new(),
@@ -194,6 +219,7 @@ impl SimWorld {
             trace: 0,
             takeovers: 0,
             moves: 0,
+            widened: 0,
             serving: None,
             scenario,
         };
@@ -238,6 +264,8 @@ impl SimWorld {
         let own = &mut self.nodes[node];
         own.life += 1;
         (own.started, own.tick, own.leaves) = (self.now, None, false);
+        own.hands_over.clear();
+        own.history = Some(History::new(self.origin + self.now));
         let (id, saved, life) = (own.id, own.saved.clone(), own.life);
         let signer = Arc::new(SimulatedSigner(id));
         own.member = Some(Membership::new(signer, saved, Pace::default(), seed, now));
@@ -255,11 +283,17 @@ impl SimWorld {
     /// Writes the node's facts: the number of its process, and whether it drains.
     fn write_facts(&mut self, node: usize) {
         let own = &self.nodes[node];
-        let facts = json!({"boot": own.life, "leaving": own.leaves});
+        let facts = NodeFacts {
+            boot: own.life,
+            leaving: own.leaves,
+            memory_bytes: own.memory_bytes,
+            ..NodeFacts::default()
+        };
+        let facts = serde_json::to_string(&facts).expect("facts are JSON");
         let facts = Event::Write {
             key: RegisterKey::Node(own.id),
             epoch: 0,
-            value: Some(facts.to_string()),
+            value: Some(facts),
         };
         self.step(node, facts);
     }
@@ -307,7 +341,7 @@ impl SimWorld {
     }
 
     /// Whether a message from `from` can reach `to` now.
-    fn passes(&self, from: usize, to: usize) -> bool {
+    pub(crate) fn passes(&self, from: usize, to: usize) -> bool {
         let side = |node: usize| (self.split >> node) & 1;
         side(from) == side(to) && !self.deaf.contains(&(from, to))
     }
@@ -319,7 +353,10 @@ impl SimWorld {
                 self.step(node, Event::Tick);
             }
             ScheduledEvent::Tick(_) => {} // superseded by an earlier one
-            ScheduledEvent::Look(node, life) if life == self.nodes[node].life => self.duties(node),
+            ScheduledEvent::Look(node, life) if life == self.nodes[node].life => {
+                self.round(node);
+                self.add(self.now + ROUND, ScheduledEvent::Look(node, life));
+            }
             ScheduledEvent::Look(..) => {}
             ScheduledEvent::Fault(number) => self.fault(number),
             ScheduledEvent::Find { at, other, life } if life == self.nodes[at].life => {
@@ -353,7 +390,7 @@ impl SimWorld {
     }
 
     /// Runs a step of the serving state.
-    fn serve(&mut self, run: impl FnOnce(&mut Serving, &NetworkView<'_>, &mut Later)) {
+    pub(crate) fn serve(&mut self, run: impl FnOnce(&mut Serving, &NetworkView<'_>, &mut Later)) {
         let Some(mut serving) = self.serving.take() else {
             return;
         };
@@ -392,24 +429,24 @@ impl SimWorld {
 
     /// Loads an instance over `wide` live nodes that do not drain, or as many as there are.
     fn load(&mut self, node: usize, wide: usize) {
-        let Some(member) = &self.nodes[node].member else {
+        let Some((observed, specs)) = self.observe(node) else {
             return;
         };
-        let heirs = heirs(member);
-        let ids: Vec<NodeId> = self.nodes.iter().map(|node| node.id).collect();
-        let mut order = ids.clone();
-        order.rotate_left(node);
-        let others = order[1..].iter().filter(|id| heirs.contains(id));
-        let nodes = order[..1].iter().chain(others).take(wide).copied();
+        let mut nodes = observed.ranked.clone();
+        nodes.truncate(wide);
         let id = InstanceId(self.random.next());
-        let wanted = InstanceSpec {
+        let mut wanted = InstanceSpec {
             model: "model".into(),
-            successors: order[1..].to_vec(),
-            nodes: nodes.collect(),
-            split: placement::SPLIT_ANY.into(),
+            bytes: (1 + self.random.below(4)) << 30,
+            width: u16::try_from(nodes.len()).ok(),
+            split: SPLIT_ANY.into(),
             threads: 1,
             ..InstanceSpec::default()
         };
+        let used = nodes.iter().copied().collect();
+        let standbys = standbys(&observed, &specs, &wanted, &used);
+        wanted.successors = nodes.iter().skip(1).copied().chain(standbys).collect();
+        wanted.nodes = nodes;
         self.wanted.insert(id);
         self.write_record(node, id, 1, Some(&wanted));
     }
@@ -418,7 +455,7 @@ impl SimWorld {
         let known = self.nodes[node]
             .member
             .as_ref()
-            .and_then(|member| placement::wanted(member.map()).map(|(id, ..)| id).next());
+            .and_then(|member| specs(member.map()).map(|(id, ..)| id).next());
         if let Some(id) = known {
             self.unwanted.insert(id);
             self.write_record(node, id, EPOCH_UNWANTED, None);
@@ -435,30 +472,7 @@ impl SimWorld {
         self.hand_on(node);
     }
 
-    /// The node writes records without itself for all its instances, to nodes that stay.
-    fn hand_on(&mut self, node: usize) {
-        let own = self.nodes[node].id;
-        let Some(member) = &self.nodes[node].member else {
-            return;
-        };
-        let heirs = heirs(member);
-        let life = |id| match heirs.contains(&id) {
-            true => Life::Alive,
-            false => Life::Left,
-        };
-        let parts = placement::wanted(member.map()).filter(|(.., it)| it.nodes.contains(&own));
-        let next = |(id, epoch, wanted)| {
-            let next = placement::without(wanted, own, &heirs, life)?;
-            Some((id, epoch + 1, next))
-        };
-        let records: Vec<(InstanceId, u64, InstanceSpec)> = parts.filter_map(next).collect();
-        for (id, epoch, wanted) in records {
-            self.moves += 1;
-            self.write_record(node, id, epoch, Some(&wanted));
-        }
-    }
-
-    fn write_record(
+    pub(crate) fn write_record(
         &mut self,
         node: usize,
         id: InstanceId,
@@ -508,7 +522,7 @@ impl SimWorld {
         }
         self.wake(node, wake.max(self.now + Duration::from_millis(1)));
         if changed {
-            self.duties(node);
+            self.round(node);
         }
     }
 
@@ -534,7 +548,7 @@ impl SimWorld {
         self.trace = random.next();
     }
 
-    fn index(&self, id: NodeId) -> usize {
+    pub(crate) fn index(&self, id: NodeId) -> usize {
         usize::from(id.0[15])
     }
 
@@ -584,59 +598,6 @@ impl SimWorld {
             },
         );
     }
-
-    /// Applies the node's duties: the instances it runs from now on.
-    fn duties(&mut self, node: usize) {
-        let own = &self.nodes[node];
-        let Some(member) = &own.member else { return };
-        let is_new = self.now < own.started + PATIENCE && own.life > 1;
-        let leaves = own.leaves;
-        let duties = placement::duties(member.map(), own.id, |id| member.life(id));
-        let mut runs = BTreeMap::new();
-        let mut takes = Vec::new();
-        for duty in duties {
-            match duty {
-                // It hands over what it received meanwhile.
-                Duty::Own { id, .. } if leaves && !own.runs.contains_key(&id) => {}
-                Duty::TakeOver { .. } if leaves => {}
-                Duty::Own { id, epoch, wanted } if !is_new => {
-                    runs.insert(id, (epoch, wanted));
-                }
-                Duty::Own { .. } => {}
-                Duty::TakeOver { id, epoch, wanted } => takes.push((id, epoch, wanted)),
-            }
-        }
-        for (id, (epoch, _)) in &runs {
-            let highest = self.nodes[node].highest.entry(*id).or_default();
-            if *epoch < *highest {
-                let said = format!("node {node} runs {id} of epoch {epoch} after {highest}");
-                self.violations.push(said);
-            }
-            *highest = (*highest).max(*epoch);
-        }
-        self.nodes[node].runs = runs;
-        let runs = self.nodes[node].runs.clone();
-        self.serve(|serving, net, later| serving.owns(node, &runs, net, later));
-        for (id, epoch, wanted) in takes.into_iter().filter(|_| !is_new) {
-            self.takeovers += 1;
-            self.write_record(node, id, epoch, Some(&wanted));
-        }
-        if leaves {
-            self.hand_on(node);
-        }
-    }
-}
-
-/// Other live nodes that stay, as a node sees them.
-fn heirs(member: &Membership) -> Vec<NodeId> {
-    let leaves = |id: &NodeId| {
-        let facts = member.map().get(&RegisterKey::Node(*id));
-        let facts = facts.and_then(|text| serde_json::from_str::<Value>(text).ok());
-        facts.is_some_and(|facts| facts["leaving"] == true)
-    };
-    let others = member.peers().map(|peer| peer.id);
-    let others = others.filter(|id| member.life(*id) == Life::Alive && !leaves(id));
-    others.collect()
 }
 
 fn pair(one: usize, two: usize) -> (usize, usize) {

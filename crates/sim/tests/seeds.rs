@@ -27,7 +27,7 @@ fn no_seed_violates_anything() {
         number("SIM_SEEDS").unwrap_or(SEEDS)
     };
     let mut failed = Vec::new();
-    let (mut events, mut takeovers, mut moves) = (0, 0, 0);
+    let (mut events, mut takeovers, mut moves, mut widened) = (0, 0, 0, 0);
     let (mut answers, mut resumed) = (0, 0);
     let again = SEEDS_ONCE.into_iter().filter(|_| one.is_none());
     for seed in (first..first + count).chain(again) {
@@ -36,6 +36,7 @@ fn no_seed_violates_anything() {
         events += outcome.events;
         takeovers += outcome.takeovers;
         moves += outcome.moves;
+        widened += outcome.widened;
         answers += outcome.answers;
         resumed += outcome.resumed;
         if one.is_some() {
@@ -46,13 +47,13 @@ fn no_seed_violates_anything() {
         }
     }
     println!(
-        "{count} seeds, {events} events, {takeovers} takeovers, {moves} moves, {answers} answers, \
-         {resumed} times one went on elsewhere, {} failed",
+        "{count} seeds, {events} events, {takeovers} takeovers, {moves} moves, {widened} widened, {answers} \
+         answers, {resumed} times one went on elsewhere, {} failed",
         failed.len()
     );
     assert!(
-        one.is_some() || takeovers.min(moves).min(answers).min(resumed) >= count / 10,
-        "{takeovers} takeovers, {moves} moves, {answers} answers, {resumed} of them elsewhere: \
+        one.is_some() || takeovers.min(moves).min(widened).min(answers).min(resumed) >= count / 10,
+        "{takeovers} takeovers, {moves} moves, {widened} widened, {answers} answers, {resumed} of them elsewhere: \
          that tests little"
     );
     let Some((seed, violations)) = failed.first() else {

@@ -24,7 +24,7 @@ enum CrateLayer {
 use CrateLayer::{Dev, Level};
 
 /// Every crate there may be, by folder name. A new crate is entered here and in ARCHITECTURE.md.
-const LAYERS: [(&str, CrateLayer); 32] = [
+const LAYERS: [(&str, CrateLayer); 33] = [
     ("base", Level(0)),
     ("process", Level(1)),
     ("tensor", Level(1)),
@@ -45,6 +45,7 @@ const LAYERS: [(&str, CrateLayer); 32] = [
     ("launch", Level(2)),
     ("engine", Level(3)),
     ("train", Level(3)),
+    ("fleet", Level(3)),
     ("mapreduce", Level(3)),
     ("serve", Level(4)),
     ("worker", Level(4)),

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::anyhow;
 use paceline_base::KernelClass;
-use paceline_cluster::nodes::placement::{AdapterNaming, InstanceOptions, MachineOptions};
+use paceline_fleet::{AdapterNaming, InstanceOptions, MachineOptions};
 use paceline_engine::{EngineConfig, StepTimeTarget};
 use paceline_model::ModelSource;
 use paceline_model::encoder::EncoderConfig;

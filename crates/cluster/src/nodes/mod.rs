@@ -16,7 +16,6 @@
 //! - [`Registers`]: the map that all nodes share, signed by its writers; [`HybridTimestamp`]: the
 //!   clock that orders the writes.
 //! - [`Membership`]: membership, gossip, and the required sessions.
-//! - [`placement`]: the owner of an instance, by the map and the lives of nodes.
 //! - [`paths`]: measured network paths to other nodes, and the preferred one of each.
 //! - [`reach`]: which nodes can speak to each other, by these paths.
 //! - [`rdma`]: RDMA devices of nodes, the cables between them, and trust in cables.
@@ -35,7 +34,6 @@ pub mod mdns;
 pub mod member;
 pub mod pairing;
 pub mod paths;
-pub mod placement;
 pub mod rdma;
 pub mod reach;
 pub mod registers;
@@ -49,7 +47,6 @@ use std::str::FromStr;
 use paceline_base::unhex;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-pub use RecordId as InstanceId;
 pub use clock::{HybridTimestamp, Now};
 pub use identity::Identity;
 pub use key::ClusterKey;
@@ -66,8 +63,6 @@ pub fn parse_all(bytes: &[u8]) {
     agent::parse(bytes);
     let _ = serde_json::from_slice::<Signature>(bytes);
     let _ = serde_json::from_slice::<Vec<registers::SavedEntry>>(bytes).map(Registers::from_saved);
-    let _ = serde_json::from_slice::<placement::InstanceSpec>(bytes);
-    let _ = serde_json::from_slice::<placement::Report>(bytes);
     let _ = serde_json::from_slice::<Vec<paths::Path>>(bytes);
     if let Ok(entries) = serde_json::from_slice::<Vec<(RegisterKey, Register)>>(bytes) {
         let _ = Registers::from_entries(entries);
@@ -186,6 +181,32 @@ mod tests {
                 parse_all(&bytes);
             }
         }
+    }
+
+    /// The map's records are opaque; a record's name on the wire is the one exception.
+    #[test]
+    fn membership_has_no_word_of_models() {
+        let words = [
+            "model", "instance", "replica", "adapter", "draft", "prompt", "prefill", "weight",
+        ];
+        let mut folders = vec![std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/nodes")];
+        let mut files = 0;
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if !path.ends_with("nodes/mod.rs") {
+                    files += 1;
+                    let text = std::fs::read_to_string(&path).unwrap();
+                    let text = text.replace("#[serde(rename = \"Instance\")]", "");
+                    let text = text.to_lowercase();
+                    let found: Vec<_> = words.iter().filter(|it| text.contains(**it)).collect();
+                    assert!(found.is_empty(), "{found:?} in {}", path.display());
+                }
+            }
+        }
+        assert!(files > 30, "{files}");
     }
 
     #[test]

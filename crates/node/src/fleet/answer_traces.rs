@@ -3,9 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use paceline_cluster::nodes::InstanceId;
-use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use paceline_engine::{GenerationRequest, SamplingParams};
+use paceline_fleet::{InstanceId, InstanceSpec, specs};
 use paceline_model::{Config, ModelSource};
 use paceline_text::chat::{ChatMessage, ChatOptions};
 use serde::{Deserialize, Serialize};
@@ -101,7 +100,7 @@ fn look(inner: &Inner, id: InstanceId, wanted: &InstanceSpec) -> Result<Stages, 
 
 fn find(inner: &Inner, name: &str) -> Result<(InstanceId, InstanceSpec), String> {
     let map = inner.agent.map();
-    let mut all = placement::wanted(&map);
+    let mut all = specs(&map);
     let found = all.find(|(id, _, wanted)| wanted.is_called(name) || id.to_string() == name);
     let (id, _, wanted) = found.ok_or_else(|| format!("no instance of {name:?} is loaded"))?;
     Ok((id, wanted))

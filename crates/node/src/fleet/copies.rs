@@ -39,9 +39,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use paceline_base::{hex, lock};
+use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::{NodeId, placement, placement::InstanceSpec};
+use paceline_fleet::{InstanceSpec, specs};
 use paceline_weights::gguf::Gguf;
 
 use super::file_ranges::{self, FileFetch, FileInventory, Short};
@@ -723,7 +724,7 @@ impl ModelCopies {
         let of = self.model_with(&model.sha256);
         let of = of.as_deref().unwrap_or(&model.sha256);
         let is_it = |wanted: &InstanceSpec| wanted.sha256 == of;
-        let records = placement::wanted(&map).filter(|(.., wanted)| is_it(wanted));
+        let records = specs(&map).filter(|(.., wanted)| is_it(wanted));
         let of_records = records.flat_map(|(.., wanted)| {
             let source = wanted.source.into_iter();
             source.chain(wanted.nodes).collect::<Vec<_>>()

@@ -5,17 +5,18 @@ use std::collections::BTreeMap;
 use std::iter::zip;
 
 use paceline_base::{Bytes, KernelClass, Rank};
-use paceline_cluster::nodes::placement::InstanceSpec;
-use paceline_cluster::nodes::{InstanceId, NodeId};
+use paceline_cluster::nodes::NodeId;
 use paceline_engine::EngineConfig;
+use paceline_fleet::InstanceId;
+use paceline_fleet::InstanceSpec;
 use paceline_model::{Config, MlxRankBytes, ModelSource, Split, SplitKind};
 use paceline_tensor::KvType;
 
 use super::Inner;
 use super::engines::shares_by_memory;
-use super::room::{own_part, part_bytes, weight_bytes};
 use crate::PreparedModel;
 use crate::context_size::{ContextBudget, KvMemory, needed_positions};
+use paceline_fleet::memory::{own_part, part_bytes, weight_bytes};
 use paceline_worker::load::mlx_rank_bytes;
 
 /// Ranks on MLX take more memory than the devices of their nodes have to spare.

@@ -6,8 +6,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use paceline_cluster::nodes::placement::InstanceSpec;
 use paceline_engine::EncoderService;
+use paceline_fleet::InstanceSpec;
 use paceline_model::ModelSource;
 use paceline_model::encoder::{Encoder, EncoderConfig};
 use paceline_tensor::Kernels;

@@ -5,15 +5,15 @@ use std::path::Path;
 use paceline_base::{Bytes, KernelClass, UnknownKernelClass};
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::NodeFacts;
-use paceline_cluster::nodes::placement::InstanceSpec;
 use paceline_engine::EngineConfig;
+use paceline_fleet::InstanceSpec;
 use paceline_model::{Config, ModelSource};
 
 use super::device_memory::NodeRooms;
-use super::room::{mlx_device, weight_bytes};
 use super::{Inner, LoadRequest};
 use crate::classes::{self, Classes, EngineChoice, Engines};
 use crate::forecast::devices::DeviceSpeed;
+use paceline_fleet::memory::{mlx_device, weight_bytes};
 use paceline_worker::prefill_classes::UnlikePrefill;
 
 /// Name of the engine MLX in a node's facts.

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_cluster::nodes::{InstanceId, NodeId};
+use paceline_cluster::nodes::NodeId;
 
 /// Lost workers after which a node is excluded.
 pub(super) const LOSSES_MAX: usize = 3;
@@ -16,9 +16,6 @@ pub(super) const LOSSES_MAX: usize = 3;
 /// Older losses no longer count and the node is readmitted: the machine may have been restarted
 /// since.
 const FORGET_AFTER: Duration = Duration::from_secs(600);
-
-/// An instance whose user named its nodes, and those nodes.
-pub(super) type NamedInstance = (InstanceId, Vec<NodeId>);
 
 /// Counts the workers that each node of an instance has lost.
 #[derive(Debug, Default)]
@@ -29,8 +26,6 @@ struct Counted {
     /// The node that runs the worker of each rank.
     at: BTreeMap<Rank, NodeId>,
     losses: BTreeMap<NodeId, Vec<Instant>>,
-    /// Loads with named nodes seen so far.
-    named: BTreeSet<InstanceId>,
 }
 
 impl Flaps {
@@ -53,16 +48,9 @@ impl Flaps {
         lock(&self.0).at.remove(&rank);
     }
 
-    /// Readmits nodes named by a load since the last call: a user who names a node wants it used.
-    /// `loads` are all loads with named nodes.
-    pub(super) fn take_back(&self, loads: &[NamedInstance]) {
-        let mut counted = lock(&self.0);
-        for (id, nodes) in loads {
-            if !counted.named.contains(id) {
-                counted.losses.retain(|node, _| !nodes.contains(node));
-            }
-        }
-        counted.named = loads.iter().map(|(id, _)| *id).collect();
+    /// Forgets the losses of these nodes.
+    pub(super) fn readmit(&self, nodes: &BTreeSet<NodeId>) {
+        lock(&self.0).losses.retain(|node, _| !nodes.contains(node));
     }
 
     /// A worker of `rank` was started at `node`.
@@ -130,25 +118,19 @@ mod tests {
     }
 
     #[test]
-    fn a_load_by_name_takes_a_node_back_once() {
+    fn a_readmitted_node_is_counted_anew() {
         let (flaps, now) = (Flaps::default(), Instant::now());
-        let node = NodeId([1; 16]);
+        let [node, other] = [1, 2].map(|number| NodeId([number; 16]));
         let lose = || {
             flaps.started(Rank(0), node);
             (0..LOSSES_MAX).for_each(|_| flaps.lost(Rank(0), now));
         };
-        let before = (InstanceId(1), vec![node]);
-        flaps.take_back(std::slice::from_ref(&before));
         lose();
-        let elsewhere = (InstanceId(2), vec![NodeId([2; 16])]);
-        flaps.take_back(&[before.clone(), elsewhere.clone()]);
-        assert!(flaps.is_out(node, now), "neither load is news about it");
-        let after = (InstanceId(3), vec![node]);
-        let all = [before, elsewhere, after];
-        flaps.take_back(&all);
+        flaps.readmit(&BTreeSet::from([other]));
+        assert!(flaps.is_out(node, now));
+        flaps.readmit(&BTreeSet::from([node]));
         assert!(!flaps.is_out(node, now));
         lose();
-        flaps.take_back(&all);
         assert!(flaps.is_out(node, now));
     }
 }

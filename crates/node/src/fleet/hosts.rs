@@ -8,25 +8,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use paceline_base::{Rank, lock};
+use paceline_base::{Bytes, Rank, lock};
 use paceline_cluster::nodes::agent::{Agent, NodeView};
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
-use paceline_cluster::nodes::placement::{self, InstanceSpec, SPARE_AUTO};
 use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_cluster::nodes::{NodeId, Registers};
+use paceline_fleet::{InstanceSpec, SPARE_AUTO, specs};
 
 use super::cables::CablePlan;
 use super::flaps::Flaps;
 pub(super) use super::node_connection::NodeConnection;
-use super::room::{
-    AUTO_USABLE, USABLE, all_records, fits, held, is_one_memory, no_room, own_part, usable,
-};
 use super::unused_nodes::UnusedNodes;
 use super::{CREW, copies};
 use crate::workers::connection::pair;
 use crate::workers::host::{HostSpec, host};
 use crate::workers::remote::{WorkerHost, WorkerHosts};
+use paceline_fleet::memory::{
+    AUTO_USABLE, NoRoom, USABLE, all_records, fits, held, is_one_memory, own_part, usable,
+};
 use paceline_worker::messages::RankCables;
 
 /// Longest wait for a channel to a node: two handshakes over a slow link.
@@ -391,7 +391,12 @@ impl InstanceNodes {
             true => Ok(()),
             false => {
                 let room = usable.saturating_sub(held);
-                Err(no_room(&view.facts.name, shard, room))
+                Err(NoRoom {
+                    node: view.facts.name.clone(),
+                    part: Bytes(shard),
+                    room: Bytes(room),
+                }
+                .to_string())
             }
         }
     }
@@ -463,7 +468,7 @@ fn leavers(views: &[NodeView]) -> BTreeSet<NodeId> {
 
 /// Nodes that compute for any instance.
 fn busy(map: &Registers) -> BTreeSet<NodeId> {
-    let records = placement::wanted(map);
+    let records = specs(map);
     let nodes = records.flat_map(|(.., wanted)| wanted.nodes.into_iter().chain(wanted.prompts));
     nodes.collect()
 }
@@ -486,8 +491,22 @@ impl fmt::Debug for InstanceNodes {
 
 #[cfg(test)]
 mod tests {
-    use super::super::room::tests::node;
     use super::*;
+
+    fn node(number: u8, state: Life, numerics: u32) -> NodeView {
+        NodeView {
+            id: NodeId([number; 16]),
+            state,
+            found_by: String::new(),
+            heard_by: Vec::new(),
+            linked: true,
+            slow_ms: None,
+            facts: paceline_cluster::nodes::agent::NodeFacts {
+                numerics,
+                ..Default::default()
+            },
+        }
+    }
 
     #[test]
     fn idle_nodes_live_compute_alike_and_hold_nothing() {

@@ -15,7 +15,6 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::{RegisterKey, Registers};
 use serde::{Deserialize, Serialize};
 
-use super::garbage_collection;
 use paceline_store::verified::partial_file::VerifiedPartial;
 
 /// A file on the hub, at one commit.
@@ -104,7 +103,7 @@ impl HubOrigin {
     pub(super) fn publish(&self, agent: &Agent) {
         let map = agent.map();
         let is_known = of(&map, &self.sha256).as_ref() == Some(self);
-        if is_known && garbage_collection::wanted(&map).contains(&self.sha256) {
+        if is_known && paceline_fleet::rules::collect::files(&map).contains(&self.sha256) {
             return;
         }
         let text = serde_json::to_string(self).expect("a record is JSON");

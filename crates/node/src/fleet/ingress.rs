@@ -17,17 +17,18 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_cluster::nodes::InstanceId;
 use paceline_engine::{
     GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
 };
+use paceline_fleet::InstanceId;
 use serde::{Deserialize, Serialize};
 
-use super::{Inner, Numbers, report};
+use super::{Inner, Numbers};
 use crate::Instance;
 use crate::workers::connection::{
     ConnectionError, MessageConnection, pair, receive_message, send_message,
 };
+use paceline_fleet::report;
 
 /// Queued replies of an owner. It drops an ingress that falls further behind.
 const REPLIES_MAX: usize = 16_384;

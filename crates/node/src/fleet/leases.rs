@@ -8,28 +8,27 @@
 //! - [`LeasedInstance`]: an instance of the node as a [`Service`] in the program.
 //! - [`answer`], [`lend`]: the node's side.
 //! - [`Fleet::lease`]: instances for the life of this node itself, as those of `up MODEL`.
-//! - [`LostLenders`]: instances whose lending node is dead. Their record names it, and their owner
-//!   unloads them.
+//! - The record names the lending node: once that is dead, the owner unloads the instance.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use paceline_base::{AwakeTime, lock};
+use paceline_base::lock;
 use paceline_cluster::nodes::agent::local::{self, CommandProgress};
-use paceline_cluster::nodes::placement::{self, EPOCH_UNWANTED, InstanceSpec};
-use paceline_cluster::nodes::{InstanceId, Registers};
 use paceline_engine::{
     GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
 };
+use paceline_fleet::rules::retire::past_leases;
+use paceline_fleet::{EPOCH_UNWANTED, InstanceId, InstanceSpec, specs};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::replica_names::Name;
-use super::{Fleet, Inner, LOOK_EVERY, LoadRequest, new_id};
+use super::{Fleet, Inner, LoadRequest, new_id};
+use paceline_fleet::replica_names::Name;
 
 /// Queued replies for a program. A program that falls further behind loses its answer.
 const REPLIES_MAX: usize = 16_384;
@@ -39,10 +38,6 @@ const BEAT: Duration = Duration::from_millis(200);
 
 /// Silence after which a program takes its node for dead.
 const SILENCE: Duration = Duration::from_secs(30);
-
-/// An instance is unloaded when its lending node has been dead for this time. A briefly suspended
-/// node is back within it, and its program is still waiting: that waits for [`SILENCE`].
-const RETURN_LIMIT: Duration = Duration::from_secs(10);
 
 /// Answers a program's request by an instance; the replies are sent as progress. Ends early when
 /// the program is gone.
@@ -106,7 +101,7 @@ pub fn lend(
     drop(here); // a lease does not keep the fleet alive
     let outcome = hold(fleet, id, ask, progress);
     if let Some(fleet) = fleet.upgrade() {
-        lock(&fleet.inner.loans).remove(&id);
+        lock(&fleet.inner.state).leased.remove(&id);
     }
     outcome
 }
@@ -131,7 +126,7 @@ impl Fleet {
         let map = self.inner.agent.map();
         let is_same =
             |wanted: &InstanceSpec| wanted.lender.is_none() && Name::of(wanted) == Name::of(record);
-        let known = placement::wanted(&map).find(|(.., wanted)| is_same(wanted));
+        let known = specs(&map).find(|(.., wanted)| is_same(wanted));
         let id = known.map_or_else(|| self.inner.want_new(record), |(id, ..)| Ok(id));
         self.inner.agent.save();
         id
@@ -161,37 +156,6 @@ fn hold(
     }
 }
 
-/// Instances whose lending node is dead, and for how long.
-#[derive(Debug)]
-pub(super) struct LostLenders {
-    /// Clock that stops while this node is suspended and receives no heartbeats.
-    awake: AwakeTime,
-    since: BTreeMap<InstanceId, Duration>,
-}
-
-impl LostLenders {
-    pub(super) fn new(now: Instant) -> Self {
-        Self {
-            awake: AwakeTime::new(now, 2 * LOOK_EVERY),
-            since: BTreeMap::new(),
-        }
-    }
-
-    /// Instances of `abandoned` whose lending node has been dead for [`RETURN_LIMIT`]. Call it
-    /// about every [`LOOK_EVERY`].
-    fn look(&mut self, now: Instant, abandoned: &[InstanceId]) -> Vec<InstanceId> {
-        self.awake.tick(now);
-        let total = self.awake.total();
-        self.since.retain(|id, _| abandoned.contains(id));
-        for id in abandoned {
-            self.since.entry(*id).or_insert(total);
-        }
-        let over = |since: &Duration| total.saturating_sub(*since) >= RETURN_LIMIT;
-        let due = self.since.iter().filter(|(_, since)| over(since));
-        due.map(|(id, _)| *id).collect()
-    }
-}
-
 impl Inner {
     /// As [`load`](Self::load) for a program of this machine.
     fn load_lent(&self, ask: &LoadRequest) -> Result<InstanceId, String> {
@@ -206,56 +170,32 @@ impl Inner {
         // No node takes over from a dead lending node.
         wanted.successors.retain(|id| wanted.nodes.contains(id));
         // Before the record is written: this node unloads leased instances without a lease.
-        lock(&self.loans).insert(id);
+        lock(&self.state).leased.insert(id);
         let written = self.want(id, 1, Some(&wanted));
         if written.is_err() {
-            lock(&self.loans).remove(&id);
+            lock(&self.state).leased.remove(&id);
         }
         written.map(|()| id)
-    }
-
-    /// Unloads leased instances without a program: their lending node is dead, or it is this node
-    /// and was restarted.
-    pub(super) fn reclaim(&self, lost: &mut LostLenders) {
-        let (map, own) = (self.agent.map(), self.agent.id());
-        let abandoned = placement::abandoned(&map, own, |id| self.agent.life(id));
-        let mut over = lost.look(Instant::now(), &abandoned);
-        over.extend(self.past_loans(&map));
-        for id in over {
-            (self.spec.tell)(&format!(
-                "unloading {id}: the command that borrowed it is gone"
-            ));
-            // Fails if the map is full; the next poll tries again.
-            let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None);
-        }
     }
 
     /// Unloads the instances that this node leased before its restart, so that new ones have
     /// their names and memory.
     pub(super) fn end_past_leases(&self) {
-        for id in self.past_loans(&self.agent.map()) {
-            let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None); // `reclaim` tries again
+        let (observed, specs) = self.observe();
+        for id in past_leases(&observed, &specs) {
+            let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None); // each round tries again
         }
     }
 
     /// Unloads what this node leases, at its end.
     pub(super) fn end_leases(&self) {
-        for id in std::mem::take(&mut *lock(&self.loans)) {
+        let leased = std::mem::take(&mut lock(&self.state).leased);
+        for id in leased {
             if self.is_wanted(id) {
                 let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None); // as of a killed node
             }
         }
         self.agent.save();
-    }
-
-    /// Instances that this node leased before its restart.
-    fn past_loans(&self, map: &Registers) -> Vec<InstanceId> {
-        let own = Some(self.agent.id());
-        let lent = placement::wanted(map).filter(|(.., wanted)| wanted.lender == own);
-        // After the map was read: a lease is recorded before its record is written.
-        let held = lock(&self.loans);
-        let past = lent.map(|(id, ..)| id).filter(|id| !held.contains(id));
-        past.collect()
     }
 }
 
@@ -331,32 +271,5 @@ impl Service for LeasedInstance {
             running: lock(&self.open).len(),
             waiting: 0,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_instance_is_given_up_once_its_lender_has_been_dead_for_a_while() {
-        let start = Instant::now();
-        let mut lost = LostLenders::new(start);
-        let both = [InstanceId(1), InstanceId(2)];
-        let mut look =
-            |s: u64, abandoned: &[InstanceId]| lost.look(start + Duration::from_secs(s), abandoned);
-        assert_eq!(look(1, &both), []);
-        for s in 2..=5 {
-            assert_eq!(look(s, &both), []);
-        }
-        assert_eq!(look(6, &both[1..]), [], "the lender of 1 is back");
-        for s in 7..=10 {
-            assert_eq!(look(s, &both), []);
-        }
-        assert_eq!(look(11, &both), [InstanceId(2)]);
-        assert_eq!(look(12, &[]), []);
-        // This node was suspended for an hour, and counts 2 s of it.
-        assert_eq!(look(13, &both), []);
-        assert_eq!(look(3613, &both), []);
     }
 }

@@ -6,16 +6,16 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths::PathProbe;
-use paceline_cluster::nodes::placement::{
-    self, AdapterFile, DraftOf, EPOCH_UNWANTED, InstanceOptions, InstanceSpec, NODES_MAX,
-    SPARE_AUTO, WeightDistribution,
-};
 use paceline_cluster::nodes::reach::BrokenPairs;
-use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_engine::Draft;
+use paceline_fleet::{
+    ADAPTERS_MAX, AdapterFile, DraftOf, EPOCH_UNWANTED, InstanceId, InstanceOptions, InstanceSpec,
+    NODES_MAX, SPARE_AUTO, WeightDistribution, specs,
+};
 use paceline_model::{Config, ModelSource, SplitKind};
 
 use super::copies::ModelIdentity;
@@ -24,8 +24,9 @@ use super::expansion::open_model;
 use super::hosts::no_path;
 use super::preview::Proposal;
 use super::proposals::predictions;
-use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview, replica_names};
+use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview};
 use crate::classes::EngineChoice;
+use paceline_fleet::replica_names;
 use paceline_worker::{adapters, texts};
 
 /// How long a load waits for the facts of newly connected nodes. They follow within milliseconds;
@@ -54,8 +55,8 @@ impl Inner {
     /// The failed instances of a model. They compute nothing; a load of the model replaces them.
     fn failed(&self, model: &str) -> Vec<InstanceId> {
         let map = self.agent.map();
-        let all = placement::wanted(&map).filter(|(.., wanted)| wanted.model == model);
-        let failed = all.filter(|(id, epoch, _)| super::has_failed(&map, *id, *epoch));
+        let all = specs(&map).filter(|(.., wanted)| wanted.model == model);
+        let failed = all.filter(|(id, epoch, _)| paceline_fleet::has_failed(&map, *id, *epoch));
         failed.map(|(id, ..)| id).collect()
     }
 
@@ -119,7 +120,7 @@ impl Inner {
         groups: Vec<Vec<NodeId>>,
     ) -> Result<Vec<InstanceSpec>, String> {
         let map = self.agent.map();
-        let others: Vec<_> = placement::wanted(&map).collect();
+        let others: Vec<_> = specs(&map).collect();
         let others = others.iter().map(|(id, _, wanted)| (*id, wanted));
         let numbers = replica_names::next(&ask.model, others, groups.len());
         let one = self.record(ask, path)?;
@@ -281,10 +282,7 @@ impl Inner {
                 ));
             }
         };
-        let thread = std::thread::Builder::new().name("sign".to_owned());
-        if let Err(error) = thread.spawn(run) {
-            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
-        }
+        self.spawn("sign", run);
     }
 
     /// Fields that the records of all replicas share.
@@ -375,7 +373,7 @@ impl Inner {
     /// The requested adapters as copies for other nodes: one GGUF file each. Reads them and the
     /// model's shape.
     fn adapters(&self, ask: &LoadRequest, path: &Path) -> Result<Vec<AdapterFile>, String> {
-        let (got, most) = (ask.adapters.len(), placement::ADAPTERS_MAX);
+        let (got, most) = (ask.adapters.len(), ADAPTERS_MAX);
         if got > most {
             return Err(format!("{got} adapters, expected at most {most}"));
         }
@@ -594,7 +592,7 @@ impl Inner {
     /// As [`Fleet::unload`](super::Fleet::unload).
     pub(super) fn unload(&self, name: &str, replica: Option<u16>) -> Result<usize, String> {
         let map = self.agent.map();
-        let all: Vec<_> = placement::wanted(&map).collect();
+        let all: Vec<_> = specs(&map).collect();
         let numbers = replica_names::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
         let is_it = |id: InstanceId, wanted: &InstanceSpec| {
             wanted.is_called(name) || id.to_string() == name

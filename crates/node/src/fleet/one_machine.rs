@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use paceline_base::UnknownKernelClass;
-use paceline_cluster::nodes::placement::MachineOptions;
 use paceline_comm::{Backend, UnknownBackend};
+use paceline_fleet::MachineOptions;
 
 use super::Inner;
 use super::owner::OwnedInstance;

@@ -10,24 +10,21 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, UnknownKernelClass, lock};
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{
-    self, InstanceSpec, Report, SPARE_AUTO, State, WeightDistribution,
-};
-use paceline_cluster::nodes::{InstanceId, NodeId, RegisterKey, Registers};
+use paceline_cluster::nodes::{NodeId, RegisterKey};
 use paceline_comm::Backend;
 use paceline_engine::Service as _;
+use paceline_fleet::{InstanceId, InstanceSpec, Report, SPARE_AUTO, State, WeightDistribution};
 use paceline_model::{Config, ModelSource, SplitKind};
 use paceline_tensor::UnknownKvType;
 
 use super::cables::CablePlan;
 use super::copies::CheckRange;
 use super::device_memory::fitting_shares;
-use super::flaps::{Flaps, NamedInstance};
+use super::flaps::Flaps;
 use super::hosts::InstanceNodes;
 use super::unused_nodes::UnusedNodes;
 use super::{
-    FETCH, Inner, LOOK_EVERY, OwnerService, RunningInstance, copies, encoders, name_of,
-    one_machine, report, roots,
+    FETCH, Inner, LOOK_EVERY, OwnerService, copies, encoders, name_of, one_machine, roots,
 };
 use crate::classes::Classes;
 use crate::instance::numbers;
@@ -77,6 +74,24 @@ pub(super) struct OwnedInstance {
 }
 
 impl OwnedInstance {
+    /// The instance of a record, not yet started.
+    pub(super) fn new((id, epoch): (InstanceId, u64), wanted: InstanceSpec, goes_on: bool) -> Self {
+        Self {
+            id,
+            epoch,
+            wanted,
+            flaps: Arc::default(),
+            cramped: Arc::default(),
+            unused: Arc::default(),
+            numbers: Arc::default(),
+            context: Arc::default(),
+            cables: Arc::default(),
+            wires: Arc::default(),
+            split: Arc::default(),
+            goes_on,
+        }
+    }
+
     /// Starts the instance and publishes reports. Returns its service. An instance that was started
     /// before is tried again when nodes join.
     pub(super) fn start(&self, inner: &Arc<Inner>) -> Option<OwnerService> {
@@ -107,7 +122,8 @@ impl OwnedInstance {
 
     fn try_start(&self, inner: &Arc<Inner>) -> Result<OwnerService, String> {
         if self.goes_on {
-            inner.check_room(self.id, &self.wanted)?;
+            let room = inner.check_room(self.id, &self.wanted);
+            room.map_err(|error| error.to_string())?;
         }
         self.report(inner, State::Fetching, None, None);
         let path = self.own_file(inner)?;
@@ -460,9 +476,9 @@ impl OwnedInstance {
         if !is_auto || !(is_alone || self.in_parts(inner)) {
             return;
         }
-        let tell = Arc::clone(&inner.spec.tell);
-        let (own, inner) = (self.clone(), Arc::clone(inner));
+        let (own, shared) = (self.clone(), Arc::clone(inner));
         let run = move || {
+            let inner = shared;
             let mut heirs = own.wanted.successors.iter();
             let heir = heirs.find(|id| inner.agent.life(**id) == Life::Alive);
             let Some(heir) = heir else { return };
@@ -477,10 +493,7 @@ impl OwnedInstance {
                 )),
             }
         };
-        let thread = std::thread::Builder::new().name("backup".to_owned());
-        if let Err(error) = thread.spawn(run) {
-            tell(&format!("error: cannot start a thread: {error}"));
-        }
+        inner.spawn("backup", run);
     }
 
     /// The observer that publishes the workers' events to the cluster.
@@ -554,13 +567,6 @@ impl OwnedInstance {
         }
     }
 
-    /// Readmits nodes named by loads, and publishes a changed set of excluded nodes.
-    fn take_back(&self, inner: &Inner, map: &Registers, named: &[NamedInstance]) {
-        self.flaps.take_back(named);
-        let said = report(map, self.id).filter(|it| it.epoch == self.epoch);
-        self.tell_unused(inner, said);
-    }
-
     /// Reports that the previous record's instance keeps answering, because this one cannot start.
     pub(super) fn go_on_as_before(&self, inner: &Inner) {
         let reason = "the last placement could not start, the one before answers".to_owned();
@@ -622,22 +628,6 @@ impl Inner {
                 Err(_) if Instant::now() >= until || self.is_over() => return false,
                 Err(_) => std::thread::sleep(LOOK_EVERY / 5),
             }
-        }
-    }
-
-    /// Makes this node's instances readmit excluded nodes.
-    pub(super) fn take_back(&self) {
-        // A copy, so that the lock is free while the map is written.
-        let of = |it: &RunningInstance| it.owned.clone();
-        let owned: Vec<OwnedInstance> = lock(&self.owned).values().map(of).collect();
-        if owned.is_empty() {
-            return;
-        }
-        let map = self.agent.map();
-        let named = placement::wanted(&map).filter(|(.., wanted)| wanted.named);
-        let named: Vec<NamedInstance> = named.map(|(id, _, wanted)| (id, wanted.nodes)).collect();
-        for one in owned {
-            one.take_back(self, &map, &named);
         }
     }
 }

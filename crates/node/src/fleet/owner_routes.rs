@@ -7,10 +7,10 @@
 
 use std::sync::Arc;
 
+use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, InstanceSpec};
-use paceline_cluster::nodes::{InstanceId, NodeId};
+use paceline_fleet::{InstanceId, InstanceSpec, specs};
 
 use super::ingress::{self, LOOK_EVERY, ToOwner};
 use super::{ANSWERS, Inner, NodeConnection, OWNER_LIMIT};
@@ -97,7 +97,7 @@ impl Inner {
 
     fn owner_of(&self, id: InstanceId) -> Option<(InstanceSpec, NodeId)> {
         let map = self.agent.map();
-        let (.., wanted) = placement::wanted(&map).find(|(other, ..)| *other == id)?;
+        let (.., wanted) = specs(&map).find(|(other, ..)| *other == id)?;
         let owner = *wanted.nodes.first()?;
         Some((wanted, owner))
     }

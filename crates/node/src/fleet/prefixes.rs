@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use paceline_cluster::nodes::InstanceId;
+use paceline_fleet::InstanceId;
 
 /// Tokens of a block: a KV page, the unit of an engine's prefix cache.
 pub(crate) const BLOCK: usize = paceline_tensor::PAGE;

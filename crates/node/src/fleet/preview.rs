@@ -14,19 +14,19 @@ use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::paths;
-use paceline_cluster::nodes::placement::{InstanceSpec, NODES_MAX};
 use paceline_comm::Backend;
+use paceline_fleet::{InstanceSpec, NODES_MAX};
 use paceline_model::{Config, ModelSource};
 use serde::Serialize;
 
 use super::hosts::NodeConnection;
-use super::room::{mlx_device, usable};
 use super::speed::{self, Speed};
 use super::{Inner, LoadRequest, SPEED};
 use crate::forecast::devices::DeviceSpeed;
 use crate::forecast::machines::{RemoteDevice, RemoteMachine, best_first};
 use crate::forecast::{Forecast, Setting};
 use crate::workers::connection::receive_message;
+use paceline_fleet::memory::{mlx_device, usable};
 
 /// Nodes of the largest placement proposed by default.
 pub(super) const COUNT_MAX: usize = 8;

@@ -9,10 +9,11 @@ use std::iter::zip;
 use std::sync::Arc;
 
 use paceline_base::KernelClass;
+use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::paths::Path;
-use paceline_cluster::nodes::placement::InstanceSpec;
-use paceline_cluster::nodes::{InstanceId, NodeId};
 use paceline_comm::Backend;
+use paceline_fleet::InstanceId;
+use paceline_fleet::InstanceSpec;
 use paceline_model::{Config, ModelSource, Split, SplitKind};
 
 use super::Inner;

@@ -15,16 +15,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use paceline_base::lock;
-use paceline_cluster::nodes::InstanceId;
-use paceline_cluster::nodes::placement::InstanceSpec;
 use paceline_engine::{
     GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
 };
+use paceline_fleet::{InstanceId, InstanceSpec};
 
 use super::Inner;
-use super::choice::{ReplicaCandidate, choose};
 use super::ingress::{Ingress, IngressRequest, IngressService, RequestFailover, UNKNOWN};
 use super::prefixes::{Prefixes, blocks};
+use paceline_fleet::choice::{ReplicaCandidate, choose};
 
 /// Receives log lines for people.
 type ReplicaLog = Arc<dyn Fn(&str) + Send + Sync>;

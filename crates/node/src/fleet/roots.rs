@@ -11,7 +11,6 @@ use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::{NodeId, RegisterKey, Registers, Signature};
 use serde::{Deserialize, Serialize};
 
-use super::garbage_collection;
 use paceline_store::verified::tree::{Tree, shown};
 
 /// Largest file, or model, in bytes: ten times the largest known model. Groups stay below 128 MiB.
@@ -130,7 +129,7 @@ impl FileRoot {
         let map = agent.map();
         let is_known =
             of(&map, sha256).is_ok_and(|it| (it.bytes, &it.root) == (self.bytes, &self.root));
-        if is_known && garbage_collection::wanted(&map).contains(sha256) {
+        if is_known && paceline_fleet::rules::collect::files(&map).contains(sha256) {
             return Ok(());
         }
         let text = serde_json::to_string(self).expect("a record is JSON");

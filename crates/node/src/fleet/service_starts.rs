@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::replica_names::Name;
+use paceline_fleet::replica_names::Name;
 
 /// Interval between attempts of a node that lacks the model file.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);

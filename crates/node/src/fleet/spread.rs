@@ -10,15 +10,15 @@ use std::path::Path;
 
 use paceline_base::Bytes;
 use paceline_cluster::nodes::NodeId;
-use paceline_cluster::nodes::placement::{self, NODES_MAX};
+use paceline_fleet::{NODES_MAX, specs};
 use paceline_model::{Config, ModelSource};
 
-use super::assignment::{Need, Short, check, deal, share_out};
 use super::preview::{COUNT_MAX, Proposal, unnamed_record};
-use super::room::room;
 use super::{Inner, LoadRequest, encoders};
 use crate::context_size::needed_positions;
 use crate::forecast::Forecast;
+use paceline_fleet::assignment::{Need, Short, check, deal, share_out};
+use paceline_fleet::memory::room;
 
 /// The nodes of each replica, and the prediction for them.
 type ReplicaPlacement = (Vec<Vec<NodeId>>, Proposal);
@@ -133,7 +133,10 @@ impl Inner {
         if !ask.nodes.is_empty() {
             let named = self.named(ask)?;
             self.check_alike(&named)?;
-            return share_out(&named, usize::from(ask.replicas)).map(NodePool::Named);
+            let groups = share_out(&named, usize::from(ask.replicas));
+            return groups
+                .map(NodePool::Named)
+                .map_err(|error| error.to_string());
         }
         let (mut order, notes) = self.ranked();
         let count = ask.count.unwrap_or(1);
@@ -198,7 +201,7 @@ impl Inner {
     /// Bytes that a further model may have on each node, on MLX or on the CPU.
     pub(super) fn rooms(&self, is_on_mlx: bool) -> BTreeMap<NodeId, u64> {
         let map = self.agent.map();
-        let records: Vec<_> = placement::wanted(&map).map(|(.., wanted)| wanted).collect();
+        let records: Vec<_> = specs(&map).map(|(.., wanted)| wanted).collect();
         let views = self.agent.nodes().into_iter();
         views
             .map(|view| (view.id, room(&view, is_on_mlx, &records)))

@@ -19,7 +19,7 @@ use paceline_base::Bytes;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::{Agent, ClusterAct};
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{self, InstanceSpec};
+use paceline_fleet::{InstanceSpec, specs};
 use serde::{Deserialize, Serialize};
 
 use super::copies::{self, COPY, MODEL, NAME, QuotaCheck, RepairReport};
@@ -253,7 +253,7 @@ fn used(agent: &Agent) -> Vec<(String, String)> {
     let computes =
         |wanted: &InstanceSpec| wanted.nodes.contains(&own) || wanted.prompts.contains(&own);
     let is_here = |wanted: &InstanceSpec| computes(wanted) || wanted.source == Some(own);
-    let here = placement::wanted(&map).filter(|(.., wanted)| is_here(wanted));
+    let here = specs(&map).filter(|(.., wanted)| is_here(wanted));
     let models = here.flat_map(|(.., wanted)| wanted.files());
     models.map(|it| (it.sha256, it.model)).collect()
 }

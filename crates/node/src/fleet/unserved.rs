@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
 use paceline_base::lock;
-use paceline_cluster::nodes::placement::{self, InstanceSpec, State};
-use paceline_cluster::nodes::{InstanceId, Registers};
+use paceline_cluster::nodes::Registers;
+use paceline_fleet::{InstanceId, InstanceSpec, State, specs};
 
-use super::replica_names::Name;
-use super::{Inner, report};
+use super::Inner;
+use paceline_fleet::replica_names::Name;
+use paceline_fleet::report;
 
 /// Attempts to get the beginning of a model's file. After them this node is unlikely to answer with
 /// the model: it has several files, or no source is left.
@@ -37,9 +38,9 @@ impl Inner {
     /// Tells the server the models that this node does not answer with.
     pub(super) fn tell_unserved(&self, map: &Registers) {
         let mut models: BTreeMap<Name, UnservedModel> = BTreeMap::new();
-        for (id, epoch, wanted) in placement::wanted(map) {
+        for (id, epoch, wanted) in specs(map) {
             let name = Name::of(&wanted);
-            if lock(&self.open).contains_key(&name) {
+            if lock(&self.state).open.contains_key(&name) {
                 continue;
             }
             let state = self.unserved_state(map, (id, epoch, &wanted));
@@ -63,7 +64,10 @@ impl Inner {
         match report.state {
             State::Failed => UnservedState::Failed(report.reason.unwrap_or_default()),
             State::Ready => {
-                let tried = lock(&self.tried).get(&id).map_or(0, |(_, count)| *count);
+                let tried = lock(&self.state)
+                    .tried
+                    .get(&id)
+                    .map_or(0, |(_, count)| *count);
                 match tried < ATTEMPTS {
                     true => UnservedState::Loading,
                     false => UnservedState::Elsewhere(self.api_of(wanted)),

@@ -7,7 +7,7 @@ use std::time::Instant;
 use paceline_base::{Rank, lock};
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::{Report, State};
+use paceline_fleet::{Report, State};
 
 use super::Inner;
 use super::flaps::LOSSES_MAX;

@@ -16,10 +16,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, Rank, lock};
-use paceline_cluster::nodes::InstanceId;
 use paceline_engine::{
     GenerationRequest, Reply, RequestFailure, SamplingParams, Service, Sink, Ticket,
 };
+use paceline_fleet::InstanceId;
 use paceline_model::{PageName, Split};
 use paceline_plan::Pipeline;
 use paceline_plan::prefill_offload::{LEAST, PrefillOffload};

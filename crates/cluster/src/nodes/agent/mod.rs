@@ -193,7 +193,7 @@ pub struct Config {
     pub data_ports: Option<RangeInclusive<u16>>,
     /// Milliseconds added to the wall clock: 0 except in tests.
     pub clock_ahead_ms: u64,
-    /// What a node has to do for the cluster by the map, for people; `None` for nothing. A node with
+    /// The work of a node for the cluster by the map, for people; `None` for nothing. A node with
     /// work does not leave.
     pub work: fn(&Registers, NodeId) -> Option<String>,
     /// The API keys of this machine, shared with the cluster.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::Agent;
-use paceline_cluster::nodes::placement::InstanceSpec;
+use paceline_fleet::InstanceSpec;
 use serde::{Deserialize, Serialize};
 
 use super::{RepairReport, SILENCE, TELL_EVERY};

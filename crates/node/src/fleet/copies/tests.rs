@@ -3,7 +3,8 @@
 use std::os::unix::fs::FileExt;
 
 use paceline_cluster::nodes::agent::{Config, Discovery, NodeFacts, join_at_rest};
-use paceline_cluster::nodes::{ClusterKey, InstanceId, RegisterKey};
+use paceline_cluster::nodes::{ClusterKey, RegisterKey};
+use paceline_fleet::{InstanceId, specs};
 
 use super::*;
 use crate::fleet::{FETCH, PIECES};
@@ -175,7 +176,7 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
         .unwrap();
     let knows = || {
         let map = two.map();
-        placement::wanted(&map).next().is_some() && roots::of(&map, &name.sha256).is_ok()
+        specs(&map).next().is_some() && roots::of(&map, &name.sha256).is_ok()
     };
     until("the map arrives", || {
         knows() && two.life(liar.id()) == Life::Alive

@@ -7,23 +7,23 @@ use std::cmp::Reverse;
 
 /// A replica as seen by the ingress of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ReplicaCandidate {
+pub struct ReplicaCandidate {
     /// Whether it answers now.
-    pub(super) is_ready: bool,
+    pub is_ready: bool,
     /// Its running requests, of all nodes.
-    pub(super) load: usize,
+    pub load: usize,
     /// Answers that it computes concurrently; further requests wait.
-    pub(super) parallel: usize,
-    /// Leading blocks of the prompt ([`BLOCK`](super::prefixes::BLOCK) tokens each) in its prefix
+    pub parallel: usize,
+    /// Leading blocks of the prompt (64 tokens each) in its prefix
     /// cache.
-    pub(super) blocks: usize,
+    pub blocks: usize,
     /// Requests that this ingress has sent to it.
-    pub(super) asked: u64,
+    pub asked: u64,
 }
 
 /// The index of the chosen replica; `None` if there is none. Chooses one that is not ready only if
 /// no replica is.
-pub(super) fn choose(replicas: &[ReplicaCandidate]) -> Option<usize> {
+pub fn choose(replicas: &[ReplicaCandidate]) -> Option<usize> {
     let some_ready = replicas.iter().any(|it| it.is_ready);
     let open = || {
         let all = replicas.iter().enumerate();

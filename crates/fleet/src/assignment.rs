@@ -9,22 +9,31 @@ use paceline_cluster::nodes::NodeId;
 
 /// Memory and nodes that each replica needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Need {
+pub struct Need {
     /// How many replicas.
-    pub(super) replicas: usize,
+    pub replicas: usize,
     /// Nodes of each.
-    pub(super) each: usize,
+    pub each: usize,
     /// Bytes that each of its nodes needs for a replica.
-    pub(super) bytes: u64,
+    pub bytes: u64,
 }
 
 /// A replica that fits nowhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Short {
+pub struct Short {
     /// Which replica, from 1.
-    pub(super) number: usize,
+    pub number: usize,
     /// Bytes that nodes lack for it, those that lack the least first.
-    pub(super) lacking: Vec<(NodeId, u64)>,
+    pub lacking: Vec<(NodeId, u64)>,
+}
+
+/// Named nodes that make no groups for replicas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Uneven {
+    #[error("{nodes} nodes for {replicas} replicas: name as many for each")]
+    Rest { nodes: usize, replicas: usize },
+    #[error("a node is named twice for one replica")]
+    Twice,
 }
 
 /// The nodes of each replica. `nodes` are the eligible nodes, best first, each with the bytes that
@@ -32,7 +41,7 @@ pub(super) struct Short {
 ///
 /// # Errors
 /// [`Short`]: fewer than [`Need::each`] nodes have room for a replica.
-pub(super) fn deal(nodes: &[(NodeId, u64)], need: Need) -> Result<Vec<Vec<NodeId>>, Short> {
+pub fn deal(nodes: &[(NodeId, u64)], need: Need) -> Result<Vec<Vec<NodeId>>, Short> {
     let (mut left, mut held) = (nodes.to_vec(), vec![0_usize; nodes.len()]);
     let mut dealt = Vec::new();
     for number in 1..=need.replicas {
@@ -57,22 +66,20 @@ pub(super) fn deal(nodes: &[(NodeId, u64)], need: Need) -> Result<Vec<Vec<NodeId
 /// replicas, each replica gets one node, in turn.
 ///
 /// # Errors
-/// The nodes do not divide evenly.
-pub(super) fn share_out(named: &[NodeId], replicas: usize) -> Result<Vec<Vec<NodeId>>, String> {
+/// [`Uneven`].
+pub fn share_out(named: &[NodeId], replicas: usize) -> Result<Vec<Vec<NodeId>>, Uneven> {
     let n = named.len();
     if n < replicas {
         let in_turn = named.iter().cycle().take(replicas);
         return Ok(in_turn.map(|id| vec![*id]).collect());
     }
     if !n.is_multiple_of(replicas) {
-        return Err(format!(
-            "{n} nodes for {replicas} replicas: name as many for each"
-        ));
+        return Err(Uneven::Rest { nodes: n, replicas });
     }
     let shares: Vec<Vec<NodeId>> = named.chunks(n / replicas).map(<[NodeId]>::to_vec).collect();
     let is_twice = |share: &Vec<NodeId>| (1..share.len()).any(|i| share[..i].contains(&share[i]));
     match shares.iter().any(is_twice) {
-        true => Err("a node is named twice for one replica".to_owned()),
+        true => Err(Uneven::Twice),
         false => Ok(shares),
     }
 }
@@ -81,11 +88,7 @@ pub(super) fn share_out(named: &[NodeId], replicas: usize) -> Result<Vec<Vec<Nod
 ///
 /// # Errors
 /// [`Short`]: the first replica that does not.
-pub(super) fn check(
-    dealt: &[Vec<NodeId>],
-    nodes: &[(NodeId, u64)],
-    need: Need,
-) -> Result<(), Short> {
+pub fn check(dealt: &[Vec<NodeId>], nodes: &[(NodeId, u64)], need: Need) -> Result<(), Short> {
     let mut left: BTreeMap<NodeId, u64> = nodes.iter().copied().collect();
     for (number, share) in (1..).zip(dealt) {
         let of_share = share.iter().map(|id| (*id, left.get(id).copied()));
@@ -172,8 +175,12 @@ mod tests {
         assert_eq!(share(&[3, 1, 2, 0], 2).unwrap(), [[3, 1], [2, 0]]);
         assert_eq!(share(&[3, 1, 1, 0], 2).unwrap(), [[3, 1], [1, 0]]);
         assert_eq!(share(&[3, 1], 3).unwrap(), [[3], [1], [3]]);
-        assert!(share(&[3, 1, 2], 2).unwrap_err().contains("3 nodes"));
-        assert!(share(&[3, 3, 1, 2], 2).unwrap_err().contains("twice"));
+        let rest = Uneven::Rest {
+            nodes: 3,
+            replicas: 2,
+        };
+        assert_eq!(share(&[3, 1, 2], 2), Err(rest));
+        assert_eq!(share(&[3, 3, 1, 2], 2), Err(Uneven::Twice));
         let need = Need {
             replicas: 2,
             each: 1,

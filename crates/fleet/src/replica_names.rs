@@ -10,13 +10,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use paceline_cluster::nodes::InstanceId;
-use paceline_cluster::nodes::placement::{AdapterNaming, InstanceSpec};
 use serde::Serialize;
+
+use crate::{AdapterNaming, InstanceId, InstanceSpec};
 
 /// Key of interchangeable instances: they give the same answers.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Name {
+pub struct Name {
     model: String,
     sha256: String,
     context: Option<u32>,
@@ -31,7 +31,7 @@ pub(super) struct Name {
 
 impl Name {
     /// The name of an instance.
-    pub(super) fn of(wanted: &InstanceSpec) -> Self {
+    pub fn of(wanted: &InstanceSpec) -> Self {
         Self {
             model: wanted.model.clone(),
             sha256: wanted.sha256.clone(),
@@ -48,7 +48,7 @@ impl Name {
     }
 
     /// The registration key of this name; unique for each name.
-    pub(super) fn key(&self) -> String {
+    pub fn key(&self) -> String {
         let context = self.context.unwrap_or(0);
         let adapters = self.adapters.iter();
         let adapter = |(name, sha256): &(String, String)| format!("/{sha256}={name}");
@@ -70,7 +70,7 @@ impl Name {
     }
 
     /// The registration keys of its adapters, in the order of the spec.
-    pub(super) fn adapter_keys(&self) -> impl Iterator<Item = String> {
+    pub fn adapter_keys(&self) -> impl Iterator<Item = String> {
         let key = self.key();
         let names = self.adapters.iter().map(|(name, _)| name);
         names.map(move |name| format!("{key}#{name}"))
@@ -88,7 +88,7 @@ pub struct Replica {
 
 /// Replica numbers of all instances. An instance loaded alone and the only one of its model has
 /// none.
-pub(super) fn numbers<'a>(
+pub fn numbers<'a>(
     all: impl IntoIterator<Item = (InstanceId, &'a InstanceSpec)>,
 ) -> BTreeMap<InstanceId, Replica> {
     let mut models: BTreeMap<&str, Vec<(InstanceId, u16)>> = BTreeMap::new();
@@ -130,7 +130,7 @@ fn numbers_of_model(all: Vec<(InstanceId, u16)>) -> Vec<(InstanceId, Replica)> {
 
 /// Numbers for `count` new instances of a model, given `all` existing ones; 0 for a single
 /// instance.
-pub(super) fn next<'a>(
+pub fn next<'a>(
     model: &str,
     all: impl IntoIterator<Item = (InstanceId, &'a InstanceSpec)>,
     count: usize,

@@ -2,19 +2,21 @@
 
 use paceline_base::Bytes;
 use paceline_cluster::nodes::agent::{EngineDevice, NodeFacts, NodeView};
-use paceline_cluster::nodes::placement::{self, InstanceSpec};
 use paceline_cluster::nodes::{NodeId, Registers};
 
-use crate::context_size::WEIGHTS;
+use crate::{InstanceSpec, specs};
+
+/// Memory of packed weights as a multiple of their files' bytes.
+pub const WEIGHTS: f64 = 1.2;
 
 /// Fraction of a machine's memory for models: the rest is for the system and other programs.
-pub(super) const USABLE: f64 = 0.8;
+pub const USABLE: f64 = 0.8;
 
 /// Fraction of a machine's memory for models and automatic standbys together.
-pub(super) const AUTO_USABLE: f64 = 0.5;
+pub const AUTO_USABLE: f64 = 0.5;
 
 /// Bytes of an instance's weights in the form of its engines.
-pub(super) fn weight_bytes(wanted: &InstanceSpec) -> u64 {
+pub fn weight_bytes(wanted: &InstanceSpec) -> u64 {
     match wanted.weight_bytes {
         0 => (wanted.bytes as f64 * WEIGHTS) as u64,
         bytes => bytes,
@@ -23,20 +25,24 @@ pub(super) fn weight_bytes(wanted: &InstanceSpec) -> u64 {
 
 /// Bytes that each of `ranks` ranks needs for its weights, keys and values, as if all parts were
 /// equal. Previews, loads, placements and admissions compare them with [`room`].
-pub(super) fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
+pub fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
     (weight_bytes(wanted) + wanted.cache_bytes) / ranks.max(1) as u64
 }
 
-/// Message for a node without memory for a part of a model.
-pub(super) fn no_room(name: &str, part: u64, room: u64) -> String {
-    let (part, room) = (Bytes(part), Bytes(room));
-    format!("{name}: too little memory: its part needs {part}, and {room} are free")
+/// A node has too little memory for a part of a model.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{node}: too little memory: its part needs {part}, and {room} are free")]
+pub struct NoRoom {
+    /// Name of the node.
+    pub node: String,
+    pub part: Bytes,
+    pub room: Bytes,
 }
 
 /// Bytes for models in the memory in which a node has ranks on MLX or on the CPU; 0 if unknown.
 /// A GPU's are those that it lends, by which a worker is admitted. Otherwise they are a part of
 /// main memory; MLX on a processor may lend less.
-pub(super) fn usable(view: &NodeView, is_on_mlx: bool) -> u64 {
+pub fn usable(view: &NodeView, is_on_mlx: bool) -> u64 {
     let main = (view.facts.memory_bytes as f64 * USABLE) as u64;
     let device = mlx_device(&view.facts).filter(|_| is_on_mlx);
     match device.and_then(|device| Some((device.kind == "gpu", device.memory_bytes?))) {
@@ -47,7 +53,7 @@ pub(super) fn usable(view: &NodeView, is_on_mlx: bool) -> u64 {
 }
 
 /// The device on which MLX computes on a node: a GPU, else the processor.
-pub(super) fn mlx_device(facts: &NodeFacts) -> Option<&EngineDevice> {
+pub fn mlx_device(facts: &NodeFacts) -> Option<&EngineDevice> {
     let is_usable = |device: &&EngineDevice| device.engine == "mlx" && device.problem.is_none();
     let processor = facts.devices.iter().find(is_usable);
     facts.gpu("mlx").or(processor)
@@ -55,7 +61,7 @@ pub(super) fn mlx_device(facts: &NodeFacts) -> Option<&EngineDevice> {
 
 /// Whether a node has ranks on MLX, or on the CPU, and others in one memory. A GPU has its own, but
 /// on a Mac.
-pub(super) fn is_one_memory(view: &NodeView, is_on_mlx: bool, other: bool) -> bool {
+pub fn is_one_memory(view: &NodeView, is_on_mlx: bool, other: bool) -> bool {
     let gpu = view.facts.gpu("mlx");
     let is_apart = gpu.is_some_and(|gpu| gpu.backend != "metal");
     !is_apart || is_on_mlx == other
@@ -63,7 +69,7 @@ pub(super) fn is_one_memory(view: &NodeView, is_on_mlx: bool, other: bool) -> bo
 
 /// Free bytes for a rank on MLX or on the CPU of a node after the parts of `records`. Unlimited if
 /// the node does not report its memory.
-pub(super) fn room(view: &NodeView, is_on_mlx: bool, records: &[InstanceSpec]) -> u64 {
+pub fn room(view: &NodeView, is_on_mlx: bool, records: &[InstanceSpec]) -> u64 {
     match usable(view, is_on_mlx) {
         0 => u64::MAX,
         usable => usable.saturating_sub(held(records, view, is_on_mlx)),
@@ -71,7 +77,7 @@ pub(super) fn room(view: &NodeView, is_on_mlx: bool, records: &[InstanceSpec]) -
 }
 
 /// Bytes of a node's parts by all records, in the memory of ranks on MLX or on the CPU.
-pub(super) fn held(records: &[InstanceSpec], view: &NodeView, is_on_mlx: bool) -> u64 {
+pub fn held(records: &[InstanceSpec], view: &NodeView, is_on_mlx: bool) -> u64 {
     let records = records.iter();
     let records = records.filter(|it| is_one_memory(view, is_on_mlx, it.is_on_mlx(view.id)));
     let held = records.map(|other| held_bytes(other, view.id));
@@ -79,12 +85,12 @@ pub(super) fn held(records: &[InstanceSpec], view: &NodeView, is_on_mlx: bool) -
 }
 
 /// The records of all instances.
-pub(super) fn all_records(map: &Registers) -> Vec<InstanceSpec> {
-    placement::wanted(map).map(|(.., wanted)| wanted).collect()
+pub fn all_records(map: &Registers) -> Vec<InstanceSpec> {
+    specs(map).map(|(.., wanted)| wanted).collect()
 }
 
 /// Bytes of a node's part by one record: as decode node, as prefill node, or 0.
-pub(super) fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
+pub fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
     let decodes = wanted.nodes.contains(&id).then(|| own_part(wanted, id));
     let prompts = wanted.prompts.contains(&id);
     let reads = prompts.then(|| part_bytes(wanted, wanted.prompts.len()));
@@ -92,7 +98,7 @@ pub(super) fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
 }
 
 /// Bytes of the part of one of a record's nodes: as planned for these nodes, else by its shares.
-pub(super) fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
+pub fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
     let is_planned = |id: &NodeId| wanted.needs.contains_key(id);
     let are_all = wanted.needs.len() == wanted.nodes.len() && wanted.nodes.iter().all(is_planned);
     if let Some(bytes) = wanted.needs.get(&id).filter(|_| are_all) {
@@ -114,7 +120,7 @@ pub fn placed_bytes(map: &Registers, view: &NodeView) -> Vec<u64> {
     placed(&all_records(map), view)
 }
 
-pub(super) fn placed(records: &[InstanceSpec], view: &NodeView) -> Vec<u64> {
+pub fn placed(records: &[InstanceSpec], view: &NodeView) -> Vec<u64> {
     let facts = &view.facts;
     let bytes = |device: &EngineDevice| {
         let is_used = device.kind == "gpu" || facts.gpu(&device.engine).is_none();
@@ -133,7 +139,7 @@ pub fn lent_devices(map: &Registers, view: &NodeView) -> Vec<EngineDevice> {
     lent(&all_records(map), view)
 }
 
-pub(super) fn lent(records: &[InstanceSpec], view: &NodeView) -> Vec<EngineDevice> {
+pub fn lent(records: &[InstanceSpec], view: &NodeView) -> Vec<EngineDevice> {
     let lent = |device: &EngineDevice| {
         let mut device = device.clone();
         if let (Some(free), Some(total)) = (device.memory_bytes, device.total_bytes.take()) {
@@ -147,30 +153,27 @@ pub(super) fn lent(records: &[InstanceSpec], view: &NodeView) -> Vec<EngineDevic
 
 /// Whether a shard fits into `usable` bytes in addition to `held` ones; true for a node that does
 /// not report its memory.
-pub(super) const fn fits(usable: u64, held: u64, shard: u64) -> bool {
+pub const fn fits(usable: u64, held: u64, shard: u64) -> bool {
     usable == 0 || held.saturating_add(shard) <= usable
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use paceline_cluster::nodes::member::Life;
 
     use super::*;
 
     const GB: u64 = 1_000_000_000;
 
-    pub(in super::super) fn node(number: u8, state: Life, numerics: u32) -> NodeView {
+    fn node() -> NodeView {
         NodeView {
-            id: NodeId([number; 16]),
-            state,
+            id: NodeId([1; 16]),
+            state: Life::Alive,
             found_by: String::new(),
             heard_by: Vec::new(),
             linked: true,
             slow_ms: None,
-            facts: paceline_cluster::nodes::agent::NodeFacts {
-                numerics,
-                ..Default::default()
-            },
+            facts: NodeFacts::default(),
         }
     }
 
@@ -184,7 +187,7 @@ pub(super) mod tests {
                 memory_bytes: Some(gb * GB),
                 ..EngineDevice::default()
             };
-            let mut view = node(1, Life::Alive, 1);
+            let mut view = node();
             view.facts.memory_bytes = 64 * GB;
             view.facts.devices = vec![
                 device("cpu", "cpu", 60),

@@ -1,27 +1,12 @@
-//! Ownership of instances: each node decides alone, from the map and the lives of nodes.
-//!
-//! An instance's spec names its nodes, the leader's first, and an order of *successors*. The owner
-//! is the first node. When the owner is dead, the first live successor writes a record of the next
-//! epoch with itself as owner.
-//!
-//! No vote is needed. Two sides of a partition may write two records of one epoch; the later write
-//! wins when they merge. A node that is no longer the owner ends its workers. An unloaded instance
-//! has a tombstone of the highest epoch, so that no takeover restores it.
-//!
-//! A node may *lease* an instance to a program of its machine. The instance is useless after the
-//! node is dead: see [`abandoned`].
+//! The record of an instance in the shared map: what its user asked for, and on which nodes.
 
 use std::collections::BTreeMap;
 
 use paceline_base::KernelClass;
+use paceline_cluster::nodes::NodeId;
+use paceline_cluster::nodes::agent::NodeFacts;
+use paceline_cluster::nodes::reach::BrokenPairs;
 use serde::{Deserialize, Serialize};
-
-pub use super::RecordId as InstanceId;
-use super::agent::NodeFacts;
-use super::member::Life;
-use super::reach::BrokenPairs;
-pub use super::registers::EPOCH_UNWANTED;
-use super::{NodeId, RegisterKey, Registers};
 
 /// The split that fits any number of nodes.
 pub const SPLIT_ANY: &str = "auto";
@@ -460,293 +445,29 @@ impl InstanceSpec {
     }
 }
 
-/// State of an instance, reported by its owner.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum State {
-    /// Nodes copy the model.
-    Fetching,
-    /// Workers read it.
-    Loading,
-    /// It answers.
-    Ready,
-    /// A worker or node was lost.
-    Recovering,
-    /// It failed; the report has the reason.
-    Failed,
-}
-
-/// An owner's report of its instance.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Report {
-    /// Epoch of the reported record.
-    pub epoch: u64,
-    pub state: State,
-    /// Steps done and their total, while fetching or loading.
-    pub progress: Option<(u64, u64)>,
-    /// Why it failed, or which nodes it does not use and why.
-    pub reason: Option<String>,
-    /// The node of each rank, while it answers; empty if they are those of the record.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub computing: Vec<NodeId>,
-    /// Positions of a sequence, while it answers, if the record does not state them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub context: Option<u32>,
-    /// Name of its numbers, while it answers and its kernel class does not say all of them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub numbers: Option<String>,
-    /// Transports between nodes with RDMA cables, for people, while it answers.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub wires: Option<String>,
-    /// The split in use, while it answers by another one than its record's.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub split: Option<String>,
-}
-
-/// A task of a node about an instance.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Duty {
-    /// Own it: keep it running by its record.
-    Own {
-        id: InstanceId,
-        /// Epoch of the record.
-        epoch: u64,
-        wanted: InstanceSpec,
-    },
-    /// Write this record: its owner is dead and this node is next.
-    TakeOver {
-        id: InstanceId,
-        /// The next epoch.
-        epoch: u64,
-        /// The next record.
-        wanted: InstanceSpec,
-    },
-}
-
-/// The instances in the map: id, epoch and spec.
-pub fn wanted(map: &Registers) -> impl Iterator<Item = (InstanceId, u64, InstanceSpec)> + '_ {
-    map.iter().filter_map(|(key, register)| {
-        let RegisterKey::Record(id) = key else {
-            return None;
-        };
-        let wanted: InstanceSpec = serde_json::from_str(register.value.as_deref()?).ok()?;
-        let is_sane = (1..=NODES_MAX).contains(&wanted.nodes.len())
-            && wanted.successors.len() <= NODES_MAX
-            && wanted.prompts.len() <= NODES_MAX;
-        is_sane.then_some((*id, register.epoch, wanted))
-    })
-}
-
-/// The duties of node `this_process` now, in order of ids. An instance whose lending node is dead
-/// has no takeover.
-pub fn duties(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<Duty> {
-    let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
-    wanted(map)
-        .filter_map(|(id, epoch, wanted)| {
-            if wanted.nodes[0] == own {
-                return Some(Duty::Own { id, epoch, wanted });
-            }
-            let is_next = acting(&wanted, lives) == Some(own);
-            (is_next && !has_lost_lender(&wanted, lives)).then(|| Duty::TakeOver {
-                id,
-                epoch: epoch + 1,
-                wanted: succeed(wanted, own, &lives),
-            })
-        })
-        .collect()
-}
-
-/// The leased instances whose lending node is dead or has left, and which `this_process` must
-/// unload as their owner or first live successor. In order of ids.
-pub fn abandoned(map: &Registers, own: NodeId, life: impl Fn(NodeId) -> Life) -> Vec<InstanceId> {
-    let lives = |id: &NodeId| matches!(life(*id), Life::Alive | Life::Suspect);
-    wanted(map)
-        .filter(|(.., wanted)| has_lost_lender(wanted, lives))
-        .filter(|(.., wanted)| acting(wanted, lives) == Some(own))
-        .map(|(id, ..)| id)
-        .collect()
-}
-
-/// The instances with ranks on a node, for people; `None` for none.
-pub fn work(map: &Registers, own: NodeId) -> Option<String> {
-    let own = wanted(map).filter(|(.., wanted)| wanted.nodes.contains(&own));
-    let models: Vec<String> = own.map(|(.., wanted)| wanted.model).collect();
-    let models = (!models.is_empty()).then(|| models.join(", "));
-    models.map(|models| format!("this node's cluster has instances: {models}"))
-}
-
-/// The owner, or the first live successor of a dead one.
-fn acting(wanted: &InstanceSpec, lives: impl Fn(&NodeId) -> bool) -> Option<NodeId> {
-    let mut order = wanted.nodes[..1].iter().chain(&wanted.successors);
-    order.find(|id| lives(id)).copied()
-}
-
-fn has_lost_lender(wanted: &InstanceSpec, lives: impl Fn(&NodeId) -> bool) -> bool {
-    wanted.lender.is_some_and(|lender| !lives(&lender))
-}
-
-/// The split for fewer nodes. A kind stays as it is; sizes, as in `2x2`, would not fit.
-pub fn split_of_fewer(split: String) -> String {
-    match split.contains(|c: char| c.is_ascii_digit()) {
-        true => SPLIT_ANY.to_owned(),
-        false => split,
-    }
-}
-
-/// The spec after its owner died: on the live nodes, `this_process` first.
-fn succeed(
-    mut wanted: InstanceSpec,
-    own: NodeId,
-    lives: &impl Fn(&NodeId) -> bool,
-) -> InstanceSpec {
-    let former = wanted.nodes[0];
-    wanted.split = split_of_fewer(wanted.split);
-    let others = wanted.nodes.iter().filter(|id| **id != own && lives(id));
-    wanted.nodes = std::iter::once(own).chain(others.copied()).collect();
-    wanted.successors.retain(|id| *id != own);
-    // A returning former owner comes after all others.
-    wanted.successors.retain(|id| *id != former);
-    wanted.successors.push(former);
-    wanted.prompts.retain(|id| *id != own);
-    wanted
-}
-
-/// The spec without `leaver`, on the live nodes that stay. The owner stays; a leaving owner is
-/// replaced by the first live successor, or the first of `others`. `None` if no node is left.
-pub fn without(
-    mut wanted: InstanceSpec,
-    leaver: NodeId,
-    others: &[NodeId],
-    life: impl Fn(NodeId) -> Life,
-) -> Option<InstanceSpec> {
-    let stays = |id: &NodeId| *id != leaver && life(*id) == Life::Alive;
-    let owner = wanted.nodes.first().copied().filter(stays);
-    let after = wanted.successors.iter().chain(others).copied();
-    let owner = owner.or_else(|| after.into_iter().find(stays))?;
-    let (before, nodes) = (wanted.nodes.len(), std::mem::take(&mut wanted.nodes));
-    let rest = nodes.into_iter().filter(|id| *id != owner && stays(id));
-    wanted.nodes = std::iter::once(owner).chain(rest).collect();
-    if wanted.nodes.len() != before {
-        wanted.split = split_of_fewer(wanted.split);
-    }
-    wanted.successors.retain(|id| *id != owner && *id != leaver);
-    // It may return, and then comes after all others.
-    wanted.successors.push(leaver);
-    wanted.prompts.retain(|id| *id != owner && *id != leaver);
-    Some(wanted)
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::registers::Register;
-    use super::super::{HybridTimestamp, NodeId};
     use super::*;
 
-    fn node(number: u8) -> NodeId {
-        NodeId([number; 16])
-    }
-
-    fn map(epoch: u64, nodes: &[u8], successors: &[u8]) -> Registers {
-        lent_map(epoch, nodes, successors, None)
-    }
-
-    fn lent_map(epoch: u64, nodes: &[u8], successors: &[u8], lender: Option<u8>) -> Registers {
-        let wanted = InstanceSpec {
+    fn plain() -> InstanceSpec {
+        InstanceSpec {
             model: "smollm2".into(),
-            nodes: nodes.iter().map(|number| node(*number)).collect(),
-            successors: successors.iter().map(|number| node(*number)).collect(),
+            nodes: vec![NodeId([1; 16])],
+            successors: vec![NodeId([2; 16])],
             split: "auto".into(),
             threads: 1,
-            lender: lender.map(node),
             ..InstanceSpec::default()
-        };
-        let stamp = HybridTimestamp {
-            ms: 1,
-            count: 0,
-            node: node(1),
-        };
-        let register = Register {
-            epoch,
-            stamp,
-            value: Some(serde_json::to_string(&wanted).unwrap()),
-        };
-        Registers::from_entries([(RegisterKey::Record(InstanceId(5)), register)])
-    }
-
-    fn lives(living: &'static [u8]) -> impl Fn(NodeId) -> Life {
-        move |id| {
-            if living.contains(&id.0[0]) {
-                Life::Alive
-            } else {
-                Life::Dead
-            }
         }
-    }
-
-    #[test]
-    fn the_first_successor_that_lives_takes_over() {
-        let map = map(3, &[1, 2, 3], &[2, 3, 4]);
-        let owns = duties(&map, node(1), lives(&[1, 2, 3, 4]));
-        assert!(
-            matches!(&owns[..], [Duty::Own { epoch: 3, .. }]),
-            "{owns:?}"
-        );
-        for other in [2, 3, 4] {
-            assert_eq!(duties(&map, node(other), lives(&[1, 2, 3, 4])), []);
-        }
-        assert_eq!(duties(&map, node(4), lives(&[3, 4])), [], "3 is before it");
-        let takes = duties(&map, node(3), lives(&[3, 4]));
-        let [
-            Duty::TakeOver {
-                epoch: 4, wanted, ..
-            },
-        ] = &takes[..]
-        else {
-            panic!("{takes:?}");
-        };
-        assert_eq!(wanted.nodes, [node(3)], "on those that live");
-        assert_eq!(wanted.successors, [node(2), node(4), node(1)]);
-    }
-
-    #[test]
-    fn a_direction_of_a_split_outlives_a_loss() {
-        for (split, after) in [
-            ("auto", "auto"),
-            ("pipeline", "pipeline"),
-            ("2x2", "auto"),
-            ("2x2-experts", "auto"),
-        ] {
-            assert_eq!(split_of_fewer(split.to_owned()), after);
-        }
-    }
-
-    #[test]
-    fn a_lent_instance_is_unloaded_by_its_owner_or_the_next_once_its_lender_is_dead() {
-        let map = lent_map(3, &[1, 2], &[2, 3], Some(4));
-        let to_unload = |own, living| abandoned(&map, node(own), lives(living));
-        let all = [1, 2, 3, 4];
-        assert!(
-            all.iter()
-                .all(|own| to_unload(*own, &[1, 2, 3, 4]).is_empty())
-        );
-        assert_eq!(to_unload(1, &[1, 2, 3]), [InstanceId(5)]);
-        assert_eq!(to_unload(2, &[1, 2, 3]), [], "its owner does");
-        assert_eq!(to_unload(2, &[2, 3]), [InstanceId(5)]);
-        assert_eq!(to_unload(3, &[2, 3]), [], "2 is before it");
-        assert_eq!(duties(&map, node(2), lives(&[2, 3])), [], "for nobody");
-        assert_eq!(duties(&map, node(2), lives(&[2, 3, 4])).len(), 1);
-        let kept = lent_map(3, &[1, 2], &[2], None);
-        assert_eq!(abandoned(&kept, node(1), lives(&[1])), []);
     }
 
     #[test]
     fn records_without_a_lender_are_read_and_written_as_before() {
-        let (_, _, before) = wanted(&map(3, &[1], &[2])).next().unwrap();
+        let before = plain();
         let text = serde_json::to_string(&before).unwrap();
         assert!(!text.contains("lender"), "{text}");
         assert_eq!(serde_json::from_str::<InstanceSpec>(&text).unwrap(), before);
         let lent = InstanceSpec {
-            lender: Some(node(4)),
+            lender: Some(NodeId([4; 16])),
             ..before
         };
         let text = serde_json::to_string(&lent).unwrap();
@@ -755,7 +476,7 @@ mod tests {
 
     #[test]
     fn a_draft_is_kept_in_the_record_and_has_one_of_its_own() {
-        let (_, _, plain) = wanted(&map(3, &[1], &[2])).next().unwrap();
+        let plain = plain();
         assert_eq!(plain.of_draft(), None);
         let text = serde_json::to_string(&plain).unwrap();
         assert!(
@@ -815,27 +536,8 @@ mod tests {
     }
 
     #[test]
-    fn work_moves_to_those_that_stay() {
-        let of = |nodes: &[u8], successors: &[u8], living| {
-            let (_, _, before) = wanted(&map(3, nodes, successors)).next().unwrap();
-            without(before, node(1), &[node(9)], lives(living))
-        };
-        let nodes =
-            |wanted: &InstanceSpec| -> Vec<u8> { wanted.nodes.iter().map(|id| id.0[0]).collect() };
-        let owner = of(&[1, 2, 3], &[2, 3], &[1, 2, 3]).unwrap();
-        assert_eq!(nodes(&owner), [2, 3]);
-        assert_eq!(owner.successors, [node(3), node(1)]);
-        let member = of(&[2, 1, 3], &[1, 3], &[1, 2, 3]).unwrap();
-        assert_eq!(nodes(&member), [2, 3], "its owner stays");
-        assert_eq!(member.successors, [node(3), node(1)]);
-        assert_eq!(nodes(&of(&[1, 2], &[2, 3], &[1, 3]).unwrap()), [3]);
-        assert_eq!(nodes(&of(&[1], &[], &[1, 9]).unwrap()), [9]);
-        assert_eq!(of(&[1, 2], &[2], &[1]), None);
-    }
-
-    #[test]
     fn records_of_earlier_versions_are_read() {
-        let (_, _, record) = wanted(&map(3, &[1], &[])).next().unwrap();
+        let record = plain();
         let mut value = serde_json::to_value(&record).unwrap();
         let fields = value.as_object_mut().unwrap();
         for later in ["named", "spare", "replica", "source"] {
@@ -868,25 +570,5 @@ mod tests {
         assert_eq!(serde_json::from_str::<InstanceSpec>(&text).unwrap(), record);
         let value: serde_json::Value = serde_json::from_str(&text).unwrap();
         assert_eq!(serde_json::to_value(&record).unwrap(), value);
-    }
-
-    #[test]
-    fn records_that_are_none_are_nobodys() {
-        for value in ["", "null", "{}", r#"{"model":"x","nodes":[]}"#] {
-            let (ms, count, own) = (1, 0, node(1));
-            let register = Register {
-                epoch: 3,
-                stamp: HybridTimestamp {
-                    ms,
-                    count,
-                    node: own,
-                },
-                value: Some(value.to_owned()),
-            };
-            let key = RegisterKey::Record(InstanceId(5));
-            let bad = Registers::from_entries([(key, register)]);
-            assert_eq!(duties(&bad, node(1), lives(&[1])), []);
-        }
-        assert_eq!(duties(&map(3, &[], &[1]), node(1), lives(&[1])), []);
     }
 }

@@ -5,41 +5,34 @@
 //! - Reports of unloaded instances.
 //!
 //! The live node with the lowest id checks some times an hour. It removes a record only if the
-//! previous check already found the same write unused, because a load publishes roots before its
-//! spec.
+//! previous check already found the same write unused. A load publishes roots before its spec.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use paceline_cluster::nodes::member::Life;
-use paceline_cluster::nodes::placement::InstanceSpec;
-use paceline_cluster::nodes::{
-    HybridTimestamp, InstanceId, Register, RegisterKey, Registers, placement,
-};
+use paceline_cluster::nodes::{HybridTimestamp, Register, RegisterKey, Registers};
 
-use super::Inner;
+use super::{Action, Round};
+use crate::{InstanceId, InstanceSpec, specs};
 
 /// Interval of checks, and so the least age of removed records. A load takes some seconds from its
 /// roots to its spec, mostly for signing.
 const LOOK_EVERY: Duration = Duration::from_secs(600);
 
-/// Most files in a query to nodes: 17 kB of SHA-256.
-const FILES_MAX: usize = 256;
-
 /// Identity of a write to a record: its epoch and timestamp.
-type Write = (u64, HybridTimestamp);
+pub type Write = (u64, HybridTimestamp);
 
 /// SHA-256 of the files that instances use, including drafts and adapters.
-pub(super) fn wanted(map: &Registers) -> BTreeSet<String> {
-    let all = placement::wanted(map).map(|(.., wanted)| wanted);
+pub fn files(map: &Registers) -> BTreeSet<String> {
+    let all = specs(map).map(|(.., wanted)| wanted);
     all.flat_map(InstanceSpec::files)
         .map(|file| file.sha256)
         .collect()
 }
 
 /// The SHA-256 of the file of a record.
-fn file_of(key: &RegisterKey) -> Option<&str> {
+pub fn file_of(key: &RegisterKey) -> Option<&str> {
     let RegisterKey::Named(name) = key else {
         return None;
     };
@@ -57,10 +50,10 @@ fn instance_of((key, register): (&RegisterKey, &Register)) -> Option<InstanceId>
 
 /// Records that no instance uses now. If this version cannot parse an instance's spec, it does not
 /// know that instance's files and treats all files as used.
-fn idle(map: &Registers) -> BTreeMap<RegisterKey, Write> {
-    let wanted = wanted(map);
+pub fn idle(map: &Registers) -> BTreeMap<RegisterKey, Write> {
+    let wanted = files(map);
     let instances: BTreeSet<InstanceId> = map.iter().filter_map(instance_of).collect();
-    let all_read = placement::wanted(map).count() == instances.len();
+    let all_read = specs(map).count() == instances.len();
     let is_idle = |key: &RegisterKey| match key {
         RegisterKey::Report(id) => !instances.contains(id),
         key => all_read && file_of(key).is_some_and(|sha256| !wanted.contains(sha256)),
@@ -71,20 +64,28 @@ fn idle(map: &Registers) -> BTreeMap<RegisterKey, Write> {
         .collect()
 }
 
-/// Collector of unused records.
-#[derive(Debug, Default)]
-pub(super) struct RecordCollector {
-    last: Option<Instant>,
-    seen: Arc<Mutex<IdleRecords>>,
+pub(super) fn rule(round: &mut Round<'_>) -> Vec<Action> {
+    let is_early = |last| round.now.saturating_duration_since(last) < LOOK_EVERY;
+    if round.history.collected.is_some_and(is_early) {
+        return Vec::new();
+    }
+    round.history.collected = Some(round.now);
+    let mut living = round
+        .observed
+        .nodes
+        .iter()
+        .filter(|node| node.state == Life::Alive);
+    let removes = !living.any(|node| node.id < round.observed.own);
+    vec![Action::Collect { removes }]
 }
 
 /// Records unused at the last check.
 #[derive(Debug, Default)]
-struct IdleRecords(BTreeMap<RegisterKey, Write>);
+pub struct IdleRecords(BTreeMap<RegisterKey, Write>);
 
 impl IdleRecords {
     /// Returns records unused now and at the previous check; stores the others for the next one.
-    fn look(&mut self, map: &Registers) -> BTreeMap<RegisterKey, Write> {
+    pub fn look(&mut self, map: &Registers) -> BTreeMap<RegisterKey, Write> {
         let before = std::mem::replace(&mut self.0, idle(map));
         let now = self.0.iter();
         let again = now.filter(|(key, write)| before.get(*key) == Some(*write));
@@ -92,73 +93,17 @@ impl IdleRecords {
     }
 }
 
-impl Inner {
-    /// Removes unused records on its own thread, since it queries nodes for files.
-    pub(super) fn remove_stale(self: &Arc<Self>, stale: &mut RecordCollector, now: Instant) {
-        let is_early = |last: Instant| now.saturating_duration_since(last) < LOOK_EVERY;
-        if stale.last.is_some_and(is_early) {
-            return;
-        }
-        stale.last = Some(now);
-        let (inner, seen) = (Arc::clone(self), Arc::clone(&stale.seen));
-        let run = move || {
-            let mut seen = match seen.try_lock() {
-                Ok(seen) => seen,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => return, // the last check still waits for a node
-            };
-            let due = seen.look(&inner.agent.map());
-            if inner.is_first() {
-                inner.remove_records(due);
-            }
-        };
-        let thread = std::thread::Builder::new().name("stale".to_owned());
-        if let Err(error) = thread.spawn(run) {
-            (self.spec.tell)(&format!("error: cannot start a thread: {error}"));
-        }
-    }
-
-    /// Whether this is the live node with the lowest id.
-    fn is_first(&self) -> bool {
-        let own = self.agent.id();
-        let nodes = self.agent.nodes().into_iter();
-        let mut living = nodes.filter(|node| node.state == Life::Alive);
-        !living.any(|node| node.id < own)
-    }
-
-    fn remove_records(&self, mut due: BTreeMap<RegisterKey, Write>) {
-        let files: BTreeSet<String> = due.keys().filter_map(file_of).map(str::to_owned).collect();
-        let files: Vec<String> = files.into_iter().take(FILES_MAX).collect();
-        // A node that does not answer may have all of them.
-        let held = match files.is_empty() {
-            true => Some(BTreeSet::new()),
-            false => self.held_anywhere(&files),
-        };
-        due.retain(|key, _| match (file_of(key), &held) {
-            (None, _) => true,
-            (Some(_), None) => false,
-            (Some(sha256), Some(held)) => {
-                !held.contains(sha256) && files.iter().any(|file| file == sha256)
-            }
-        });
-        let still = idle(&self.agent.map());
-        due.retain(|key, write| still.get(key) == Some(write));
-        for (key, (epoch, _)) in due {
-            // Fails if it was written again meanwhile: then it is used.
-            let _: Result<(), _> = self.agent.write(key, epoch, None);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use paceline_cluster::nodes::NodeId;
-    use paceline_cluster::nodes::placement::DraftOf;
 
+    use super::super::testing;
     use super::*;
-    use crate::fleet::copies::tests::wanted as record;
-    use crate::fleet::{hub, roots};
-    use crate::workers::host::ModelName;
+    use crate::DraftOf;
+
+    fn key(kind: &str, sha256: &str) -> RegisterKey {
+        RegisterKey::Named(format!("{kind}/{sha256}"))
+    }
 
     fn register(ms: u64, value: Option<&str>) -> Register {
         let (count, node) = (0, NodeId([1; 16]));
@@ -176,15 +121,8 @@ mod tests {
     #[test]
     fn what_no_instance_wants_goes_at_the_second_look_unless_it_is_told_again() {
         let [model, draft, old] = ["a", "b", "c"].map(|digit| digit.repeat(64));
-        let mut instance = record(
-            ModelName {
-                name: "m".to_owned(),
-                sha256: model.clone(),
-                manifest: false,
-            },
-            5,
-        );
-        instance.nodes = vec![NodeId([1; 16])];
+        let mut instance = testing::record(1, 1, &[1]).1.spec;
+        instance.sha256.clone_from(&model);
         instance.draft = Some(DraftOf {
             model: "d".to_owned(),
             sha256: draft.clone(),
@@ -203,17 +141,17 @@ mod tests {
                 RegisterKey::Named("paths/x".to_owned()),
                 register(1, Some("{}")),
             ),
-            (hub::key(&draft), register(1, Some("{}"))),
-            (hub::key(&old), register(1, Some("{}"))),
-            (roots::key(&model), register(1, Some("{}"))),
-            (roots::key(&old), register(1, Some("{}"))),
-            (roots::key(&"d".repeat(64)), register(1, None)),
+            (key("hub", &draft), register(1, Some("{}"))),
+            (key("hub", &old), register(1, Some("{}"))),
+            (key("weights", &model), register(1, Some("{}"))),
+            (key("weights", &old), register(1, Some("{}"))),
+            (key("weights", &"d".repeat(64)), register(1, None)),
         ];
         let mut seen = IdleRecords::default();
         assert!(seen.look(&map(&entries)).is_empty(), "the first look");
         let keys = |due: BTreeMap<RegisterKey, Write>| due.into_keys().collect::<Vec<_>>();
         let report = RegisterKey::Report(InstanceId(2));
-        let all = [report.clone(), hub::key(&old), roots::key(&old)];
+        let all = [report.clone(), key("hub", &old), key("weights", &old)];
         assert_eq!(keys(seen.look(&map(&entries))), all);
         for (key, told) in &mut entries {
             if file_of(key) == Some(old.as_str()) {
@@ -234,7 +172,7 @@ mod tests {
             ),
             (RegisterKey::Report(later), register(1, Some("{}"))),
             (RegisterKey::Report(known), register(1, Some("{}"))),
-            (roots::key(&"a".repeat(64)), register(1, Some("{}"))),
+            (key("weights", &"a".repeat(64)), register(1, Some("{}"))),
         ]);
         let idle: Vec<RegisterKey> = idle(&map).into_keys().collect();
         assert_eq!(idle, [RegisterKey::Report(known)]);
