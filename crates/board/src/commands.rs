@@ -7,7 +7,6 @@ use std::ffi::OsString;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::Child;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
@@ -16,7 +15,7 @@ use paceline_auth::keys::{self, KeyInfo, KeyRole, Keys};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_fleet::{AdapterFile, AdapterNaming, InstanceSpec};
+use paceline_cluster::nodes::placement::{AdapterFile, AdapterNaming, InstanceSpec};
 use paceline_engine::{EngineConfig, Service};
 use paceline_model::Config;
 use paceline_node::context_size::{ContextBudget, KvMemory};
@@ -46,9 +45,8 @@ const AWAKE_EVERY: Duration = Duration::from_secs(3);
 /// server's default limit.
 pub const WAITING_MAX: usize = 512;
 
-/// Starts the local end of a connection from another machine: a program with piped standard input
-/// and output.
-pub type ProgramStarter = Box<dyn Fn() -> io::Result<Child> + Send + Sync>;
+/// Starts the local end of a connection from another machine.
+pub type ProgramStarter = Box<dyn Fn() -> io::Result<Program> + Send + Sync>;
 
 /// Settings of a node that runs models of the cluster.
 pub struct NodeSettings {
@@ -74,12 +72,9 @@ pub struct NodeSettings {
     pub kernels: Box<MakeKernels>,
     /// The only interface that workers listen on; `None` for all.
     pub interface: Option<String>,
-    /// Joins trainings led by other machines.
-    pub start_far: ProgramStarter,
-    /// Joins collective benchmarks led by other machines.
-    pub start_rank: ProgramStarter,
-    /// Joins array jobs led by other machines.
-    pub start_arrays: ProgramStarter,
+    /// Start programs that join trainings, benchmarks, array jobs and upgrades led by other
+    /// machines, by service.
+    pub starters: Vec<(&'static str, ProgramStarter)>,
     /// Lines for people; must not block.
     pub tell: MessageSink,
 }
@@ -144,16 +139,12 @@ pub fn start(
 fn divided(
     spec: NodeSettings,
     doors: &ModelRegistry,
-) -> (FleetSpec, [(&'static str, ProgramStarter); 3]) {
+) -> (FleetSpec, Vec<(&'static str, ProgramStarter)>) {
     let own_store = stores::own(&spec);
     let home = spec.home;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let store = home.clone();
-    let services = [
-        (tunnel::TRAIN, spec.start_far),
-        (tunnel::BENCH, spec.start_rank),
-        (tunnel::ARRAYS, spec.start_arrays),
-    ];
+    let services = spec.starters;
     let spec = FleetSpec {
         program: spec.program,
         worker_env: spec.worker_env,
@@ -550,7 +541,7 @@ impl Mirror for FleetMirror {
 
 #[cfg(test)]
 mod tests {
-    use paceline_fleet::WeightDistribution;
+    use paceline_cluster::nodes::placement::WeightDistribution;
 
     use super::*;
 

@@ -33,6 +33,7 @@
 //! - [`tables`]: a node's reports as lines.
 //! - [`member`]: a node as a member of its cluster.
 //! - [`screen`]: the dashboard as a text frame, for `paceline top`.
+//! - [`upgrade`]: a release for all machines.
 //! - [`Error`].
 //!
 //! It does not read the environment and prints nothing: settings are arguments, and lines for
@@ -81,6 +82,7 @@ mod stores;
 pub mod tables;
 mod traffic;
 pub mod trainings;
+pub mod upgrade;
 mod upstreams;
 
 use std::sync::Arc;

@@ -22,6 +22,9 @@ pub(crate) enum Error {
     /// The prompt, from argument or standard input, is empty.
     #[error("the prompt is empty")]
     NoPrompt,
+    /// `upgrade` without an address, on an installation that records none.
+    #[error("the installation does not say where it came from")]
+    NoReleaseSource,
     /// The model for embeddings is not an encoder.
     #[error("{model} makes no embeddings: expected a folder of bert, roberta or xlm-roberta")]
     NoEncoder {

@@ -65,6 +65,9 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if let Some(hint) = crate::member::hint(cause) {
             return vec![hint];
         }
+        if let Some(hint) = crate::upgrade::hint(cause) {
+            return vec![hint];
+        }
         if let Some(hint) = crate::plaintext::hint(cause) {
             return vec![hint];
         }

@@ -38,6 +38,7 @@ mod plan;
 mod process;
 mod progress;
 mod pull;
+mod release;
 mod run;
 mod selftest;
 mod service;
@@ -50,6 +51,7 @@ mod topology;
 mod trace;
 mod train;
 mod up;
+mod upgrade;
 mod worker;
 mod wrap;
 
@@ -65,7 +67,7 @@ use interrupt::Signals;
 #[derive(Debug, Parser)]
 #[command(
     name = "paceline",
-    version,
+    version = release::version(),
     arg_required_else_help = true,
     disable_version_flag = true
 )]
@@ -160,6 +162,11 @@ enum Command {
     /// Start this machine's node by itself: install, status, remove
     #[command(subcommand)]
     Service(service::Command),
+    /// Bring a new release to the machines of the cluster, one after the other
+    Upgrade(upgrade::Args),
+    /// Upgrades this machine for another one: started by its node
+    #[command(hide = true)]
+    UpgradeReceiver(upgrade::ReceiverArgs),
     /// Print a script that completes commands in a shell
     Completions(shell::CompletionArgs),
     /// Print the manual, or write its pages
@@ -261,9 +268,11 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Chaos(args) => chaos::run(args, &signals),
         Command::Kb(args) => kb::run(args),
         Command::Service(command) => service::run(command),
+        Command::Upgrade(args) => upgrade::run(args, &signals),
+        Command::UpgradeReceiver(args) => upgrade::receiver(args),
         Command::Completions(args) => shell::completions(args),
         Command::Man(args) => shell::man(args),
-        Command::Version => output::print(concat!("paceline ", env!("CARGO_PKG_VERSION"))),
+        Command::Version => output::print(&format!("paceline {}", release::version())),
     }
 }
 

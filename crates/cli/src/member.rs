@@ -20,7 +20,7 @@ use paceline_cluster::nodes::discovery::listen_address;
 use serde_json::Value;
 
 use crate::output::print_err;
-use crate::{home, log, mapreduce};
+use crate::{home, log, mapreduce, release};
 
 /// Timeout of the node's response or progress. Joining takes up to 11 s.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
@@ -177,7 +177,7 @@ impl NodeArgs {
         config.data_interface.clone_from(&self.data_interface);
         let ports = self.data_ports.as_ref();
         config.data_ports = ports.map(|PortRange(ports)| ports.clone());
-        config.work = paceline_fleet::ownership::work;
+        config.work = paceline_cluster::nodes::placement::work;
         config.keys = Some(Arc::new(ApiKeys(home::api_keys()?)));
         config.tell = Arc::new(|line| print_err(line));
         Ok(config)
@@ -249,6 +249,8 @@ impl NodeArgs {
         let all = facts(name, class);
         let memory = self.memory.unwrap_or(u64::MAX);
         NodeFacts {
+            build: release::version().to_owned(),
+            protocol: release::protocol(),
             trusted: self.trusted_interface.clone(),
             memory_bytes: all.memory_bytes.min(memory),
             ..all

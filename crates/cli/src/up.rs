@@ -4,17 +4,24 @@
 mod models;
 
 use std::net::IpAddr;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 use clap::builder::NonEmptyStringValueParser;
 use paceline_base::KernelClass;
+use paceline_board::commands::ProgramStarter;
 use paceline_board::host::HostProbes;
-use paceline_board::{Dashboard, DashboardOutputs, commands, remover, servers};
+use paceline_board::{
+    Dashboard, DashboardOutputs, commands, remover, servers, upgrade as cluster_upgrade,
+};
 use paceline_engine::StepTimeTarget;
 use paceline_node::fleet::{Fleet, LoadRequest};
+use paceline_node::tunnel;
 use paceline_serve::{DEFAULT_PORT, HttpServer, StatusSource, UpstreamArg};
 use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
 use serde_json::json;
@@ -28,7 +35,7 @@ use crate::local_model::{self, SplitArgs};
 use crate::member::{self, NodeArgs, NodeGuard};
 use crate::output::{LINES, print_err};
 use crate::process::{self, own_program, template_program, worker_env};
-use crate::{bench, doctor, mapreduce, plan, pull, train};
+use crate::{doctor, plan, pull, upgrade};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -188,7 +195,22 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         process::end_with_parent().context("cannot watch the parent")?;
     }
     args.check()?;
-    ended(signals.orderly(|cancel| serve(args, signals, cancel)))
+    // Now: an upgrade gives the file of this process another name.
+    let program = std::env::current_exe().context("cannot find this program's own file")?;
+    let restart = Arc::default();
+    ended(signals.orderly(|cancel| serve(args, signals, (cancel, &restart))))?;
+    match restart.load(Ordering::SeqCst) {
+        true => Err(execute(&program)),
+        false => Ok(()),
+    }
+}
+
+/// Executes `program` in place of this process, with the same arguments; returns if that fails.
+fn execute(program: &Path) -> anyhow::Error {
+    let error = Command::new(program)
+        .args(std::env::args_os().skip(1))
+        .exec();
+    anyhow!(error).context(format!("cannot execute {}", program.display()))
 }
 
 fn ended(outcome: anyhow::Result<()>) -> anyhow::Result<()> {
@@ -210,7 +232,11 @@ fn price(text: &str) -> Result<f64, String> {
 
 /// Runs the node, and loads the command line's models on it. The node is a member of its cluster
 /// while it fetches them.
-fn serve(args: &Args, signals: &Signals, cancel: &Cancel) -> anyhow::Result<()> {
+fn serve(
+    args: &Args,
+    signals: &Signals,
+    (cancel, restart): (&Cancel, &Arc<AtomicBool>),
+) -> anyhow::Result<()> {
     let node = args.node.start(args.class())?;
     let agent = node.0.clone();
     let status = StatusSource(Arc::new(move || member::cluster(&agent)));
@@ -221,6 +247,7 @@ fn serve(args: &Args, signals: &Signals, cancel: &Cancel) -> anyhow::Result<()> 
     let fleet = commands::start(&node.0, args.node_spec()?, &doors)?;
     board.show_fleet(&node.0, &fleet, (home::home()?, home::api_keys()?));
     board.set_host(host_probes());
+    cluster_upgrade::serve_restart(&node.0, &fleet, Arc::clone(restart));
     let _watching = board.watch(args.watch()?)?;
     let (handle, urls) = (server.handle(), server.urls());
     let loading = args.has_models().then(|| doors.begin_loading());
@@ -235,7 +262,7 @@ fn serve(args: &Args, signals: &Signals, cancel: &Cancel) -> anyhow::Result<()> 
             if let Ok(requests) = &loaded {
                 tell_urls(&urls);
                 tell_next(&urls, requests);
-                wait(cancel);
+                wait(cancel, restart);
                 if let Err(reason) = commands::leave(&fleet, &mut || {}) {
                     print_err(format_args!("warning: {reason}"));
                 }
@@ -351,9 +378,12 @@ fn tell_node(node: &NodeGuard) {
     ));
 }
 
-/// Waits for a signal.
-fn wait(cancel: &Cancel) {
+/// Waits for a signal, or for the command to restart.
+fn wait(cancel: &Cancel, restart: &AtomicBool) {
     while !cancel.is_cancelled() {
+        if restart.load(Ordering::SeqCst) {
+            return print_err("restarting");
+        }
         std::thread::sleep(LOOK_EVERY);
     }
     print_err("stopping");
@@ -377,10 +407,8 @@ impl Args {
     /// The node's settings for models of the cluster.
     fn node_spec(&self) -> anyhow::Result<commands::NodeSettings> {
         let program = own_program().context("cannot find this program's own file")?;
-        let [train_program, bench_program, array_program] = [(); 3].map(|()| program.clone());
-        let bench_args = self.node.rank_args();
         let home::StoreSettings { home, options } = home::StoreSettings::from_env()?;
-        let array_args = self.node.array_args()?;
+        let starters = self.starters(&program)?;
         Ok(commands::NodeSettings {
             home,
             program: (program, self.node.worker_args()),
@@ -393,11 +421,35 @@ impl Args {
             templates: template_program()?,
             kernels: Box::new(local_model::kernels),
             interface: self.node.data_interface().map(str::to_owned),
-            start_far: Box::new(move || train::start_far(&train_program)),
-            start_rank: Box::new(move || bench::start_rank(&bench_program, &bench_args)),
-            start_arrays: Box::new(move || mapreduce::start_far(&array_program, &array_args)),
+            starters,
             tell: Arc::new(|line| print_err(line)),
         })
+    }
+
+    /// What this machine starts for others: copies of `program` in other roles.
+    fn starters(&self, program: &Path) -> anyhow::Result<Vec<(&'static str, ProgramStarter)>> {
+        let starter = |words: &[&str], more| process::starter(program, words, more);
+        let installed = std::env::current_exe().context("cannot find this program's own file")?;
+        let (own, folder) = (program.to_owned(), home::folder()?);
+        let receiver = move || upgrade::start_receiver(&own, &installed, &folder, &worker_env());
+        Ok(vec![
+            (
+                tunnel::TRAIN,
+                starter(&["train-far", "--store-only"], vec![]),
+            ),
+            (
+                tunnel::BENCH,
+                starter(&["bench", "comm", "--elsewhere"], self.node.rank_args()),
+            ),
+            (
+                tunnel::ARRAYS,
+                starter(
+                    &["mapreduce", "worker", "--stdio", "--lent"],
+                    self.node.array_args()?,
+                ),
+            ),
+            (cluster_upgrade::SERVICE, Box::new(receiver)),
+        ])
     }
 
     /// The server's settings, and the board; [`watch`](Dashboard::watch) then starts the audit log

@@ -14,6 +14,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         | Error::NotTrusted { .. }
         | Error::KeyRefused { .. } => return of_client(error),
         Error::Param(_) => "`paceline run --help` explains the options".into(),
+        Error::NoReleaseSource => "name it: paceline upgrade FOLDER".into(),
         Error::NoPrompt => {
             "put the prompt after MODEL, pipe it in, or chat from a terminal".to_owned()
         }

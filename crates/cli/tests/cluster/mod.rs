@@ -18,6 +18,7 @@ mod replicas;
 mod shared;
 mod traced;
 mod train;
+mod upgrade;
 mod ways;
 mod weights;
 mod wires;
@@ -34,6 +35,8 @@ use crate::common::{finish, text};
 /// A home, and the namespace of its host where it has one.
 struct TestMachine {
     name: String,
+    /// Its paceline.
+    paceline: String,
     namespace: Option<String>,
     home: TempDir,
     /// Its environment, as `NAME=VALUE`, besides its home.
@@ -45,6 +48,7 @@ impl TestMachine {
     fn new(name: &str, namespace: Option<&str>) -> Self {
         Self {
             name: name.to_owned(),
+            paceline: env!("CARGO_BIN_EXE_paceline").to_owned(),
             namespace: namespace.map(str::to_owned),
             home: tempfile::tempdir().unwrap(),
             variables: Vec::new(),
@@ -54,7 +58,7 @@ impl TestMachine {
 
     /// A command of this machine, in its namespaces, with nothing of the tester's environment.
     fn command(&self, args: &[&str]) -> Command {
-        self.program(env!("CARGO_BIN_EXE_paceline"), args)
+        self.program(&self.paceline, args)
     }
 
     /// Any program on this machine.

@@ -16,16 +16,20 @@ const MODEL: &str = "llama.gguf";
 /// Tokens of an answer during which a machine dies: some seconds of this model.
 const LONG: &str = "1500";
 
-/// Asks this machine's API; `after` is called at the tenth piece of the answer.
-fn ask(host: &TestMachine, tokens: &str, temperature: &str, after: impl FnOnce()) -> Value {
-    let client = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cluster/client.py");
+/// Path of Python, which machines of tests have no PATH for.
+pub(super) fn python() -> String {
     let python = std::process::Command::new("python3")
         .args(["-c", "import sys; print(sys.executable)"])
         .output()
         .unwrap();
-    let python = text(&python.stdout).trim().to_owned();
+    text(&python.stdout).trim().to_owned()
+}
+
+/// Asks this machine's API; `after` is called at the tenth piece of the answer.
+fn ask(host: &TestMachine, tokens: &str, temperature: &str, after: impl FnOnce()) -> Value {
+    let client = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cluster/client.py");
     let mut child = host
-        .program(&python, &[client, MODEL, tokens, temperature])
+        .program(&python(), &[client, MODEL, tokens, temperature])
         .spawn()
         .unwrap();
     let mut said = String::new();

@@ -427,7 +427,11 @@ impl Inner {
     /// Facts of this node, as an event that writes them.
     pub(super) fn facts(&self, state: &State) -> Event {
         let facts = NodeFacts {
-            protocol: facts::PROTOCOL,
+            // The program may state its own: a test has one of another release.
+            protocol: match self.config.facts.protocol {
+                0 => facts::PROTOCOL,
+                own => own,
+            },
             port: self.port,
             boot: self.boot,
             addresses: super::super::discovery::addresses(),
