@@ -24,6 +24,7 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import fresh
 import make
@@ -353,6 +354,32 @@ class LongChecks(Checks):
             if not any(name.endswith("/libmlxc.so") for name in archive.getnames()):
                 raise Skip("the archive has no C layer: `cargo xtask release` adds it")
         fresh.engine(given, self.needed(), self.folder)
+
+    def bare_debian(self):
+        """install.sh, an answer, an upgrade and a removal in a bare Debian, without Rust"""
+        fresh.life("debian", self.releases(), self.needed(), self.folder)
+
+    def bare_rpm(self):
+        """the same in a root that has rpm alone"""
+        fresh.life("rpm", self.releases(), self.needed(), self.folder)
+
+    # This program's release and a later one, signed.
+    def releases(self) -> dict[str, Path]:
+        need("minisign")
+        out = {name: self.folder / name for name in ("former", "next")}
+        if out["next"].is_dir():
+            return out
+        key = self.folder / "release.pub"
+        run("minisign", "-G", "-W", "-p", key, "-s", self.folder / "release.key")
+        later = fresh.next_release(self.binary, self.folder / "later")
+        for name, program, version in (("former", self.binary, make.version()), ("next", later, fresh.NEXT)):
+            out[name].mkdir()
+            stage = self.folder / "stage"
+            with mock.patch.multiple(make, KEY=key, version=lambda: version):
+                make.stage(program, program, stage)
+                make.installed_tarball(stage, fresh.ARCH, out[name])
+                release.finish(out[name], None, self.folder / "release.key")
+        return out
 
     def needed(self) -> Path:
         if self.model is None:

@@ -49,7 +49,7 @@ exec chroot "$1" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.U
 ENTER_WHOLE = r"""
 set -eu
 mount -t proc proc "$1/proc"
-exec chroot "$1" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.UTF-8 sh -euc "$2"
+exec chroot "$1" env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.UTF-8 sh -euc "$2"
 """
 
 #: A shell need look for one name at a time only.
@@ -129,6 +129,80 @@ def wheel(given: Path, model: Path, folder: Path) -> None:
     inside('"$PYTHON" -m venv /opt/venv; '
            f"/opt/venv/bin/pip install --quiet --no-index --find-links /in /in/{given.name}; "
            f"/opt/venv/bin/python -c '{program}'; /opt/venv/bin/paceline ASK", given, model, folder)
+
+
+#: In a bare root, with two releases and a model in `/in`: installs, answers, upgrades with a running node, refuses
+#: what is changed, and removes. Whatever lay there before lies there after, and models.
+LIFE = r"""
+listed() { find / -xdev -path /proc -prune -o -path /in -prune -o -path /tmp -prune -o -print | sort; }
+export PACELINE_HOME=/root/.paceline
+mkdir -p /root/.paceline/models/kept
+listed >/in/before
+sh /in/former/install.sh >&2
+paceline ASK
+refused() { if "$@" >/in/said 2>&1; then cat /in/said; exit 8; fi; }
+cp -r /in/next /in/changed
+echo >>/in/changed/$(cd /in/next; echo paceline-*.tar.gz)
+refused sh /in/changed/install.sh
+grep -q 'sha256 is' /in/said
+refused paceline upgrade /in/changed
+grep -q 'sha256 is' /in/said
+rm -r /in/changed; cp -r /in/next /in/changed
+sed -i '1s/^./x/' /in/changed/SHA256SUMS
+refused paceline upgrade /in/changed
+grep -q signature /in/said
+paceline up --discovery none --control-port 0 --port 0 2>/in/log & node=$!
+for try in $(seq 100); do if paceline nodes >/dev/null 2>&1; then break; fi; sleep 0.1; done
+paceline upgrade /in/next >&2
+[ "$(paceline version)" = "paceline NEXT" ]
+paceline nodes --json | grep -q '"build": *"NEXT"'
+refused paceline upgrade /in/former
+kill $node; wait $node
+paceline ASK
+sh /usr/local/lib/paceline/install.sh --uninstall >&2
+listed >/in/after
+diff /in/before /in/after >&2
+"""
+
+#: The bytes that `crates/cli/src/release.rs` reads, up to the version.
+MARK, VERSION_BYTES = b"paceline-release:", 15
+NEXT = "9.1.0"
+
+
+def next_release(program: Path, target: Path) -> Path:
+    """A copy of a program that states a later version."""
+    data = program.read_bytes()
+    at = data.index(MARK) + len(MARK)
+    target.write_bytes(data[:at] + NEXT.ljust(VERSION_BYTES).encode() + data[at + VERSION_BYTES:])
+    target.chmod(0o755)
+    return target
+
+
+def bare(kind: str, folder: Path) -> Path:
+    """A Debian of debootstrap's; for `rpm` with that manager, and without Debian's own."""
+    if os.geteuid() != 0:
+        raise Skip("this user is not root")
+    need("debootstrap")
+    root = folder / f"bare-{kind}"
+    run("debootstrap", "--variant=minbase", *(["--include=rpm"] if kind == "rpm" else []), "stable", root,
+        timeout=900)
+    if kind == "rpm":
+        for program in [*root.glob("usr/bin/apt*"), *root.glob("usr/bin/dpkg*")]:
+            program.unlink()
+    (root / "in").mkdir()
+    return root
+
+
+def life(kind: str, releases: dict[str, Path], model: Path, folder: Path) -> None:
+    """A release is installed, upgraded and removed in a bare root."""
+    root = bare(kind, folder)
+    for name, release in releases.items():
+        shutil.copytree(release, root / "in" / name)
+    shutil.copy(model, root / "in/model.gguf")
+    work = LIFE.replace("ASK", ASK).replace("NEXT", NEXT)
+    said = run("unshare", "--mount", "--pid", "--fork", "sh", "-c", ENTER_WHOLE, "sh", root,
+               WITHOUT_RUST + work, stderr=None, timeout=600)
+    assert len(said.strip()) > 2, f"no answer in {said!r}"
 
 
 def debian(given: Path, model: Path, folder: Path) -> None:
