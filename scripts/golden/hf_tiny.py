@@ -348,6 +348,78 @@ MODELS |= {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         "dtype": "bfloat16"}, torch.bfloat16, 1),
 }
+# Families that differ from Llama in few places.
+SMALL = LLAMA | {"tie_word_embeddings": False, "dtype": "bfloat16"}
+THETA = {"rope_type": "default", "rope_theta": 10000.0}
+# As V3.2 and GLM 5 where the context is six times what the indexer selects. With few index queries
+# many scores are 0, and transformers chooses among equal scores in no fixed order.
+SPARSE = {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 32, "dtype": "bfloat16",
+          "rope_parameters": THETA}
+MODELS |= {
+    # A window in every layer.
+    "mistral-bf16": (SMALL | {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 12,
+        "rope_parameters": THETA}, torch.bfloat16, 1),
+    # Queries that grow every 16 positions; YaRN whose factors cancel.
+    "ministral3-bf16": (SMALL | {
+        "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3",
+        "head_dim": 32, "sliding_window": None, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}},
+        torch.bfloat16, 1),
+    # Every fourth layer turns nothing; a tied head.
+    "smollm3-bf16": (SMALL | {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 4,
+        "tie_word_embeddings": True, "rope_parameters": THETA}, torch.bfloat16, 1),
+    # Factors of embeddings, scores, halves of a layer and logits.
+    "granite-bf16": (SMALL | {
+        "architectures": ["GraniteForCausalLM"], "model_type": "granite",
+        "embedding_multiplier": 6.0, "attention_multiplier": 0.15, "residual_multiplier": 0.22,
+        "logits_scaling": 0.5, "rope_parameters": THETA}, torch.bfloat16, 1),
+    # Norms behind the halves of a layer only, and over all heads.
+    "olmo2-bf16": (SMALL | {
+        "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rope_parameters": THETA},
+        torch.bfloat16, 1),
+    # The same with windows; only full layers are stretched.
+    "olmo3-bf16": (SMALL | {
+        "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 4,
+        "sliding_window": 12, "layer_types": [SLIDING, FULL, SLIDING, FULL],
+        "rope_parameters": {SLIDING: THETA, FULL: {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "attention_factor": 1.2, "original_max_position_embeddings": 16}}},
+        torch.bfloat16, 1),
+    # Joined matrices, a window, three quarters of each head turn.
+    "phi3-bf16": (SMALL | {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_attention_heads": 2,
+        "num_key_value_heads": 1, "sliding_window": 12, "original_max_position_embeddings": 256,
+        "rope_parameters": THETA | {"partial_rotary_factor": 0.75}}, torch.bfloat16, 1),
+    # Soft caps of scores and logits; every second layer has a window.
+    "gemma2-bf16": (GEMMA3 | {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 2,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0, "dtype": "bfloat16",
+        "rope_parameters": THETA}, torch.bfloat16, 1),
+    # As Gemma 4 12B: without embeddings of the layers.
+    "gemma4-unified-bf16": ({k: v for k, v in GEMMA4.items() if "per_layer" not in k} | {
+        "architectures": ["Gemma4UnifiedForCausalLM"], "model_type": "gemma4_unified_text",
+        "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL],
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "use_bidirectional_attention": "vision", "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            FULL: {"rope_type": "proportional", "rope_theta": 10000.0,
+                   "partial_rotary_factor": 0.5}},
+        "dtype": "bfloat16"}, torch.bfloat16, 1),
+    "deepseek-v32-sparse-bf16": ({k: v for k, v in DEEPSEEK_V3.items() if k != "moe_layer_freq"} | {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+        "num_hidden_layers": 2} | SPARSE, torch.bfloat16, 1),
+    # Layers that use the selection of the layer before; the indexer turns neighbours.
+    "glm-dsa-sparse-bf16": (LATENT | {
+        "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "q_lora_rank": 32,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "shared", "full"]} | SPARSE, torch.bfloat16, 1),
+}
 # Folders whose configuration and weights have the text part in a place of its own.
 WITH_PICTURES = ["gemma4-moe-bf16"]
 
@@ -394,7 +466,7 @@ CHAT = [
 def draw(model, rng):
     """Random weights in place: sizes that keep scores and logits well away from flat."""
     gemma = model.config.model_type.startswith("gemma")
-    gemma4 = model.config.model_type == "gemma4_text"  # which stores its norms' weights as they are
+    gemma4 = model.config.model_type.startswith("gemma4")  # which stores its norms' weights as they are
     delta = model.config.model_type in DELTA_NETS
     for name, weight in sorted(model.state_dict().items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -538,12 +610,15 @@ def write_weights(folder, state, shards):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def half_kv(module, query, key, value, attention_mask, scaling, **_):
+def half_kv(module, query, key, value, attention_mask, scaling, softcap=None, **_):
     """Eager attention with keys and values rounded to half precision, as our KV cache holds them."""
     key, value = (x.half().to(query.dtype) for x in (key, value))
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling + attention_mask[..., : key.shape[2]]
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + attention_mask[..., : key.shape[2]]
     if hasattr(module, "sinks"):
         sinks = module.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
@@ -555,6 +630,38 @@ def half_latent(attention):
     """Rounds latent numbers and rotated keys to half precision: they are what our cache holds."""
     expand = attention.expand_kv
     attention.expand_kv = lambda *parts: expand(*(x.half().to(x.dtype) for x in parts))
+    if getattr(attention, "indexer", None) is not None:
+        half_index(attention.indexer)
+
+
+def half_index(indexer):
+    """Rounds index keys to half precision: those that turn after the rotation."""
+    module = sys.modules[type(indexer).__module__]
+    glm = "Glm" in type(indexer).__name__
+    name = "apply_rotary_pos_emb_interleave" if glm else "apply_rotary_pos_emb"
+    forward, norm, turned = indexer.forward, indexer.k_norm.forward, indexer.qk_rope_head_dim
+
+    def half(x):
+        return x.half().to(x.dtype)
+
+    def normed(x):
+        x = norm(x)
+        return torch.cat([x[..., :turned], half(x[..., turned:])], -1)
+
+    def run(*arguments, **named):
+        rotate = getattr(module, name)
+
+        def rounded(q, k, *rest, **others):
+            q, k = rotate(q, k, *rest, **others)
+            return q, half(k)
+
+        setattr(module, name, rounded)
+        try:
+            return forward(*arguments, **named)
+        finally:
+            setattr(module, name, rotate)
+
+    indexer.k_norm.forward, indexer.forward = normed, run
 
 
 # Which has no entry of its own: its files on the hub are of a model for images too.
@@ -644,7 +751,8 @@ def choose_prompt(model, folder, seed):
     """The first drawn prompt whose greedy continuation is decided by at least GREEDY_GAP, and at
     which rounded keys and values turn no router to another expert."""
     rng = np.random.default_rng([seed, 1])
-    length = PAGES_PROMPT if model.config.model_type in DELTA_NETS else PROMPT
+    has_pages = model.config.model_type in DELTA_NETS or folder.name.endswith("sparse-bf16")
+    length = PAGES_PROMPT if has_pages else PROMPT
     for _ in range(200):
         prompt = [BOS, *rng.integers(3, VOCABULARY, length - 1).tolist()]
         ids, gaps = greedy(model, prompt)

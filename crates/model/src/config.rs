@@ -5,7 +5,9 @@
 
 use std::borrow::Cow;
 
-use paceline_tensor::{DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, StateShape};
+use paceline_tensor::{
+    DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, RopePairs, StateShape,
+};
 
 use crate::families::{ConfigFields, ModelFamily};
 use crate::rope::Rope;
@@ -150,6 +152,34 @@ pub struct Latent {
     pub norm_eps: f32,
     /// Growth of queries with their position (Mistral); `None` without.
     pub growth: Option<PositionScaling>,
+    /// Positions that a row attends to; of the model, those of layers with an indexer.
+    pub selection: Selection,
+}
+
+/// Positions that a row attends to, among those up to its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Selection {
+    All,
+    /// Those that the layer's indexer chooses.
+    Own(Indexer),
+    /// Those that the last indexer before chose.
+    Before,
+}
+
+/// A lightning indexer. It scores a position by the sum over its queries of
+/// `weight * max(query . key, 0)`; a row attends to the best.
+///
+/// Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 2.1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Indexer {
+    /// Positions that it chooses.
+    pub top_k: usize,
+    /// Queries of a row.
+    pub heads: usize,
+    /// Elements of a query and of a key, a multiple of 16. The first `turned` are rotated.
+    pub dim: usize,
+    /// Which of them are rotated together.
+    pub pairs: RopePairs,
 }
 
 /// Queries at position p are multiplied by `1 + rate * ln(1 + floor(p / length))`.
@@ -175,9 +205,23 @@ impl Latent {
         self.plain + self.turned
     }
 
-    /// Cached elements of a position.
+    /// Cached elements of a position, without an index key.
     pub(crate) const fn key_dim(&self) -> usize {
         self.rank + self.turned
+    }
+
+    /// Elements of an index key; 0 in layers without one.
+    pub(crate) const fn index_dim(&self) -> usize {
+        match self.selection {
+            Selection::Own(indexer) => indexer.dim,
+            Selection::All | Selection::Before => 0,
+        }
+    }
+
+    /// The same for all layers of a model.
+    const fn without_selection(mut self) -> Self {
+        self.selection = Selection::All;
+        self
     }
 }
 
@@ -359,8 +403,8 @@ pub struct Config {
     pub head_dim: usize,
     /// Latent attention, as `heads`.
     pub latent: Option<Latent>,
-    /// Longest context without an indexer's selection. Beyond it, a sparse-attention indexer would
-    /// select this number of positions, which is not implemented. `None` without an indexer.
+    /// Longest context of a file that lacks the weights of its model's indexer, which would select
+    /// this number of positions; `None` for other files.
     pub indexed: Option<usize>,
     /// Width of the feed-forward, as `heads`.
     pub ffn: usize,
@@ -380,6 +424,12 @@ pub struct Config {
     pub norm_offset: f32,
     /// Factor of embeddings.
     pub embedding_scale: f32,
+    /// Factor of each half's output before the residual (Granite).
+    pub residual_scale: f32,
+    /// Factor of logits, in the weights of the output norm (Granite).
+    pub logit_scale: f32,
+    /// Growth of queries with their position, without latent attention (Ministral 3).
+    pub query_growth: Option<PositionScaling>,
     /// Whether the output head is the embedding; `None` if that depends on the file having an
     /// output tensor.
     pub tied: Option<bool>,
@@ -392,6 +442,8 @@ pub struct Config {
     pub layers: Vec<LayerShape>,
     /// Width of the per-layer embeddings (P); 0 for none.
     pub per_layer: usize,
+    /// Soft cap of attention scores, as `softcap` (Gemma 2); `None` for no cap.
+    pub attention_cap: Option<f32>,
     /// Soft cap of the logits: `cap * tanh(z / cap)`; `None` for no cap.
     pub softcap: Option<f32>,
     /// Clamp of queries, keys and values before rotation; `None` without.
@@ -428,6 +480,7 @@ impl Config {
         if family.has_delta_nets() {
             config.find_norm_form(source)?;
         }
+        config.find_indexer(source);
         let widest = config.layers.iter().map(|layer| layer.ffn).max();
         let widest = widest.unwrap_or(config.ffn);
         config.ffn_leaf = ffn_leaf(widest, longest_down_block(source, &config));
@@ -473,12 +526,16 @@ impl Config {
             norm_eps: fields.norm_eps(family)?,
             norm_offset: 0.0,
             embedding_scale: 1.0,
+            residual_scale: 1.0,
+            logit_scale: 1.0,
+            query_growth: None,
             activation: family.activation(),
             tied: fields.tied(family)?,
             head_norms: Some(family.norms_heads()),
             ropes: Vec::new(),
             layers: Vec::new(),
             per_layer: 0,
+            attention_cap: None,
             softcap: None,
             clamp_qkv: None,
             bidirectional: false,
@@ -516,6 +573,23 @@ impl Config {
             }
         }
         Ok(())
+    }
+
+    /// Limits the context of a file without an indexer's weights to what it would select.
+    fn find_indexer(&mut self, source: &ModelSource) {
+        let Some(Selection::Own(indexer)) = self.latent.map(|latent| latent.selection) else {
+            return;
+        };
+        let role = Role::Layer(0, LayerRole::IndexerKey);
+        if source.has_any(self.family, role) {
+            return;
+        }
+        self.indexed = Some(indexer.top_k);
+        self.context = self.context.min(indexer.top_k);
+        let layers = self.layers.iter_mut().map(|layer| &mut layer.latent);
+        for latent in layers.chain([&mut self.latent]).flatten() {
+            *latent = latent.without_selection();
+        }
     }
 
     /// MLX folders of delta nets store norm weights as they are, not as offsets from 1. The shape
@@ -611,9 +685,13 @@ impl Config {
         backs.fold(first, |a, b| Some(a?.max(b?)))
     }
 
-    /// Whether a pipeline may be cut before a layer: no later layer uses the cache of an earlier
-    /// one.
+    /// Whether a pipeline may be cut before a layer: no later layer uses the cache or the selection
+    /// of an earlier one.
     pub fn can_cut(&self, before: usize) -> bool {
+        let latent = self.layers.get(before).and_then(|layer| layer.latent);
+        if latent.is_some_and(|latent| latent.selection == Selection::Before) {
+            return false;
+        }
         let behind = self.layers.iter().enumerate().skip(before);
         behind.fold(true, |can, (i, shape)| can && shape.keeps_in(i) >= before)
     }
@@ -621,6 +699,7 @@ impl Config {
     /// Whether all layers have the model's sizes and caches of their own.
     pub(crate) fn is_uniform(&self) -> bool {
         self.latent.is_none()
+            && !self.family.norms_projections()
             && (0..self.layers.len())
                 .all(|layer| self.is_usual(layer) && !self.layers[layer].value_norm)
     }
@@ -652,7 +731,8 @@ impl Config {
             if shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
                 return bad("the KV heads do not divide the heads");
             }
-            if shape.latent != self.latent || !self.fits_latent(shape) {
+            let [own, all] = [shape.latent, self.latent].map(|l| l.map(Latent::without_selection));
+            if own != all || !self.fits_latent(shape) {
                 return bad("its latent attention is not the model's");
             }
             let taps = |net: DeltaNet| (1..=MAX_TAPS).contains(&net.taps);
@@ -738,7 +818,8 @@ pub(crate) fn store(
                 value_dim,
                 kv_type,
             };
-            match layer.latent {
+            match layer.latent.map(|latent| latent.selection) {
+                Some(Selection::Own(indexer)) => LayerStore::Indexed(shape, indexer.dim),
                 Some(_) => LayerStore::Latent(shape),
                 None => LayerStore::Rows(shape),
             }

@@ -99,7 +99,7 @@ pub enum Error {
     /// A context longer than the number of positions a sparse-attention indexer selects.
     #[error(
         "context is {context}, expected at most {top_k}: beyond, the model's indexer chooses which \
-         positions a row sees, and paceline does not compute it"
+         positions a row sees, and the file has no weights of it"
     )]
     Indexer {
         /// Requested positions.

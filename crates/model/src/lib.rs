@@ -51,8 +51,8 @@ mod weights;
 pub use adapter::{ADAPTERS_MAX, Adapter, AdapterId, AdapterPair};
 pub use compute::{Compute, ExchangeBytes, LoadedModel};
 pub use config::{
-    Activation, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Latent, LayerCache,
-    LayerShape, PositionScaling,
+    Activation, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer, Latent,
+    LayerCache, LayerShape, PositionScaling, Selection,
 };
 pub use error::Error;
 pub use expert_usage::ExpertUses;

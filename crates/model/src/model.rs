@@ -337,7 +337,7 @@ impl Model {
     }
 
     /// Cache of a layer of this rank.
-    fn store(&self, layer: usize) -> LayerStore {
+    pub(crate) fn store(&self, layer: usize) -> LayerStore {
         let cut = self.shard.layer(layer);
         let heads = (cut.heads.len(), cut.kv_heads.len());
         config::store(&self.config.layers[layer], heads, self.kv_type)

@@ -176,7 +176,9 @@ fn other_type(cache: &KvCache, pool: usize, wanted: Option<KvType>) -> Option<Kv
     };
     let mut stores = cache.layers().filter(|(of, _)| *of == pool);
     let is_other = |store| match store {
-        LayerStore::Rows(shape) | LayerStore::Latent(shape) => shape.kv_type == other,
+        LayerStore::Rows(shape) | LayerStore::Latent(shape) | LayerStore::Indexed(shape, _) => {
+            shape.kv_type == other
+        }
         LayerStore::State(_) | LayerStore::Delta(_) => false,
         LayerStore::Nothing => true,
     };

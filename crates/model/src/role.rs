@@ -100,6 +100,14 @@ pub enum LayerRole {
     KeyUp(Nth),
     /// `(value, latent)` of one head.
     ValueUp(Nth),
+    /// `(I X, compressed)`: index queries, I of X elements.
+    IndexerQuery,
+    /// `(X, C)`: index key.
+    IndexerKey,
+    /// `(X,)`, with a bias: norm of index keys.
+    IndexerNorm,
+    /// `(I, C)`: weights of index queries.
+    IndexerWeights,
     /// `(C,)`: norm of the router's input (Gemma 4).
     RouterScale,
     /// `(experts,)`: factor of each expert's weight (Gemma 4).

@@ -163,6 +163,8 @@ impl ShapeFields<'_> {
         let window = self.get("attention.sliding_window", "sliding_window");
         let every = self.get("attention.sliding_window_pattern", "sliding_window_pattern");
         let family = match self.family {
+            "mistral" | "phi3" => Some(u32::MAX), // in every layer
+            "olmo3" => Some(4),
             "gemma2" | "gpt-oss" | "gpt_oss" => Some(2),
             "gemma3" | "gemma3_text" => Some(6),
             _ => None,

@@ -64,7 +64,7 @@ impl ModelSource {
     pub(crate) fn stem(&self, family: ModelFamily, role: Role) -> String {
         match self {
             Self::Gguf(_) => gguf_stem(family, role),
-            Self::Hf(folder) if family.joins_qkv() => {
+            Self::Hf(folder) if family == ModelFamily::Dbrx => {
                 let stem = dbrx_stem(role);
                 let expert = match role {
                     Role::Layer(_, part) => part.expert(),
@@ -211,14 +211,11 @@ impl ModelSource {
         }
     }
 
-    /// DBRX: a weight within a joined matrix of queries, keys and values, or of a layer's experts
-    /// in folders not written by MLX. `None` for other weights.
+    /// A weight within a joined matrix of queries, keys and values, or of gate and up; of DBRX also
+    /// of a layer's experts in folders not written by MLX. `None` for other weights.
     fn joined(&self, family: ModelFamily, role: Role) -> Result<Option<Tensor>, Error> {
         if let Some((parts, own)) = self.joined_parts(family, role)? {
-            let name = match (self, role) {
-                (Self::Gguf(_), Role::Layer(layer, _)) => format!("blk.{layer}.attn_qkv.weight"),
-                _ => self.name(family, role),
-            };
+            let name = self.name(family, role);
             return rows_among(self.tensor(&name)?, parts, own).map(Some);
         }
         let (Self::Hf(folder), Role::Layer(_, part)) = (self, role) else {
@@ -243,14 +240,18 @@ impl ModelSource {
         rows_among(folder.tensor(&stack)?, nth.of, own).map(Some)
     }
 
-    /// Head count and own range of `role` in a joined matrix of queries, keys and values. `None`
-    /// for other weights and families.
+    /// Number of parts and own range of `role` in a joined matrix: heads of queries, keys and
+    /// values, or gate and up. `None` for other weights and families.
     fn joined_parts(
         &self,
         family: ModelFamily,
         role: Role,
     ) -> Result<Option<(usize, Range<usize>)>, Error> {
         let place = match role {
+            Role::Layer(_, LayerRole::Gate) if family.joins_gate_up() => {
+                return Ok(Some((2, 0..1)));
+            }
+            Role::Layer(_, LayerRole::Up) if family.joins_gate_up() => return Ok(Some((2, 1..2))),
             Role::Layer(_, LayerRole::Query) => 0,
             Role::Layer(_, LayerRole::Key) => 1,
             Role::Layer(_, LayerRole::Value) => 2,
@@ -278,9 +279,11 @@ impl ModelSource {
             }
             Self::Hf(folder) => {
                 let config = folder.config();
-                let within = config.get("attn_config");
-                let kv_heads = within.and_then(|within| within.get("kv_n_heads"));
-                [config.get("n_heads"), kv_heads].map(|n| n.and_then(Value::as_u64))
+                let both = match family {
+                    ModelFamily::Dbrx => ["/n_heads", "/attn_config/kv_n_heads"],
+                    _ => ["/num_attention_heads", "/num_key_value_heads"],
+                };
+                both.map(|field| config.pointer(field).and_then(Value::as_u64))
             }
         };
         let heads = heads.map_or(0, |n| n as usize);
@@ -472,6 +475,8 @@ fn gguf_stem(family: ModelFamily, role: Role) -> String {
     };
     let name = match part {
         LayerRole::AttentionNorm => "attn_norm",
+        LayerRole::Query | LayerRole::Key | LayerRole::Value if family.joins_qkv() => "attn_qkv",
+        LayerRole::Gate if family.joins_gate_up() => "ffn_up",
         LayerRole::Query => "attn_q",
         LayerRole::Key => "attn_k",
         LayerRole::Value => "attn_v",
@@ -502,6 +507,10 @@ fn gguf_stem(family: ModelFamily, role: Role) -> String {
         LayerRole::LatentUp => "attn_kv_b",
         LayerRole::KeyUp(_) => "attn_k_b",
         LayerRole::ValueUp(_) => "attn_v_b",
+        LayerRole::IndexerQuery => "indexer.attn_q_b",
+        LayerRole::IndexerKey => "indexer.attn_k",
+        LayerRole::IndexerNorm => "indexer.k_norm",
+        LayerRole::IndexerWeights => "indexer.proj",
         LayerRole::DenseNorm => "post_ffw_norm_1",
         LayerRole::BesideNorm => "pre_ffw_norm_2",
         LayerRole::PostBesideNorm => "post_ffw_norm_2",
@@ -553,7 +562,13 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
     if let Some(name) = hf_expert(names, part) {
         return format!("{model}.layers.{layer}.{name}");
     }
+    let joined = match part {
+        LayerRole::Query | LayerRole::Key | LayerRole::Value => names.qkv,
+        LayerRole::Gate | LayerRole::Up => names.gate_up,
+        _ => None,
+    };
     let name = match part {
+        _ if joined.is_some() => joined.unwrap_or_default(),
         LayerRole::AttentionNorm => "input_layernorm",
         LayerRole::Query => "self_attn.q_proj",
         LayerRole::Key => "self_attn.k_proj",
@@ -576,6 +591,10 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
         LayerRole::LatentUp => "self_attn.kv_b_proj",
         LayerRole::KeyUp(_) => "self_attn.embed_q",
         LayerRole::ValueUp(_) => "self_attn.unembed_out",
+        LayerRole::IndexerQuery => "self_attn.indexer.wq_b",
+        LayerRole::IndexerKey => "self_attn.indexer.wk",
+        LayerRole::IndexerNorm => "self_attn.indexer.k_norm",
+        LayerRole::IndexerWeights => "self_attn.indexer.weights_proj",
         LayerRole::RouterScale => "router.scale",
         LayerRole::ExpertScales => "router.per_expert_scale",
         LayerRole::DenseNorm => "post_feedforward_layernorm_1",

@@ -29,6 +29,7 @@ mod delta_net;
 mod draw;
 mod experts;
 pub(crate) mod halves;
+mod indexer;
 mod inputs;
 mod latent;
 mod per_layer;
@@ -44,6 +45,7 @@ use adapter_products::{AdapterProducts, AdapterRows};
 use delta_net::Mixer;
 use experts::ExpertBuffers;
 use halves::HalfTurn;
+use indexer::IndexBuffers;
 use inputs::Inputs;
 use latent::{LatentBuffers, LatentInputs};
 use per_layer::PerLayerRows;
@@ -79,6 +81,8 @@ pub struct Workspace {
     projections: Option<Projections>,
     /// For latent attention.
     latents: Option<LatentBuffers>,
+    /// For lightning indexers.
+    index: Option<IndexBuffers>,
     /// For gated heads and gated delta nets.
     mixer: Option<Mixer>,
     /// For layers with experts.
@@ -204,13 +208,18 @@ impl Workspace {
             hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
             projections: Projections::new(model, size.rows),
             latents: LatentBuffers::new(model, size.rows),
+            index: IndexBuffers::new(model, size),
             mixer: Mixer::new(model, size.rows),
             experts: c
                 .experts()
                 .map(|experts| ExpertBuffers::new(model, experts, size.rows)),
             aside: rows(if has_beside { c.width } else { 0 }),
             per_layer: PerLayerRows::new(model, size.rows),
-            ropes: c.ropes.iter().map(|rope| rope.for_context(size.context)).collect(),
+            ropes: c
+                .ropes
+                .iter()
+                .map(|rope| rope.for_context(size.context))
+                .collect(),
             angles: angle_buffers(model, size.rows),
             head_x: activations(model, size.logit_rows, c.width, head),
             own_logits: exchanged(
@@ -535,14 +544,23 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
 
     fn norm(&mut self, w: &LayerShard, half: Half) -> Result<(), Error> {
         let weight = match half {
-            Half::Attention => &w.attention_norm,
-            Half::FeedForward => &w.ffn_norm,
-            Half::ParallelExperts => &beside(w).before,
+            Half::Attention => w.attention_norm.as_deref(),
+            Half::FeedForward => w.ffn_norm.as_deref(),
+            Half::ParallelExperts => Some(&*beside(w).before),
         };
+        let weight = weight.expect("loaded for this family");
         let model = self.model;
         let (width, residual) = (weight.len(), &self.ws.residual);
         model.kernels().fill_rows(&mut self.ws.x, |t, out| {
             norm_row(model, &residual[t * width..(t + 1) * width], weight, out);
+        });
+        Ok(())
+    }
+
+    fn take_residual(&mut self) -> Result<(), Error> {
+        let (width, residual) = (self.model.config().width, &self.ws.residual);
+        self.model.kernels().fill_rows(&mut self.ws.x, |t, out| {
+            out.copy_from_slice(&residual[t * width..(t + 1) * width]);
         });
         Ok(())
     }
@@ -652,13 +670,17 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let (q_len, k_len) = (cut.heads.len() * dim, cut.kv_heads.len() * dim);
         let q = DisjointMut::new(&mut self.ws.q, q_len.max(1));
         let k = DisjointMut::new(&mut self.ws.k, k_len.max(1));
-        let kernels = self.model.kernels();
+        let (kernels, growth) = (self.model.kernels(), self.model.config().query_growth);
+        let sequences = &self.sequences[..self.batch.sequences.len()];
         kernels.for_rows(self.rows, |t| {
             let angles = &angles[t * pairs..(t + 1) * pairs];
             // SAFETY: each row is visited once.
             let q = unsafe { q.part(t) };
             kernels.rope(q, dim, angles, rope.pairs);
-            q.iter_mut().for_each(|x| *x *= shape.query_scale);
+            let scale = growth.map_or(shape.query_scale, |growth| {
+                shape.query_scale * growth.at(position_of(sequences, t))
+            });
+            q.iter_mut().for_each(|x| *x *= scale);
             if has_kv {
                 // SAFETY: as above.
                 kernels.rope(unsafe { k.part(t) }, dim, angles, rope.pairs);
@@ -697,6 +719,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             skipped: cut.heads.start % group,
             window: shape.window,
             sinks: w.sinks.as_deref(),
+            cap: self.model.config().attention_cap,
             queries: &self.ws.q,
             sequences,
         };
@@ -732,6 +755,28 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         Ok(())
     }
 
+    fn select_positions(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        let own = w.latent.as_deref().and_then(|own| own.indexer.as_ref());
+        let Some(own) = own.filter(|_| !cut.heads.is_empty()) else {
+            return Ok(());
+        };
+        let (held, sequences) = (self.held(layer), &self.sequences[self.sequences()]);
+        let ws = &mut *self.ws;
+        let place = LatentInputs {
+            kernels: self.model.kernels(),
+            shape,
+            rope: &ws.ropes[shape.rope],
+            angles: &ws.angles[shape.rope],
+            batch: self.batch,
+        };
+        let latents = ws.latents.as_ref().expect("made for this family");
+        let index = ws.index.as_mut().expect("made for this family");
+        index.project(&place, own, &ws.x, latents.compressed());
+        index.select(&place, (self.cache, held), sequences);
+        Ok(())
+    }
+
     fn attend_latent(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
@@ -753,10 +798,15 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
                 skipped: cut.heads.start,
                 window: shape.window,
                 sinks: None,
+                cap: None,
                 queries: &ws.q,
                 sequences,
             };
-            kernels.attention(&step, &mut ws.scratch, latents.read(self.rows));
+            let out = latents.read(self.rows);
+            match ws.index.as_mut().filter(|index| index.is_sparse(sequences)) {
+                Some(index) => index.attend(kernels, &step, &mut ws.scratch, out),
+                None => kernels.attention(&step, &mut ws.scratch, out),
+            }
         }
         latents.expand(kernels, w, ws.attended.of(held).values_mut());
         Ok(())
@@ -848,6 +898,16 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let weight = weight.expect("loaded for this family");
         let delta = &mut self.ws.sums.delta[..self.rows * weight.len()];
         norm_in_place(self.model, delta, weight);
+        Ok(())
+    }
+
+    fn scale_delta(&mut self) -> Result<(), Error> {
+        let scale = self.model.config().residual_scale;
+        if scale != 1.0 {
+            let n = self.rows * self.model.config().width;
+            let delta = self.ws.sums.delta[..n].iter_mut();
+            delta.for_each(|x| *x *= scale);
+        }
         Ok(())
     }
 
@@ -975,6 +1035,17 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         }
         Ok(())
     }
+}
+
+/// Position of row `t` of a batch.
+fn position_of(sequences: &[AttentionRows<'_>], mut t: usize) -> usize {
+    for sequence in sequences {
+        if t < sequence.rows {
+            return sequence.position + t;
+        }
+        t -= sequence.rows;
+    }
+    unreachable!("row {t} behind all sequences")
 }
 
 /// # Panics

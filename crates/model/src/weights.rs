@@ -19,10 +19,12 @@ use crate::split::{LeafCut, Shard};
 use crate::{Config, Error, LayerCache, LayerRole, ModelFamily, ModelSource, Nth, Role, config};
 
 mod delta_net;
+mod indexer;
 mod sampled_experts;
 
 pub(crate) use delta_net::{DeltaNet, DeltaRowLayout, MatrixRows};
 
+pub(crate) use indexer::Indexer;
 pub(crate) use latent::Latent;
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
@@ -54,7 +56,7 @@ impl Summed {
 /// A rank's weights of one layer; [`Part`] has the whole shapes.
 #[derive(Debug)]
 pub(crate) struct LayerShard {
-    pub(crate) attention_norm: Vec<f32>,
+    pub(crate) attention_norm: Option<Vec<f32>>,
     /// From the compressed query, if the layer compresses.
     pub(crate) query: Linear,
     /// `None` if it uses another layer's keys and values.
@@ -70,7 +72,7 @@ pub(crate) struct LayerShard {
     /// Additional weights of a gated delta net.
     pub(crate) delta_net: Option<Box<DeltaNet>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
-    pub(crate) ffn_norm: Vec<f32>,
+    pub(crate) ffn_norm: Option<Vec<f32>>,
     pub(crate) feed_forward: FeedForward,
     pub(crate) post_ffn_norm: Option<Vec<f32>>,
     /// `(E,)`: ones, for values with a norm.
@@ -444,7 +446,17 @@ impl WeightReader<'_> {
                 .iter_mut()
                 .for_each(|w| *w += self.config.norm_offset);
         }
+        if role == Role::OutputNorm && self.config.logit_scale != 1.0 {
+            let scale = self.config.logit_scale;
+            weights.iter_mut().for_each(|w| *w *= scale);
+        }
         Ok(weights)
+    }
+
+    /// Weights and biases `(n,)` of a norm that subtracts the mean.
+    pub(crate) fn layer_norm(&self, role: Role, n: usize) -> Result<[Vec<f32>; 2], Error> {
+        let bias = self.bias(role, n)?.unwrap_or_else(|| vec![0.0; n]);
+        Ok([self.norm(role, n)?, bias])
     }
 
     /// Weights of the router's own norm, with its divisor.
@@ -643,7 +655,10 @@ impl ShardLoader<'_> {
         };
         let norm = |part, n| self.names.norm(role(part), n);
         let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
-        let norms = c.family.norms_after_halves();
+        let [before, after] = [
+            c.family.norms_before_halves(),
+            c.family.norms_after_halves(),
+        ];
         let [query_norm, key_norm] = self.query_key_norms(i)?;
         let ([query, key, value], delta_net, output) = match (shape.cache, shape.latent) {
             (LayerCache::Delta(net), _) => {
@@ -670,7 +685,7 @@ impl ShardLoader<'_> {
             }
         };
         Ok(LayerShard {
-            attention_norm: norm(LayerRole::AttentionNorm, c.width)?,
+            attention_norm: opt_norm(before, LayerRole::AttentionNorm, c.width)?,
             query: query.expect("every layer has queries"),
             key,
             value,
@@ -680,10 +695,10 @@ impl ShardLoader<'_> {
             query_norm,
             key_norm,
             sinks: self.sinks(i)?,
-            post_attention_norm: opt_norm(norms, LayerRole::PostAttentionNorm, c.width)?,
-            ffn_norm: norm(LayerRole::FfnNorm, c.width)?,
+            post_attention_norm: opt_norm(after, LayerRole::PostAttentionNorm, c.width)?,
+            ffn_norm: opt_norm(before, LayerRole::FfnNorm, c.width)?,
             feed_forward: self.feed_forward(i)?,
-            post_ffn_norm: opt_norm(norms, LayerRole::PostFfnNorm, c.width)?,
+            post_ffn_norm: opt_norm(after, LayerRole::PostFfnNorm, c.width)?,
             value_norm: shape.value_norm.then(|| vec![1.0; shape.value_dim]),
             beside: self.beside(i)?,
             per_layer: self.per_layer(i)?,
@@ -993,6 +1008,7 @@ pub(crate) fn read_rope_factors(source: &ModelSource, config: &mut Config) -> Re
 fn rope_factors(
     source: &ModelSource,
     config: &Config,
+    role: Role,
 ) -> Result<Option<Vec<f32>>, Error> {
     let Some(tensor) = source.opt_weight(config.family, role)? else {
         return Ok(None);
@@ -1038,7 +1054,9 @@ impl LayerShard {
         let rows = self.of_normed().into_iter().map(|matrix| matrix.bytes().0);
         let latent = self.latent.iter().flat_map(|latent| {
             let query = latent.query_down.is_some().then_some(&self.query.matrix);
-            latent.keys.iter().chain(&latent.values).chain(query)
+            let index = latent.indexer.iter().map(|own| &own.query.matrix);
+            let expanded = latent.keys.iter().chain(&latent.values);
+            expanded.chain(query).chain(index)
         });
         let own = self.per_layer.iter().map(|own| &own.output);
         let more: u64 = latent.chain(own).map(|matrix| matrix.bytes().0).sum();
@@ -1070,9 +1088,12 @@ impl LayerShard {
         let more = [key.as_ref(), value.as_ref(), down].into_iter().flatten();
         let linears = [query].into_iter().chain(more).map(|linear| &linear.matrix);
         let net = delta_net.iter().flat_map(|net| net.matrices());
+        let index = latent.iter().flat_map(|latent| &latent.indexer);
+        let index = index.flat_map(|own| [&own.key.matrix, &own.weights.matrix]);
         let gate = per_layer.iter().map(|own| &own.gate);
         linears
             .chain(net)
+            .chain(index)
             .chain(feed_forward.of_normed())
             .chain(gate)
             .collect()

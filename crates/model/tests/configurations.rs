@@ -9,7 +9,7 @@ use crate::common::runner::Runner;
 use crate::common::tiny::{Tiny, TinyTensor};
 use crate::common::{golden, kernels, load};
 use paceline_base::{BlockType, KernelClass};
-use paceline_model::{BatchSize, Config, LoadedModel, ModelFamily, ModelSource};
+use paceline_model::{BatchSize, Config, LoadedModel, ModelFamily, ModelSource, Selection};
 use paceline_tensor::{KvType, RopePairs};
 use paceline_weights::gguf::MetadataValue as Entry;
 use serde_json::{Value, json};
@@ -510,12 +510,57 @@ fn latent_attention_and_groups() {
     assert_eq!(file.cache_bytes(KvType::F16, size, 64).0, 3 * 64 * 80 * 2);
 }
 
+/// Which layers have an indexer of their own, in all forms of folders.
 #[test]
-fn an_indexer_bounds_the_context() {
+fn layers_with_indexers() {
+    let own = |changes: &Value| {
+        let config = hf("glm-dsa-sparse-bf16", changes);
+        let selections = config
+            .layers
+            .iter()
+            .map(|layer| layer.latent.unwrap().selection);
+        selections
+            .map(|of| matches!(of, Selection::Own(_)))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(own(&json!({})), [true, false, true]);
+    let pattern = |text| json!({"indexer_types": null, "index_topk_pattern": text});
+    assert_eq!(own(&pattern("FFS")), [true, true, false]);
+    let period = |every, offset| json!({"indexer_types": null, "index_topk_freq": every, "index_skip_topk_offset": offset});
+    assert_eq!(own(&period(4, 2)), [true, true, false]);
+    assert_eq!(own(&json!({"indexer_types": null})), [true; 3]);
+    let config = hf("glm-dsa-sparse-bf16", &json!({}));
+    assert!(
+        config.can_cut(2) && !config.can_cut(1),
+        "a selection is used in the next layer"
+    );
+}
+
+/// A file without the weights of its model's indexer.
+#[test]
+fn an_absent_indexer_bounds_the_context() {
     let config = hf("deepseek-v32-bf16", &json!({}));
-    assert_eq!((config.context, config.indexed), (64, Some(64)));
-    let path = golden("hf/deepseek-v32-bf16");
+    assert_eq!((config.context, config.indexed), (256, None));
+    let whole = golden("hf/deepseek-v32-bf16");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("bare");
+    std::fs::create_dir(&path).unwrap();
+    std::fs::copy(whole.join("config.json"), path.join("config.json")).unwrap();
+    let weights = std::fs::read(whole.join("model.safetensors")).unwrap();
+    // Another name of equal length hides a tensor.
+    let (from, to) = (
+        &b"0.self_attn.indexer.wk"[..],
+        &b"0.self_attn.indexer.no"[..],
+    );
+    let at = weights
+        .windows(from.len())
+        .position(|part| part == from)
+        .unwrap();
+    let bare = [&weights[..at], to, &weights[at + to.len()..]].concat();
+    std::fs::write(path.join("model.safetensors"), bare).unwrap();
     let model = Arc::new(load(&path, KernelClass::Cpu, &kernels()));
+    let config = model.config();
+    assert_eq!((config.context, config.indexed), (64, Some(64)));
     let error = model.reserve(BatchSize::single(1, 65), 128).unwrap_err();
     let text = error.to_string();
     assert!(

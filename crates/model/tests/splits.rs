@@ -304,6 +304,12 @@ fn every_family_gives_the_bits_of_one_rank() {
         (ModelFamily::Llama, BlockType::BF16, KernelClass::CpuQ8),
         (ModelFamily::Gemma3, BlockType::Q5_K, KernelClass::Cpu),
         (ModelFamily::Gemma3, BlockType::Q8_0, KernelClass::CpuF32),
+        (ModelFamily::Gemma2, BlockType::Q8_0, KernelClass::Cpu),
+        (ModelFamily::Mistral, BlockType::Q8_0, KernelClass::Cpu),
+        (ModelFamily::SmolLm3, BlockType::Q4_K, KernelClass::Cpu),
+        (ModelFamily::Granite, BlockType::Q6_K, KernelClass::Cpu),
+        (ModelFamily::Olmo2, BlockType::BF16, KernelClass::Cpu),
+        (ModelFamily::Phi3, BlockType::Q5_K, KernelClass::Cpu),
     ]
     .into_iter()
     .enumerate()
@@ -315,6 +321,29 @@ fn every_family_gives_the_bits_of_one_rank() {
         };
         case.check(&in_turns(at));
     }
+}
+
+/// Rows that attend to the 24 positions of more than 100 that an indexer chooses: over splits, and
+/// in chunks of other lengths, which have the last row's logits in common.
+#[test]
+fn selections_give_the_bits_of_one_rank() {
+    let path = golden("hf/glm-dsa-sparse-bf16");
+    let tokens = tokens(300);
+    let case = Case::new(&path, &tokens);
+    let tensor: [(&str, u32, &[u32]); 4] = [
+        ("tensor", 2, &[]),
+        ("tensor", 4, &[]),
+        ("pipeline", 2, &[2, 1]),
+        ("2x2", 4, &[2, 2, 1, 1]),
+    ];
+    case.check(&tensor);
+    let ends = |steps: &'static [[usize; 2]]| {
+        let (logits, _) = Case { steps, ..case }.alone();
+        logits.last().cloned()
+    };
+    let alike = ends(&[[70, 3], [33, 0]]);
+    assert_eq!(ends(&[[20, 3], [10, 0], [73, 0]]), alike);
+    assert_eq!(ends(&[[103, 0]]), alike);
 }
 
 /// Every logit that may be among the 5 largest has the bits of one rank, over 1 to 4 ranks. Others

@@ -116,6 +116,7 @@ impl<'k> AttentionBench<'k> {
                 skipped: 0,
                 window: None,
                 sinks: None,
+                cap: None,
                 queries: &self.queries,
                 sequences: &[sequence],
             };

@@ -104,6 +104,7 @@ fn attention(kernels: &Kernels, kv_type: KvType, rows: usize, rounds: usize) {
             skipped: 0,
             window: None,
             sinks: None,
+            cap: None,
             queries: &queries,
             sequences: &sequences,
         };

@@ -108,6 +108,8 @@ pub(crate) struct PageView {
     pub(crate) to_next: isize,
     /// `to_next` for the values; 0 where the values were transposed from the keys.
     pub(crate) values_to_next: isize,
+    /// Scores become `cap * tanh(score / cap)`; 0 for no cap.
+    pub(crate) cap: f32,
 }
 
 impl PageView {
@@ -172,20 +174,39 @@ unsafe fn attend_some<S: Isa, E: KvElement, const N: usize>(page: PageView, quer
     // SAFETY: at least N queries.
     unsafe {
         let mut p = [[0.0f32; PAGE]; N];
-        // N accumulators and a register of keys for each run that is computed at once.
-        if (N + 1) * 4 < S::REGISTERS {
-            scores::<S, E, N, 4>(page, queries, &mut p);
-        } else if (N + 1) * 2 < S::REGISTERS {
-            scores::<S, E, N, 2>(page, queries, &mut p);
-        } else {
-            scores::<S, E, N, 1>(page, queries, &mut p);
-        }
+        page_scores::<S, E, N>(page, queries, &mut p);
         let mut i = 0;
         while i < N {
+            if page.cap != 0.0 {
+                capped::<S>(&mut p[i], page.cap);
+            }
             softmax::<S>(queries.get_unchecked(i), &mut p[i]);
             i += 1;
         }
         weigh_all::<S, E, N>(page, queries, &p);
+    }
+}
+
+/// `s[i]` of all 64 positions for each query.
+///
+/// # Safety
+/// As [`attend`], for N queries.
+#[inline(always)]
+pub(crate) unsafe fn page_scores<S: Isa, E: KvElement, const N: usize>(
+    page: PageView,
+    queries: &[Query],
+    out: &mut [[f32; PAGE]; N],
+) {
+    // SAFETY: passed on.
+    unsafe {
+        // N accumulators and a register of keys for each run that is computed at once.
+        if (N + 1) * 4 < S::REGISTERS {
+            scores::<S, E, N, 4>(page, queries, out);
+        } else if (N + 1) * 2 < S::REGISTERS {
+            scores::<S, E, N, 2>(page, queries, out);
+        } else {
+            scores::<S, E, N, 1>(page, queries, out);
+        }
     }
 }
 
@@ -265,6 +286,27 @@ unsafe fn scores<S: Isa, E: KvElement, const N: usize, const R: usize>(
             }
             first += R * LANES;
         }
+    }
+}
+
+/// `cap * tanh(s / cap)` of all scores, with `tanh y = (1 - e) / (1 + e)` and `e = exp(-2 |y|)`.
+#[inline(always)]
+unsafe fn capped<S: Isa>(p: &mut [f32; PAGE], cap: f32) {
+    let mut e = [0.0f32; PAGE];
+    for (e, s) in e.iter_mut().zip(&*p) {
+        *e = -2.0 * (s / cap).abs();
+    }
+    let mut r = 0;
+    while r < RUNS {
+        // SAFETY: four runs in `e`.
+        unsafe {
+            let at = e.as_mut_ptr().add(r * LANES);
+            S::store(at, isa::exp::<S>(S::load(at)));
+        }
+        r += 1;
+    }
+    for (s, e) in p.iter_mut().zip(&e) {
+        *s = (cap * ((1.0 - e) / (1.0 + e))).copysign(*s);
     }
 }
 

@@ -24,6 +24,7 @@ use crate::isa::{self, Isa};
 use crate::kernels;
 use crate::limits;
 use crate::matmul::{self, GroupArgs};
+use crate::sparse::{self, IndexQueries};
 use crate::vector::{self, RopePairs};
 
 /// The instruction set that kernels were compiled for.
@@ -163,6 +164,9 @@ pub(crate) struct KernelTable {
     pub(crate) attend_f16: unsafe fn(PageView, &[Query]),
     pub(crate) attend_f32: unsafe fn(PageView, &[Query]),
     pub(crate) attend_q8: unsafe fn(PageView, &[Query]),
+    pub(crate) index_f16: unsafe fn(PageView, IndexQueries, *mut f32),
+    pub(crate) index_f32: unsafe fn(PageView, IndexQueries, *mut f32),
+    pub(crate) index_q8: unsafe fn(PageView, IndexQueries, *mut f32),
     pub(crate) merge: unsafe fn(&mut [f32], &[f32]),
     pub(crate) sink: unsafe fn(&mut [f32], f32),
     pub(crate) finish: unsafe fn(&[f32], &mut [f32]),
@@ -470,6 +474,12 @@ macro_rules! kernels {
                 = attention::attend::<$isa, f32>);
             kernel!([$($feature)?] attend_q8(page: PageView, queries: &[Query])
                 = attention::attend::<$isa, i8>);
+            kernel!([$($feature)?] index_f16(page: PageView, row: IndexQueries, out: *mut f32)
+                = sparse::index::<$isa, f16>);
+            kernel!([$($feature)?] index_f32(page: PageView, row: IndexQueries, out: *mut f32)
+                = sparse::index::<$isa, f32>);
+            kernel!([$($feature)?] index_q8(page: PageView, row: IndexQueries, out: *mut f32)
+                = sparse::index::<$isa, i8>);
             kernel!([$($feature)?] merge(into: &mut [f32], next: &[f32])
                 = attention::merge::<$isa>);
             kernel!([$($feature)?] sink(into: &mut [f32], score: f32)
@@ -497,6 +507,9 @@ macro_rules! kernels {
                 attend_f16,
                 attend_f32,
                 attend_q8,
+                index_f16,
+                index_f32,
+                index_q8,
                 merge,
                 sink,
                 finish,

@@ -25,12 +25,14 @@ mod delta;
 mod recurrent;
 #[cfg(target_arch = "x86_64")]
 mod self_test;
+mod sparse;
 
 pub use attention::{AttentionRows, AttentionScratch, AttentionStep};
 pub use delta::DeltaStep;
 pub use recurrent::{HeadRows, Recurrence, Recurrent};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self_test::same_products;
+pub use sparse::{IndexStep, SparseScratch};
 
 /// Preferred multiple of activation rows: one panel of weights is multiplied with this many at
 /// once.

@@ -22,7 +22,8 @@
 //! to f32.
 //!
 //! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone; their first `value_dim`
-//! elements are the values.
+//! elements are the values. With a lightning indexer ([`LayerStore::Indexed`]) the index keys
+//! `(dim, 64)` follow the keys.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -219,6 +220,8 @@ pub enum LayerStore {
     /// Keys of each position, whose first `value_dim` elements are the values too: latent
     /// attention, which so keeps each number once.
     Latent(KvShape),
+    /// As `Latent`, with index keys of this many elements behind the keys.
+    Indexed(KvShape, usize),
     /// A state of fixed size.
     State(StateShape),
     /// The state of a gated delta net.
@@ -230,7 +233,7 @@ pub enum LayerStore {
 impl LayerStore {
     const fn heads(self) -> usize {
         match self {
-            Self::Rows(shape) | Self::Latent(shape) => shape.heads,
+            Self::Rows(shape) | Self::Latent(shape) | Self::Indexed(shape, _) => shape.heads,
             Self::State(shape) => shape.heads,
             Self::Delta(_) => 1, // in one piece
             Self::Nothing => 0,
@@ -241,6 +244,9 @@ impl LayerStore {
         match self {
             Self::Rows(shape) => shape.page_bytes(),
             Self::Latent(shape) => shape.heads * shape.part_bytes(shape.head_dim),
+            Self::Indexed(shape, dim) => {
+                shape.heads * (shape.part_bytes(shape.head_dim) + shape.part_bytes(dim))
+            }
             Self::State(shape) => shape.page_bytes(),
             Self::Delta(shape) => shape.page_bytes(),
             Self::Nothing => 0,
@@ -295,7 +301,10 @@ impl KvCache {
     pub fn new(layers: &[(usize, LayerStore)], pages: &[usize]) -> Result<Self, Error> {
         let mut page_bytes = vec![0; pages.len()];
         let place = |&(pool, store): &(usize, LayerStore)| {
-            if let LayerStore::Rows(shape) | LayerStore::Latent(shape) = store {
+            if let LayerStore::Rows(shape)
+            | LayerStore::Latent(shape)
+            | LayerStore::Indexed(shape, _) = store
+            {
                 let (head_dim, value_dim) = (shape.head_dim, shape.value_dim);
                 let within = matches!(store, LayerStore::Rows(_)) || value_dim <= head_dim;
                 let fits = head_dim.is_multiple_of(16) && value_dim.is_multiple_of(16) && within;
@@ -378,14 +387,30 @@ impl KvCache {
     /// If it keeps none.
     pub fn rows(&self, layer: usize) -> KvShape {
         match self.layers[layer].store {
-            LayerStore::Rows(shape) | LayerStore::Latent(shape) => shape,
+            LayerStore::Rows(shape) | LayerStore::Latent(shape) | LayerStore::Indexed(shape, _) => {
+                shape
+            }
+            other => panic!("layer {layer} keeps {other:?}"),
+        }
+    }
+
+    /// Elements of a layer's index keys.
+    ///
+    /// # Panics
+    /// If it keeps none.
+    pub(crate) fn index_dim(&self, layer: usize) -> usize {
+        match self.layers[layer].store {
+            LayerStore::Indexed(_, dim) => dim,
             other => panic!("layer {layer} keeps {other:?}"),
         }
     }
 
     /// Whether a layer's values are the first elements of its keys.
     pub(crate) fn is_latent(&self, layer: usize) -> bool {
-        matches!(self.layers[layer].store, LayerStore::Latent(_))
+        matches!(
+            self.layers[layer].store,
+            LayerStore::Latent(_) | LayerStore::Indexed(..)
+        )
     }
 
     /// The shape of a layer's states.
@@ -455,6 +480,28 @@ impl KvCache {
             value_dim: shape.value_dim,
             to_next: next as isize - start as isize,
             values_to_next: next as isize - start as isize,
+            cap: 0.0,
+        }
+    }
+
+    /// The index keys of a page, without values.
+    pub(crate) fn index_page(&self, layer: usize, page: u32) -> PageView {
+        let (shape, dim) = (self.rows(layer), self.index_dim(layer));
+        let start = self.offset(layer, page, 0);
+        let place = &self.layers[layer];
+        let bytes = &self.pools[place.pool].data[start..start + place.head_bytes];
+        let keys = &bytes[shape.part_bytes(shape.head_dim)..];
+        let scales = &keys[shape.element_bytes(dim)..];
+        PageView {
+            keys: keys.as_ptr(),
+            key_scales: scales.as_ptr().cast(),
+            values: keys.as_ptr(),
+            value_scales: scales.as_ptr().cast(),
+            head_dim: dim,
+            value_dim: 0,
+            to_next: 0,
+            values_to_next: 0,
+            cap: 0.0,
         }
     }
 
@@ -527,6 +574,72 @@ impl KvWriter<'_> {
                     continue;
                 }
                 write_head(shape, value, keys.add(shape.part_bytes(k)), slot, row);
+            }
+        }
+    }
+
+    /// Writes the index key of a position.
+    ///
+    /// # Safety
+    /// No other thread writes this position.
+    pub(crate) unsafe fn write_index(&self, page: u32, slot: usize, key: &[f32]) {
+        assert!(slot < PAGE, "slot {slot}");
+        let (shape, dim) = (
+            self.cache.rows(self.layer),
+            self.cache.index_dim(self.layer),
+        );
+        assert_eq!(key.len(), dim);
+        let start = self.cache.offset(self.layer, page, 0) + shape.part_bytes(shape.head_dim);
+        let column = Strides {
+            first: slot,
+            step: PAGE,
+        };
+        // SAFETY: the index keys of a page lie within the cache; elements and scales of other
+        // positions are not touched.
+        unsafe { write_head(shape, key, self.data.add(start), slot, column) }
+    }
+
+    /// Copies the keys of positions, each a page and a slot of `layer` of `from`, into the first
+    /// slots of a page. Both layers keep keys of one KV head in the same form.
+    ///
+    /// # Safety
+    /// No other thread reads or writes the page.
+    pub(crate) unsafe fn copy(
+        &self,
+        page: u32,
+        (from, layer): (&KvCache, usize),
+        positions: &[(u32, usize)],
+    ) {
+        let shape = self.cache.rows(self.layer);
+        assert!(
+            shape == from.rows(layer) && positions.len() <= PAGE,
+            "{shape:?}"
+        );
+        let data = from.pools[from.layers[layer].pool].data.as_ptr();
+        let mut keys = [std::ptr::null(); PAGE];
+        for (key, &(page, slot)) in keys.iter_mut().zip(positions) {
+            let start = from.offset(layer, page, 0);
+            let element = slot * shape.kv_type.bytes();
+            // SAFETY: a position of a page, which lies within the cache.
+            *key = unsafe { data.add(start + element) };
+        }
+        let (keys, dim) = (&keys[..positions.len()], shape.head_dim);
+        let elements = shape.element_bytes(dim);
+        // SAFETY: keys of one head lie within a page of either cache; rows of 64 elements.
+        unsafe {
+            let to = self.data.add(self.cache.offset(self.layer, page, 0));
+            match shape.kv_type {
+                KvType::F16 => copy_columns::<u16>(keys, dim, to),
+                KvType::F32 => copy_columns::<u32>(keys, dim, to),
+                KvType::Q8_0 => {
+                    copy_columns::<u8>(keys, dim, to);
+                    let mut scales = [std::ptr::null(); PAGE];
+                    for ((scale, key), (_, slot)) in scales.iter_mut().zip(keys).zip(positions) {
+                        *scale = key.sub(*slot).add(elements + 2 * slot);
+                    }
+                    let rows = dim.div_ceil(SCALED);
+                    copy_columns::<u16>(&scales[..keys.len()], rows, to.add(elements));
+                }
             }
         }
     }
@@ -632,6 +745,24 @@ impl KvWriter<'_> {
     /// The shape of the layer's states.
     pub(crate) fn states(&self) -> StateShape {
         self.cache.states(self.layer)
+    }
+}
+
+/// Copies columns of matrices `(rows, 64)` of elements `E` into the first columns of another. Each
+/// of `from` points to the first element of a column.
+///
+/// # Safety
+/// All columns are valid for `rows` rows, `to` for such a matrix, and nothing overlaps.
+unsafe fn copy_columns<E: Copy>(from: &[*const u8], rows: usize, to: *mut u8) {
+    let to = to.cast::<E>();
+    for row in 0..rows {
+        for (column, from) in from.iter().enumerate() {
+            // SAFETY: within the matrices.
+            unsafe {
+                let element = from.cast::<E>().add(row * PAGE).read_unaligned();
+                to.add(row * PAGE + column).write_unaligned(element);
+            }
+        }
     }
 }
 

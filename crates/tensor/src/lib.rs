@@ -13,7 +13,7 @@
 //! - `formats` and `packing`: weights repacked for the lanes.
 //! - [`matmul`].
 //! - `batch`: many activation rows.
-//! - [`vector`], [`attention`], [`kv`], [`pool`].
+//! - [`vector`], [`attention`], `sparse`, [`kv`], [`pool`].
 //! - `dispatch`: functions per instruction set.
 //! - [`kernels`]: what the model calls.
 //! - [`meter`]: its time.
@@ -55,6 +55,7 @@ mod packing;
 pub mod pool;
 mod quantisation;
 mod rounding;
+mod sparse;
 pub mod storage;
 pub mod vector;
 
@@ -65,8 +66,8 @@ pub use batch::amx::AmxState;
 pub use dispatch::InstructionSet;
 pub use error::Error;
 pub use kernels::{
-    AttentionRows, AttentionScratch, AttentionStep, BLOCK, DeltaStep, HeadRows, Kernels,
-    MAX_PRODUCTS, Product, Recurrence, Recurrent, Unavailable,
+    AttentionRows, AttentionScratch, AttentionStep, BLOCK, DeltaStep, HeadRows, IndexStep, Kernels,
+    MAX_PRODUCTS, Product, Recurrence, Recurrent, SparseScratch, Unavailable,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use meter::{Meter, Metered};

@@ -5,8 +5,10 @@
 
 mod dbrx;
 mod delta_net;
+mod dense;
 mod experts;
 mod gemma4;
+mod indexer;
 mod known_keys;
 mod latent;
 mod rope;
@@ -119,6 +121,11 @@ impl<'a> ConfigFields<'a> {
         const FIELD: &str = "model_type";
         self.hf(FIELD, "a string", Value::as_str)?
             .ok_or(Error::MissingField { field: FIELD })
+    }
+
+    /// Whether it is a folder whose text part has this `model_type`.
+    pub(crate) fn is_type(&self, name: &str) -> bool {
+        matches!(self, Self::Hf(_)) && self.model_type().is_ok_and(|own| own == name)
     }
 
     /// An integer in `low..=high`.
@@ -440,7 +447,11 @@ impl<'a> ConfigFields<'a> {
 
 /// Names of all families in a layout, each once.
 fn known_names(names: fn(ModelFamily) -> &'static str) -> String {
-    let of = |family: ModelFamily| [names(family)].into_iter().chain(family.other_names().to_vec());
+    let of = |family: ModelFamily| {
+        [names(family)]
+            .into_iter()
+            .chain(family.other_names().to_vec())
+    };
     let all: BTreeSet<&str> = ModelFamily::ALL.into_iter().flat_map(of).collect();
     all.into_iter().collect::<Vec<_>>().join(", ")
 }

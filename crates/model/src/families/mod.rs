@@ -9,20 +9,25 @@
 mod dbrx;
 mod deepseek;
 mod delta_net;
-mod facts;
 mod fields;
+mod gemma2;
 mod gemma3;
 mod gemma4;
 mod glm4moe;
 mod gpt_oss;
+mod granite;
 mod llama;
 mod minimax_m2;
+mod mistral;
 mod mixtral;
 mod names;
+mod olmo2;
+mod phi3;
 mod qwen2;
 mod qwen2moe;
 mod qwen3;
 mod qwen3moe;
+mod smollm3;
 
 pub(crate) use fields::{ConfigFields, RopeKind, class_default};
 pub(crate) use names::{ExpertLayout, FileNames, dbrx_stem};
@@ -53,6 +58,9 @@ pub(crate) trait LayerStep {
     /// residual (T, C) -> x (T, C), by the norm before a half
     fn norm(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
 
+    /// residual (T, C) -> x (T, C), without a norm
+    fn take_residual(&mut self) -> Result<(), Error>;
+
     /// x (T, C) -> q (T, H D), k, v (T, K D)
     fn project_qkv(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
@@ -82,6 +90,10 @@ pub(crate) trait LayerStep {
     /// the positions of the rows. q is scaled.
     fn project_latent(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
+    /// x (T, C), compressed queries -> index keys, to the cache, and the positions that rows attend
+    /// to; nothing in layers without an indexer.
+    fn select_positions(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
+
     /// Writes k to the cache, then q -> attended (T, H V): each head's attention output in the
     /// latent space, expanded.
     fn attend_latent(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
@@ -103,6 +115,9 @@ pub(crate) trait LayerStep {
 
     /// Norms delta (T, C) in place, by the norm after a half.
     fn norm_delta(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
+
+    /// delta (T, C) *= the model's factor, if it has one.
+    fn scale_delta(&mut self) -> Result<(), Error>;
 
     /// residual (T, C) += delta (T, C)
     fn add_delta(&mut self) -> Result<(), Error>;
@@ -157,6 +172,16 @@ pub enum ModelFamily {
     Qwen2,
     /// Qwen 3, dense.
     Qwen3,
+    /// Mistral, Ministral and Ministral 3, text only; `mistral3` in GGUF files.
+    Mistral,
+    SmolLm3,
+    /// Granite 3 and 4, dense.
+    Granite,
+    /// `OLMo` 2 and 3.
+    Olmo2,
+    /// Phi 3 and 4, text only.
+    Phi3,
+    Gemma2,
     /// Gemma 3, text only.
     Gemma3,
     /// Gemma 4, text only.
@@ -184,10 +209,16 @@ pub enum ModelFamily {
 }
 
 impl ModelFamily {
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 22] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
+        Self::Mistral,
+        Self::SmolLm3,
+        Self::Granite,
+        Self::Olmo2,
+        Self::Phi3,
+        Self::Gemma2,
         Self::Gemma3,
         Self::Gemma4,
         Self::Mixtral,
@@ -204,7 +235,18 @@ impl ModelFamily {
     ];
 
     /// Dense families in which every layer is attention.
-    pub const DENSE: [Self; 4] = [Self::Llama, Self::Qwen2, Self::Qwen3, Self::Gemma3];
+    pub const DENSE: [Self; 10] = [
+        Self::Llama,
+        Self::Qwen2,
+        Self::Qwen3,
+        Self::Mistral,
+        Self::SmolLm3,
+        Self::Granite,
+        Self::Olmo2,
+        Self::Phi3,
+        Self::Gemma2,
+        Self::Gemma3,
+    ];
 
     /// `general.architecture` in GGUF files.
     pub const fn name(self) -> &'static str {
@@ -212,6 +254,12 @@ impl ModelFamily {
             Self::Llama | Self::Mixtral => "llama",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Mistral => "mistral3",
+            Self::SmolLm3 => "smollm3",
+            Self::Granite => "granite",
+            Self::Olmo2 => "olmo2",
+            Self::Phi3 => "phi3",
+            Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
             Self::Gemma4 => "gemma4",
             Self::Qwen2Moe => "qwen2moe",
@@ -230,6 +278,7 @@ impl ModelFamily {
     /// `model_type` in `config.json`.
     const fn hf_name(self) -> &'static str {
         match self {
+            Self::Mistral => "mistral",
             Self::Gemma3 => "gemma3_text",
             Self::Gemma4 => "gemma4_text",
             Self::Mixtral => "mixtral",
@@ -250,6 +299,10 @@ impl ModelFamily {
     const fn other_names(self) -> &'static [&'static str] {
         match self {
             Self::Gemma3 => &["gemma-embedding"],
+            Self::Mistral => &["ministral", "ministral3"],
+            Self::Olmo2 => &["olmo3"],
+            Self::Qwen3 => &["qwen3vl", "qwen3_vl_text"],
+            Self::Gemma4 => &["gemma4_unified_text"],
             Self::DeepSeek => &[
                 "mistral4",
                 "deepseek_v2",
@@ -267,7 +320,7 @@ impl ModelFamily {
     /// Activation of the feed-forward's gate.
     pub(crate) const fn activation(self) -> Activation {
         match self {
-            Self::Gemma3 | Self::Gemma4 => Activation::GeluTanh,
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 => Activation::GeluTanh,
             _ => Activation::Silu,
         }
     }
@@ -276,7 +329,17 @@ impl ModelFamily {
     pub(crate) const fn has_experts(self) -> bool {
         !matches!(
             self,
-            Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Gemma3 | Self::Qwen35
+            Self::Llama
+                | Self::Qwen2
+                | Self::Qwen3
+                | Self::Mistral
+                | Self::SmolLm3
+                | Self::Granite
+                | Self::Olmo2
+                | Self::Phi3
+                | Self::Gemma2
+                | Self::Gemma3
+                | Self::Qwen35
         )
     }
 
@@ -307,7 +370,7 @@ impl ModelFamily {
 
     /// Whether queries and keys have a norm over all heads.
     pub(crate) const fn norms_projections(self) -> bool {
-        matches!(self, Self::MiniMaxM2)
+        matches!(self, Self::MiniMaxM2 | Self::Olmo2)
     }
 
     /// Whether norms subtract the mean.
@@ -317,7 +380,12 @@ impl ModelFamily {
 
     /// Whether files store queries, keys and values as one matrix.
     pub const fn joins_qkv(self) -> bool {
-        matches!(self, Self::Dbrx)
+        matches!(self, Self::Dbrx | Self::Phi3)
+    }
+
+    /// Whether files store gate and up of the feed-forward as one matrix.
+    pub(crate) const fn joins_gate_up(self) -> bool {
+        matches!(self, Self::Phi3)
     }
 
     /// Whether every query and key head has a norm.
@@ -334,24 +402,39 @@ impl ModelFamily {
         matches!(self, Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe)
     }
 
+    /// Whether the inputs of both halves of a layer have norms.
+    pub(crate) const fn norms_before_halves(self) -> bool {
+        !matches!(self, Self::Olmo2)
+    }
+
     /// Whether the outputs of both halves of a layer have norms.
     pub const fn norms_after_halves(self) -> bool {
-        matches!(self, Self::Gemma3 | Self::Gemma4)
+        matches!(
+            self,
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 | Self::Olmo2
+        )
     }
 
     /// Whether its activations overflow half precision.
     pub const fn needs_wide_activations(self) -> bool {
-        matches!(self, Self::Gemma3 | Self::Gemma4 | Self::GptOss)
+        matches!(
+            self,
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 | Self::GptOss
+        )
     }
 
     /// Whether the output head is the embedding if `config.json` does not say.
     pub(crate) const fn is_usually_tied(self) -> bool {
-        matches!(self, Self::Gemma3 | Self::Gemma4)
+        matches!(
+            self,
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 | Self::SmolLm3
+        )
     }
 
     /// Names of the family's weights in files.
     pub(crate) const fn file_names(self) -> &'static FileNames {
         match self {
+            Self::Gemma2 => &gemma2::NAMES,
             Self::Gemma3 => &gemma3::NAMES,
             Self::Gemma4 => &gemma4::NAMES,
             Self::Mixtral | Self::MiniMaxM2 => &FileNames::MIXTRAL,
@@ -360,9 +443,16 @@ impl ModelFamily {
             Self::Glm4Moe => &glm4moe::NAMES,
             Self::DeepSeek => &deepseek::NAMES,
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => &delta_net::NAMES,
-            Self::Llama | Self::Qwen2 | Self::Qwen3 | Self::Qwen2Moe | Self::Qwen3Moe => {
-                &FileNames::USUAL
-            }
+            Self::Phi3 => &phi3::NAMES,
+            Self::Llama
+            | Self::Qwen2
+            | Self::Qwen3
+            | Self::Mistral
+            | Self::SmolLm3
+            | Self::Granite
+            | Self::Olmo2
+            | Self::Qwen2Moe
+            | Self::Qwen3Moe => &FileNames::USUAL,
         }
     }
 
@@ -371,6 +461,12 @@ impl ModelFamily {
             Self::Llama => llama::config(fields),
             Self::Qwen2 => qwen2::config(fields),
             Self::Qwen3 => qwen3::config(fields),
+            Self::Mistral => mistral::config(fields),
+            Self::SmolLm3 => smollm3::config(fields),
+            Self::Granite => granite::config(fields),
+            Self::Olmo2 => olmo2::config(fields),
+            Self::Phi3 => phi3::config(fields),
+            Self::Gemma2 => gemma2::config(fields),
             Self::Gemma3 => gemma3::config(fields),
             Self::Gemma4 => gemma4::config(fields),
             Self::Mixtral => mixtral::config(fields),
@@ -396,9 +492,14 @@ impl ModelFamily {
         index: usize,
     ) -> Result<(), Error> {
         match self {
-            Self::Llama => llama::layer(step, weights, index),
+            Self::Llama | Self::Mistral | Self::SmolLm3 | Self::Phi3 => {
+                llama::layer(step, weights, index)
+            }
+            Self::Granite => granite::layer(step, weights, index),
+            Self::Olmo2 => olmo2::layer(step, weights, index),
             Self::Qwen2 => qwen2::layer(step, weights, index),
             Self::Qwen3 => qwen3::layer(step, weights, index),
+            Self::Gemma2 => gemma2::layer(step, weights, index),
             Self::Gemma3 => gemma3::layer(step, weights, index),
             Self::Gemma4 => gemma4::layer(step, weights, index),
             Self::Mixtral => mixtral::layer(step, weights, index),

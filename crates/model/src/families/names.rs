@@ -9,6 +9,10 @@ pub(crate) struct FileNames {
     pub(crate) gguf_ffn_norm: &'static str,
     /// The same norm in the Hugging Face layout.
     pub(crate) hf_ffn_norm: &'static str,
+    /// The matrix of queries, keys and values in the Hugging Face layout, where these are one.
+    pub(crate) qkv: Option<&'static str>,
+    /// The matrix of gate and up there, where these are one.
+    pub(crate) gate_up: Option<&'static str>,
     /// Module of a layer's expert block, in the Hugging Face layout.
     pub(crate) block: &'static str,
     /// Gate, up and down of an expert, in that module.
@@ -41,6 +45,8 @@ impl FileNames {
     pub(crate) const USUAL: Self = Self {
         gguf_ffn_norm: "ffn_norm",
         hf_ffn_norm: "post_attention_layernorm",
+        qkv: None,
+        gate_up: None,
         block: "mlp",
         expert: ["gate_proj", "up_proj", "down_proj"],
         shared: "mlp.shared_expert",

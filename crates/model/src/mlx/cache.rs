@@ -51,8 +51,9 @@ pub(super) enum Kept {
     Nothing,
     /// `(1, K, rows, D)` and `(1, K, rows, E)`: keys and values.
     Rows([Array; 2]),
-    /// `(1, 1, rows, R + P)`: keys, whose first R numbers are the value.
-    Latent(Array, i32),
+    /// `(1, 1, rows, R + P + X)`: keys, whose first R numbers are the value and whose last X are an
+    /// index key; R and X.
+    Latent(Array, [i32; 2]),
     Delta(DeltaPages),
 }
 
@@ -94,10 +95,11 @@ pub(super) enum LayerSizes {
         key: usize,
         value: usize,
     },
-    /// A key that all heads share, and how much of it is the value.
+    /// A key that all heads share, and how much of it is the value and an index key.
     Latent {
         key: usize,
         value: usize,
+        index: usize,
     },
     /// The states of a gated delta net, in f32.
     Delta(DeltaSizes),
@@ -143,7 +145,9 @@ impl Cache {
                 LayerSizes::Rows { heads, key, value } => {
                     Kept::Rows([zeros(heads, key)?, zeros(heads, value)?])
                 }
-                LayerSizes::Latent { key, value } => Kept::Latent(zeros(1, key)?, value as i32),
+                LayerSizes::Latent { key, value, index } => {
+                    Kept::Latent(zeros(1, key)?, [value as i32, index as i32])
+                }
                 LayerSizes::Delta(of) => Kept::Delta(DeltaPages::new(stream, pages, of)?),
             })
         });
@@ -265,7 +269,7 @@ impl Cache {
             (Kept::Rows(_), [keys, values]) => {
                 Ok([view.of(stream, keys)?, view.of(stream, values)?])
             }
-            (Kept::Latent(_, value), [held]) => {
+            (Kept::Latent(_, [value, _]), [held]) => {
                 let keys = view.of(stream, held)?;
                 let mut stop = keys.shape();
                 stop[3] = *value;
@@ -274,6 +278,26 @@ impl Cache {
             }
             _ => unreachable!("layer {layer} keeps no rows"),
         }
+    }
+
+    /// Elements of a layer's index keys, which are the last of its keys; 0 without.
+    pub(super) fn index_len(&self, layer: usize) -> i32 {
+        match &self.layers[layer] {
+            Kept::Latent(_, [_, index]) => *index,
+            _ => 0,
+        }
+    }
+
+    /// Index keys of `dim` elements that a view shows, `(1, 1, keys, dim)`.
+    pub(super) fn read_index(
+        &self,
+        stream: &Stream,
+        layer: usize,
+        (view, dim): (&View, usize),
+    ) -> Result<Array, Error> {
+        let [keys, _] = self.read(stream, layer, view)?;
+        let stop = keys.shape();
+        Ok(stream.slice(&keys, &[0, 0, 0, stop[3] - dim as i32], &stop)?)
     }
 
     /// The pages of a layer that is a gated delta net, to be written.
@@ -638,7 +662,11 @@ mod tests {
         key: 2,
         value: 2,
     };
-    const LATENT: LayerSizes = LayerSizes::Latent { key: 2, value: 1 };
+    const LATENT: LayerSizes = LayerSizes::Latent {
+        key: 2,
+        value: 1,
+        index: 0,
+    };
 
     /// The arrays themselves, and rows behind the first page as they come back.
     #[test]
@@ -713,7 +741,11 @@ mod tests {
             key: 16,
             value: 32,
         };
-        let latent = LayerSizes::Latent { key: 48, value: 32 };
+        let latent = LayerSizes::Latent {
+            key: 48,
+            value: 32,
+            index: 0,
+        };
         let of = DeltaSizes {
             heads: 4,
             key_heads: 2,

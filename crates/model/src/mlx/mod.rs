@@ -763,7 +763,14 @@ const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
             };
             LayerSizes::Delta(of)
         }
-        (LayerCache::Rows, Some(_)) => LayerSizes::Latent { key, value },
+        (LayerCache::Rows, Some(latent)) => {
+            let index = latent.index_dim();
+            LayerSizes::Latent {
+                key: key + index,
+                value,
+                index,
+            }
+        }
         (LayerCache::Rows, None) => LayerSizes::Rows {
             heads: kv_heads,
             key,

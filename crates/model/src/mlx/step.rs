@@ -22,8 +22,10 @@ use crate::split::LeafCut;
 use crate::step::Batch;
 use crate::{Error, LayerCache, LayerCut, LayerShape, Links};
 
+mod capped;
 mod delta_net;
 mod experts;
+mod indexer;
 mod latent;
 mod output_rows;
 mod per_layer;
@@ -68,6 +70,10 @@ pub(super) struct Step<'a> {
     /// Queries `(1, H, rows, R + P)` and keys `(1, 1, rows, R + P)` of each sequence, of latent
     /// attention.
     latent: Vec<[Array; 2]>,
+    /// `(T, A)`: compressed queries of latent attention, for an indexer.
+    compressed: Option<Array>,
+    /// Positions that each sequence's rows attend to, by the last indexer.
+    selected: Vec<indexer::Selected>,
     /// Of the decoding rows in lanes, `(lanes, heads, 1, D)`, if the layer has lanes.
     decoded: Option<Turned>,
     /// Of each other sequence, with its place in the batch.
@@ -167,6 +173,8 @@ impl<'a> Step<'a> {
             gates: None,
             net: None,
             latent: Vec::new(),
+            compressed: None,
+            selected: Vec::new(),
             decoded: None,
             turned: Vec::new(),
             attended: None,
@@ -512,7 +520,7 @@ impl<'a> Step<'a> {
             .attentions
             .add(groups.len().max(1) as u64);
         if groups.is_empty() {
-            return Ok(stream.attention([q, k, v], scale, mask, sinks)?);
+            return self.one_attention([q, k, v], scale, mask, sinks);
         }
         // Cut within the query heads of a KV head: each KV head apart.
         let heads = |x: &Array, heads: std::ops::Range<i32>| {
@@ -526,7 +534,7 @@ impl<'a> Step<'a> {
             let q = heads(q, queries.clone())?;
             let own = |all| stream.slice(all, &[queries.start], &[queries.end]);
             let sinks = sinks.map(own).transpose()?;
-            Ok(stream.attention([&q, &k, &v], scale, mask, sinks.as_ref())?)
+            self.one_attention([&q, &k, &v], scale, mask, sinks.as_ref())
         };
         let parts = groups.iter().enumerate().map(group);
         let parts = parts.collect::<Result<Vec<_>, Error>>()?;
@@ -604,6 +612,21 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
+    /// Queries (T, H, D) times their growth with position, where they grow. The rotation keeps
+    /// lengths, so the order does not matter.
+    fn grown(&self, query: Array) -> Result<Array, Error> {
+        let Some(growth) = self.parts.model.config.query_growth else {
+            return Ok(query);
+        };
+        let positions = |s: &crate::BatchSequence<'_>| s.position..s.position + s.tokens.len();
+        let positions = self.batch.sequences.iter().flat_map(positions);
+        let factors: Vec<f32> = positions.map(|position| growth.at(position)).collect();
+        let stream = self.parts.stream;
+        let factors = stream.array_f32(&factors, &[factors.len() as i32, 1, 1])?;
+        let factors = stream.astype(&factors, query.dtype())?;
+        Ok(stream.multiply(&query, &factors)?)
+    }
+
     /// `gate / (1 + exp(-gate))`
     fn silu(&self, gate: &Array) -> Result<Array, Error> {
         Ok(gates::silu(self.parts.stream, gate)?)
@@ -651,11 +674,17 @@ impl LayerStep for Step<'_> {
 
     fn norm(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
         let weight = match half {
-            Half::Attention => &w.attention_norm,
-            Half::FeedForward => &w.ffn_norm,
-            Half::ParallelExperts => &beside(w).before,
+            Half::Attention => w.attention_norm.as_ref(),
+            Half::FeedForward => w.ffn_norm.as_ref(),
+            Half::ParallelExperts => Some(&beside(w).before),
         };
+        let weight = weight.expect("loaded for this family");
         self.x = self.normed(&self.residual, weight)?;
+        Ok(())
+    }
+
+    fn take_residual(&mut self) -> Result<(), Error> {
+        self.x = self.residual.clone();
         Ok(())
     }
 
@@ -737,6 +766,7 @@ impl LayerStep for Step<'_> {
         let Some(query) = self.query.take() else {
             return Ok(());
         };
+        let query = self.grown(query)?;
         let key_value = self.key_value.take();
         self.decoded = match self.decoding() {
             Some(decoding) => {
@@ -807,6 +837,10 @@ impl LayerStep for Step<'_> {
         self.latent_queries(w)
     }
 
+    fn select_positions(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+        self.index_rows(w, index)
+    }
+
     fn attend_latent(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
         self.latent_attention(w, index)?;
         self.keep_output_rows()
@@ -852,6 +886,15 @@ impl LayerStep for Step<'_> {
         let weight = weight.expect("loaded for this family");
         let eps = self.parts.model.config.norm_eps;
         self.delta = self.parts.stream.rms_norm(&self.delta, weight, eps)?;
+        Ok(())
+    }
+
+    fn scale_delta(&mut self) -> Result<(), Error> {
+        let scale = self.parts.model.config.residual_scale;
+        if scale != 1.0 {
+            let scale = self.parts.stream.scalar(scale, self.delta.dtype())?;
+            self.delta = self.parts.stream.multiply(&self.delta, &scale)?;
+        }
         Ok(())
     }
 

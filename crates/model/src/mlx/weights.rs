@@ -15,12 +15,14 @@ use crate::{Config, Error, LayerCache, LayerRole, LayerShape, ModelFamily, Model
 
 mod delta_net;
 mod experts;
+mod indexer;
 mod latent;
 mod per_layer;
 mod planned;
 
 pub(super) use delta_net::DeltaNet;
 pub(super) use experts::{Experts, Routed, Shared, Stack};
+pub(super) use indexer::Indexer;
 pub(super) use latent::Latent;
 pub(super) use per_layer::{PerLayer, PerLayerInputs};
 pub(super) use planned::planned;
@@ -38,11 +40,11 @@ pub(super) struct Summed {
 /// A rank's weights of one layer; whole shapes in [`Part`].
 #[derive(Debug)]
 pub(super) struct Layer {
-    pub(super) attention_norm: Array,
+    pub(super) attention_norm: Option<Array>,
     pub(super) mixer: Mixer,
     pub(super) attention_output: Summed,
     pub(super) post_attention_norm: Option<Array>,
-    pub(super) ffn_norm: Array,
+    pub(super) ffn_norm: Option<Array>,
     /// Where there are not only experts.
     pub(super) dense: Option<Dense>,
     /// Where the router chooses.
@@ -143,8 +145,8 @@ impl Summed {
 impl Layer {
     fn arrays(&self) -> Vec<&Array> {
         let norms = [
-            Some(&self.attention_norm),
-            Some(&self.ffn_norm),
+            self.attention_norm.as_ref(),
+            self.ffn_norm.as_ref(),
             self.post_attention_norm.as_ref(),
             self.post_ffn_norm.as_ref(),
             self.output_scale.as_ref(),
@@ -330,7 +332,10 @@ impl Loader<'_> {
         let role = |part| Role::Layer(i, part);
         let norm = |part| self.norm(role(part), c.width);
         let opt = |there: bool, part| there.then(|| norm(part)).transpose();
-        let sandwich = c.family.norms_after_halves();
+        let [before, after] = [
+            c.family.norms_before_halves(),
+            c.family.norms_after_halves(),
+        ];
         let output = match shape.cache {
             LayerCache::Delta(_) => LayerRole::DeltaOutput,
             _ => LayerRole::AttentionOutput,
@@ -347,14 +352,14 @@ impl Loader<'_> {
         let scale = self.names.output_scale(i)?;
         let scale = scale.map(|scale| self.stream.scalar(scale, self.dtype));
         Ok(Layer {
-            attention_norm: norm(LayerRole::AttentionNorm)?,
+            attention_norm: opt(before, LayerRole::AttentionNorm)?,
             mixer: self.mixer(i)?,
             attention_output: self.summed(role(output), outputs, &cut.attention)?,
-            post_attention_norm: opt(sandwich, LayerRole::PostAttentionNorm)?,
-            ffn_norm: norm(LayerRole::FfnNorm)?,
+            post_attention_norm: opt(after, LayerRole::PostAttentionNorm)?,
+            ffn_norm: opt(before, LayerRole::FfnNorm)?,
             dense: shape.has_dense().then(|| self.dense(i)).transpose()?,
             experts: experts.transpose()?.map(Box::new),
-            post_ffn_norm: opt(sandwich, LayerRole::PostFfnNorm)?,
+            post_ffn_norm: opt(after, LayerRole::PostFfnNorm)?,
             beside: shape.dense_beside.then(beside).transpose()?,
             per_layer: self.per_layer(i)?,
             output_scale: scale.transpose()?,

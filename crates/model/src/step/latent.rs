@@ -68,6 +68,8 @@ impl LatentBuffers {
         let (rank, plain) = (of.query_rank.unwrap_or(0), heads * of.plain);
         let queries = layers().map(|(layer, _)| &layer.query.matrix);
         let queries = queries.filter(|_| rank > 0);
+        let index = layers().flat_map(|(_, own)| &own.indexer);
+        let queries = queries.chain(index.map(|own| &own.query.matrix));
         Some(Self {
             compressed: memory(rank),
             query_x: activations(model, rows, rank, queries),
@@ -191,6 +193,11 @@ impl LatentBuffers {
         });
     }
 
+    /// Compressed queries of the layer, after the norm.
+    pub(super) const fn compressed(&self) -> &Activations {
+        &self.query_x
+    }
+
     /// Buffer for each head's attention output in latent space, `(T, H, R)`.
     pub(super) fn read(&mut self, rows: usize) -> &mut [f32] {
         self.read.resize(rows);
@@ -217,7 +224,7 @@ impl LatentBuffers {
 }
 
 impl LatentInputs<'_> {
-    fn angles_of(&self, t: usize) -> &[(f32, f32)] {
+    pub(super) fn angles_of(&self, t: usize) -> &[(f32, f32)] {
         let pairs = self.rope.frequencies.len();
         &self.angles[t * pairs..(t + 1) * pairs]
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use paceline_base::{BlockType, KernelClass};
 use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix};
 
-use super::{Linear, ShardLoader, StoredTensor, pack_error};
+use super::{Indexer, Linear, ShardLoader, StoredTensor, pack_error};
 use crate::{Error, LayerRole, Nth, Role, config};
 
 /// Projections to keys and values, and each head's expansions; [`Part`] has the shapes.
@@ -20,6 +20,8 @@ pub(crate) struct Latent {
     pub(crate) keys: Vec<PackedMatrix>,
     /// `(value, latent)` of each of this rank's heads.
     pub(crate) values: Vec<PackedMatrix>,
+    /// Where the layer has one of its own.
+    pub(crate) indexer: Option<Indexer>,
 }
 
 impl ShardLoader<'_> {
@@ -60,6 +62,7 @@ impl ShardLoader<'_> {
             norm: norm(LayerRole::LatentNorm, latent.rank)?,
             keys: keys.collect::<Result<_, Error>>()?,
             values: values.collect::<Result<_, Error>>()?,
+            indexer: self.indexer(layer, latent)?,
         })
     }
 

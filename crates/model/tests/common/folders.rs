@@ -1,7 +1,16 @@
 //! Names of golden folders, for tests inside the crate too.
 
 /// Folders of `tests-data/golden/hf` without experts.
-pub(crate) const FOLDERS: [&str; 7] = [
+pub(crate) const FOLDERS: [&str; 16] = [
+    "gemma2-bf16",
+    "gemma4-unified-bf16",
+    "mistral-bf16",
+    "ministral3-bf16",
+    "smollm3-bf16",
+    "granite-bf16",
+    "olmo2-bf16",
+    "olmo3-bf16",
+    "phi3-bf16",
     "llama-tied",
     "llama-untied-bf16",
     "llama-rope3-sharded",
@@ -15,7 +24,9 @@ pub(crate) const FOLDERS: [&str; 7] = [
 pub(crate) const DELTA_FOLDERS: [&str; 3] = ["qwen3next-bf16", "qwen35-bf16", "qwen35moe-bf16"];
 
 /// Folders with experts and folders of Gemma 4.
-pub(crate) const EXPERT_FOLDERS: [&str; 16] = [
+pub(crate) const EXPERT_FOLDERS: [&str; 18] = [
+    "deepseek-v32-sparse-bf16",
+    "glm-dsa-sparse-bf16",
     "mixtral",
     "qwen2moe-bf16",
     "qwen3moe-bf16",

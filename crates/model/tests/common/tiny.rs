@@ -56,13 +56,19 @@ impl Tiny {
     /// a window that ends inside of pages.
     pub(crate) const fn new(family: ModelFamily, block_type: BlockType) -> Self {
         let (heads, kv_heads, head_dim, layers) = match family {
-            ModelFamily::Llama | ModelFamily::Mixtral | ModelFamily::Dbrx | ModelFamily::GptOss => {
-                (8, 2, 32, 2)
-            }
+            ModelFamily::Llama
+            | ModelFamily::Mistral
+            | ModelFamily::Granite
+            | ModelFamily::Phi3
+            | ModelFamily::Mixtral
+            | ModelFamily::Dbrx
+            | ModelFamily::GptOss => (8, 2, 32, 2),
+            ModelFamily::SmolLm3 | ModelFamily::Olmo2 => (8, 4, 32, 4),
             ModelFamily::MiniMaxM2 => (8, 4, 32, 2),
             ModelFamily::Glm4Moe => (8, 2, 32, 3),
             ModelFamily::Qwen2 | ModelFamily::Qwen2Moe => (4, 4, 64, 2),
             ModelFamily::Qwen3 | ModelFamily::Qwen3Moe => (8, 4, 64, 2),
+            ModelFamily::Gemma2 => (4, 2, 64, 2),
             ModelFamily::Gemma3 => (4, 1, 128, 6),
             ModelFamily::Gemma4 => (8, 2, 32, 6),
             ModelFamily::DeepSeek => (4, 1, if block_type.len() > 32 { 256 } else { 64 }, 3),
@@ -175,7 +181,12 @@ impl Tiny {
         }
         if matches!(
             self.family,
-            ModelFamily::Gemma3 | ModelFamily::Gemma4 | ModelFamily::GptOss
+            ModelFamily::Gemma2
+                | ModelFamily::Gemma3
+                | ModelFamily::Gemma4
+                | ModelFamily::GptOss
+                | ModelFamily::Olmo2
+                | ModelFamily::Phi3
         ) {
             add("attention.sliding_window", (self.window as u32).into());
         }
@@ -198,7 +209,29 @@ impl Tiny {
                 add("expert_weights_scale", 2.5f32.into());
                 add("expert_weights_norm", true.into());
             }
-            ModelFamily::MiniMaxM2 => add("rope.dimension_count", 16u32.into()),
+            ModelFamily::MiniMaxM2 | ModelFamily::Phi3 => {
+                add("rope.dimension_count", 16u32.into());
+            }
+            ModelFamily::Mistral => {
+                add("rope.scaling.type", "yarn".into());
+                add("rope.scaling.factor", 8f32.into());
+                add("rope.scaling.original_context_length", 64u32.into());
+                add("attention.temperature_scale", 0.1f32.into());
+            }
+            ModelFamily::Gemma2 => {
+                add("attn_logit_softcapping", 2f32.into());
+                add("final_logit_softcapping", 20f32.into());
+            }
+            ModelFamily::Granite => {
+                for (key, value) in [
+                    ("embedding_scale", 6.0f32),
+                    ("attention.scale", 0.15),
+                    ("residual_scale", 0.22),
+                    ("logit_scale", 0.5),
+                ] {
+                    add(key, value.into());
+                }
+            }
             ModelFamily::Dbrx => {
                 add("attention.layer_norm_epsilon", 1e-5f32.into());
                 add("attention.clamp_kqv", 2f32.into()); // which some values exceed
@@ -369,7 +402,7 @@ impl Tiny {
     fn heads_of(&self, file: &mut TinyFile, name: &dyn Fn(&str) -> String, gated: bool) {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let q_rows = if gated { 2 * q } else { q };
-        if self.family == ModelFamily::Dbrx {
+        if self.family.joins_qkv() {
             file.matrix(&name("attn_qkv"), q + 2 * kv, self.width);
         } else {
             file.matrix(&name("attn_q"), q_rows, self.width);
@@ -391,8 +424,11 @@ impl Tiny {
         }
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let name = |part: &str| format!("blk.{i}.{part}");
-        // Norm weights around 4 make scores spread, so that attention is not a plain mean.
-        file.vector(&name("attn_norm.weight"), self.width, 4.0);
+        let is_olmo = self.family == ModelFamily::Olmo2;
+        if !is_olmo {
+            // Norm weights around 4 make scores spread, so that attention is not a plain mean.
+            file.vector(&name("attn_norm.weight"), self.width, 4.0);
+        }
         let has_gates = self.has_delta_nets();
         if has_gates && !(i + 1).is_multiple_of(4) {
             self.delta_net(file, &name);
@@ -410,8 +446,13 @@ impl Tiny {
             ModelFamily::Dbrx => "attn_output_norm.weight",
             _ => "ffn_norm.weight",
         };
-        file.vector(&name(second), self.width, 2.0);
-        if !self.has_experts(i) {
+        if !is_olmo {
+            file.vector(&name(second), self.width, 2.0);
+        }
+        if self.family == ModelFamily::Phi3 {
+            file.matrix(&name("ffn_up"), 2 * self.ffn, self.width);
+            file.matrix(&name("ffn_down"), self.width, self.ffn);
+        } else if !self.has_experts(i) {
             file.matrix(&name("ffn_gate"), self.ffn, self.width);
             file.matrix(&name("ffn_up"), self.ffn, self.width);
             file.matrix(&name("ffn_down"), self.width, self.ffn);
@@ -422,7 +463,7 @@ impl Tiny {
             file.vector(&name("attn_output.bias"), self.width, 0.0);
             file.vector(&name("attn_sinks.weight"), self.heads, 0.5);
         }
-        if self.family == ModelFamily::MiniMaxM2 {
+        if is_olmo || self.family == ModelFamily::MiniMaxM2 {
             file.vector(&name("attn_q_norm.weight"), q, 1.5);
             file.vector(&name("attn_k_norm.weight"), kv, 1.5);
         }
@@ -441,7 +482,7 @@ impl Tiny {
             file.vector(&name("attn_q_norm.weight"), self.head_dim, 1.5);
             file.vector(&name("attn_k_norm.weight"), self.head_dim, 1.5);
         }
-        if self.family == ModelFamily::Gemma3 {
+        if is_olmo || [ModelFamily::Gemma2, ModelFamily::Gemma3].contains(&self.family) {
             file.vector(&name("post_attention_norm.weight"), self.width, 1.0);
             file.vector(&name("post_ffw_norm.weight"), self.width, 1.0);
         }

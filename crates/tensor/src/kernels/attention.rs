@@ -72,6 +72,8 @@ pub struct AttentionStep<'a> {
     pub window: Option<usize>,
     /// `(heads,)`: a score of each head that takes part in its softmax and has no value.
     pub sinks: Option<&'a [f32]>,
+    /// Scores become `cap * tanh(score / cap)` (Gemma 2).
+    pub cap: Option<f32>,
     /// `(rows, heads * head_dim)`, scaled by `1 / sqrt(head_dim)` or what the model says.
     pub queries: &'a [f32],
     /// The sequences of the batch.
@@ -370,6 +372,7 @@ impl AttentionTask<'_> {
     ) {
         let (cache, layer) = (self.step.cache, self.step.layer);
         let mut view = cache.page(layer, page, next);
+        view.cap = self.step.cap.unwrap_or(0.0);
         let kv_type = cache.rows(layer).kv_type;
         if cache.is_latent(layer) {
             view.values = values.of_keys(page, &view, kv_type);

@@ -11,10 +11,12 @@ use crate::{naive, storage};
 use half::f16;
 use paceline_base::{BlockType, tree};
 
+mod capped;
 mod fp8;
 mod gpu_layer;
 mod latent;
 mod rounded;
+mod sparse;
 
 /// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).
 struct KernelRng(u64);
@@ -637,6 +639,7 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
         skipped: 0,
         window: case.window,
         sinks: case.sinks.then_some(&SINKS[..case.heads]),
+        cap: None,
         queries: &queries,
         sequences: &sequences,
     };
@@ -725,6 +728,7 @@ fn attention_of(case: &Case, heads: Range<usize>, rows: usize, kernels: &Kernels
         skipped: heads.start % group,
         window: case.window,
         sinks: None,
+        cap: None,
         queries: &queries,
         sequences: &[sequence],
     };

@@ -73,6 +73,7 @@ impl ConfigFields<'_> {
         let said = self.opt_size(gguf, hf, 0, MAX_WIDTH)?;
         Ok(said.unwrap_or(match self {
             Self::Gguf { .. } => 0,
+            Self::Hf(_) if self.is_type("gemma4_unified_text") => 0,
             Self::Hf(_) => 256, // default of transformers' class
         }))
     }

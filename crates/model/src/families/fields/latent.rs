@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::rope::{GgufYarn, checked, number, scaling_type};
 use super::{ConfigFields, field, wrong_value};
-use crate::config::{ExpertGroups, Gating, Latent, PositionScaling};
+use crate::config::{ExpertGroups, Gating, Latent, PositionScaling, Selection};
 use crate::rope::{Rope, Yarn};
 use crate::{Config, Error, Experts};
 
@@ -15,9 +15,6 @@ const MAX_LATENT: u64 = 1 << 14;
 /// Epsilon of the norms on compressed queries and latent elements in folders: the default of their
 /// classes in transformers, independent of `rms_norm_eps`.
 const HF_EPS: f32 = 1e-6;
-
-/// Architectures and model types with an indexer.
-const INDEXED: [&str; 4] = ["deepseek32", "glm-dsa", "deepseek_v32", "glm_moe_dsa"];
 
 /// `expert_gating_func` of GGUF files.
 const SOFTMAX: usize = 1;
@@ -67,6 +64,7 @@ impl ConfigFields<'_> {
             value_dim,
             norm_eps,
             growth: self.growth()?,
+            selection: Selection::All,
         };
         for (field, got, of) in [
             ("number of latent elements", latent.rank, 32),
@@ -84,18 +82,6 @@ impl ConfigFields<'_> {
             }
         }
         Ok(latent)
-    }
-
-    /// Positions selected by the indexer, if the model has one.
-    pub(crate) fn indexed(&self) -> Result<Option<usize>, Error> {
-        const USUAL: usize = 2048; // of DeepSeek V3.2 and GLM 5
-        let top_k = self.opt_size("attention.indexer.top_k", "index_topk", 1, 1 << 27)?;
-        let name = match self {
-            Self::Gguf { architecture, .. } => architecture,
-            Self::Hf(_) => self.model_type()?,
-        };
-        let usual = INDEXED.contains(&name).then_some(USUAL);
-        Ok(top_k.or(usual))
     }
 
     /// Query elements without rotation, and value size. Files with separate key and value
@@ -117,7 +103,7 @@ impl ConfigFields<'_> {
     }
 
     /// Growth of queries with their position.
-    fn growth(&self) -> Result<Option<PositionScaling>, Error> {
+    pub(crate) fn growth(&self) -> Result<Option<PositionScaling>, Error> {
         const CONTEXT: &str = "rope.scaling.original_context_length";
         let (rate, length) = match self {
             Self::Gguf { .. } => {
@@ -190,8 +176,7 @@ impl ConfigFields<'_> {
                     _ => RopePairs::Adjacent,
                 };
                 let parameters = self.hf_rope_parameters()?;
-                let rope =
-                    self.hf_turned(rotated, (pairs, 10_000.0), parameters, "rope_theta")?;
+                let rope = self.hf_turned(rotated, (pairs, 10_000.0), parameters, "rope_theta")?;
                 let all = number(parameters, "mscale_all_dim")?.filter(|all| *all != 0.0);
                 let scaled = !matches!(scaling_type(parameters)?, None | Some("default"));
                 let (Some(all), true) = (all, scaled) else {

@@ -88,23 +88,28 @@ fn query_scale(config: &Config) -> f32 {
 }
 
 const NUMBERS: [NumberKey; 18] = [
-    NumberKey::new("logit_scale", "logit_scale", one, &[]),
-    NumberKey::new("", "logits_scaling", one, &[]),
+    NumberKey::new("logit_scale", "logit_scale", one, GRANITE),
+    NumberKey::new("", "logits_scaling", one, GRANITE),
     NumberKey::new(
         "embedding_scale",
         "embedding_multiplier",
         |c| c.embedding_scale,
-        &[],
+        GRANITE,
     ),
-    NumberKey::new("residual_scale", "residual_multiplier", one, &[]),
-    NumberKey::new("attention.scale", "attention_multiplier", query_scale, &[]),
+    NumberKey::new("residual_scale", "residual_multiplier", one, GRANITE),
+    NumberKey::new(
+        "attention.scale",
+        "attention_multiplier",
+        query_scale,
+        GRANITE,
+    ),
     NumberKey::new("attention.output_scale", "", one, &[]),
     NumberKey::new("attention.value_scale", "", one, &[]),
     NumberKey::new(
         "attention.temperature_scale",
         "",
         none,
-        &[ModelFamily::DeepSeek],
+        &[ModelFamily::DeepSeek, ModelFamily::Mistral],
     ),
     NumberKey::new(
         "attention.clamp_kqv",
@@ -113,15 +118,21 @@ const NUMBERS: [NumberKey; 18] = [
         &[ModelFamily::Dbrx],
     ),
     NumberKey::new("attention.max_alibi_bias", "", none, &[]),
-    NumberKey::new(ATTENTION_CAP, ATTENTION_CAP, none, &[]),
+    NumberKey::new(ATTENTION_CAP, ATTENTION_CAP, none, &[ModelFamily::Gemma2]),
     NumberKey::new(ROUTER_CAP, ROUTER_CAP, none, &[]),
-    NumberKey::new(FINAL_CAP, FINAL_CAP, none, &[ModelFamily::Gemma4]),
+    NumberKey::new(
+        FINAL_CAP,
+        FINAL_CAP,
+        none,
+        &[ModelFamily::Gemma2, ModelFamily::Gemma4],
+    ),
     NumberKey::new("expert_group_scale", "", one, &[]),
     NumberKey::new("rope.scale_linear", "", one, &[]),
     NumberKey::new("rope.scaling.alpha", "", one, &[]),
     NumberKey::new("rope.scaling.yarn_ext_factor", "", one, &[]),
     NumberKey::new("rope.scaling.yarn_attn_factor", "", one, &[]),
 ];
+const GRANITE: &[ModelFamily] = &[ModelFamily::Granite];
 const ATTENTION_CAP: &str = "attn_logit_softcapping";
 const ROUTER_CAP: &str = "router_logit_softcapping";
 const FINAL_CAP: &str = "final_logit_softcapping";
@@ -167,7 +178,12 @@ impl ConfigFields<'_> {
         const KEY: &str = "attention.sliding_window";
         if matches!(
             config.family,
-            ModelFamily::Gemma3 | ModelFamily::Gemma4 | ModelFamily::GptOss
+            ModelFamily::Gemma2
+                | ModelFamily::Gemma3
+                | ModelFamily::Gemma4
+                | ModelFamily::GptOss
+                | ModelFamily::Olmo2
+                | ModelFamily::Phi3
         ) {
             return Ok(());
         }

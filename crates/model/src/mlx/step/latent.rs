@@ -28,6 +28,7 @@ impl Step<'_> {
             None => self.x.clone(),
         };
         let queries = self.product(&own.query, &compressed)?;
+        self.compressed = Some(compressed);
         let queries = stream.reshape(&queries, &[rows, -1, of.query_dim() as i32])?;
         let both = self.product(&own.down, &self.x)?;
         let (rank, all) = (of.rank as i32, of.key_dim() as i32);
@@ -98,12 +99,14 @@ impl Step<'_> {
         let (stream, held) = (self.parts.stream, self.held(index));
         let latent = std::mem::take(&mut self.latent);
         let kind = self.parts.constants.span_kind_of[index];
-        for ([_, key], spans) in latent.iter().zip(&self.spans) {
+        // Keys with index keys are written already.
+        let plain = latent.iter().filter(|_| own.indexer.is_none());
+        for ([_, key], spans) in plain.zip(&self.spans) {
             let span = &spans[kind];
             self.parts.cache.write_latent(stream, held, span, key)?;
         }
         let expand = |(i, [query, _]): (usize, &[Array; 2])| {
-            let read = self.attention(i, held, query, None)?;
+            let read = self.selected_attention(i, held, query)?;
             let sizes = read.shape();
             let read = stream.reshape(&read, &sizes[1..])?;
             let values = own.values.apply(stream, &read)?;

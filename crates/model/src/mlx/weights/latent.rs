@@ -4,7 +4,7 @@
 use paceline_mlx::Array;
 
 use super::super::matrix::{Linear, Matrix};
-use super::Loader;
+use super::{Indexer, Loader};
 use crate::{Error, LayerRole, Nth, Role, config};
 
 /// Letters: H heads of this rank, N plain elements of a query, R latent numbers, V of a value.
@@ -19,6 +19,8 @@ pub(in crate::mlx) struct Latent {
     pub(in crate::mlx) keys: Matrix,
     /// A stack of H matrices `(V, R)`.
     pub(in crate::mlx) values: Matrix,
+    /// Where the layer has one of its own.
+    pub(in crate::mlx) indexer: Option<Indexer>,
 }
 
 impl Latent {
@@ -33,7 +35,9 @@ impl Latent {
         let norms = [Some(&self.norm), down.map(|(_, norm)| norm)];
         let all = linears.chain(norms.into_iter().flatten());
         let stacks = [&self.keys, &self.values];
-        all.chain(stacks.into_iter().flat_map(Matrix::arrays))
+        let index = self.indexer.iter().flat_map(Indexer::arrays);
+        all.chain(index)
+            .chain(stacks.into_iter().flat_map(Matrix::arrays))
             .collect()
     }
 }
@@ -62,6 +66,7 @@ impl Loader<'_> {
             norm: norm(LayerRole::LatentNorm, of.rank)?,
             keys,
             values,
+            indexer: self.indexer(layer, of)?,
         })
     }
 

@@ -46,6 +46,7 @@ fn latent(
         skipped: 0,
         window: None,
         sinks: None,
+        cap: None,
         queries: &queries,
         sequences: &[sequence(rows)],
     };

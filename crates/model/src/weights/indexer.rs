@@ -1,0 +1,45 @@
+//! Weights of a lightning indexer; whole on every rank.
+
+use super::{Linear, ShardLoader};
+use crate::config::{self, Latent, Selection};
+use crate::{Error, LayerRole, Role};
+
+/// Letters: I queries of a row of X elements, A elements of a compressed query.
+#[derive(Debug)]
+pub(crate) struct Indexer {
+    /// `(I X, A)`
+    pub(crate) query: Linear,
+    /// `(X, C)`
+    pub(crate) key: Linear,
+    /// `(X,)` each: weight and bias of the norm of keys.
+    pub(crate) norm: [Vec<f32>; 2],
+    /// `(I, C)`, in f32.
+    pub(crate) weights: Linear,
+}
+
+impl ShardLoader<'_> {
+    /// The indexer of a layer; `None` where it has none of its own.
+    pub(super) fn indexer(&self, layer: usize, of: Latent) -> Result<Option<Indexer>, Error> {
+        let (Selection::Own(indexer), Some(rank)) = (of.selection, of.query_rank) else {
+            return Ok(None);
+        };
+        let config::Indexer { heads, dim, .. } = indexer;
+        let width = self.config.width;
+        let role = |part| Role::Layer(layer, part);
+        let rows = |part, shape: [usize; 2]| {
+            self.check_finite(role(part), shape)?;
+            self.rows(role(part), shape, 0..shape[0])
+        };
+        let weights = (role(LayerRole::IndexerWeights), [heads, width]);
+        self.check_finite(weights.0, weights.1)?;
+        Ok(Some(Indexer {
+            query: rows(LayerRole::IndexerQuery, [heads * dim, rank])?,
+            key: rows(LayerRole::IndexerKey, [dim, width])?,
+            norm: self.names.layer_norm(role(LayerRole::IndexerNorm), dim)?,
+            weights: Linear {
+                matrix: self.whole(weights.0, weights.1, true)?,
+                bias: None,
+            },
+        }))
+    }
+}

@@ -1,0 +1,316 @@
+//! Sparse attention: a lightning indexer scores all positions, a row attends to the best of them.
+//!
+//! ```text
+//! index keys, queries of each row  -> a score of each position (page by page, in parallel)
+//! scores  -> the top_k best positions of each row, ascending; of equal scores the earlier position
+//! positions -> their keys copied into pages of the row's own -> attention as over any pages
+//! ```
+//!
+//! A row's keys lie in the order of their positions. So a row with at most `top_k` positions has
+//! the bits of plain attention, and no row depends on others. Memory is reserved for blocks of
+//! [`SELECTED_ROWS`] and [`GATHERED_ROWS`] rows.
+
+use super::{AttentionRows, AttentionScratch, AttentionStep, Kernels};
+use crate::attention::PAGE;
+use crate::error::Error;
+use crate::kv::{KvCache, KvType, LayerStore};
+use crate::pool::DisjointMut;
+use crate::sparse::IndexQueries;
+
+/// Rows whose scores are in memory together: 16 MiB at 131,072 positions.
+const SELECTED_ROWS: usize = 16;
+
+/// Rows whose keys are gathered together: 19 MB for DeepSeek V3.2's 2048 positions of 576 halves.
+const GATHERED_ROWS: usize = 8;
+
+/// Pages that a task scores: 64 heads of 128 elements take some 40 us for each page.
+const RUN_PAGES: usize = 8;
+
+/// Selection of a step's rows over the index keys of one layer.
+#[derive(Debug)]
+pub struct IndexStep<'a> {
+    /// The cache, with the index keys of this step already written.
+    pub cache: &'a KvCache,
+    /// Layer in the cache.
+    pub layer: usize,
+    /// Queries of a row.
+    pub heads: usize,
+    /// `(rows, heads * dim)`
+    pub queries: &'a [f32],
+    /// `(rows, heads)`
+    pub weights: &'a [f32],
+    /// The sequences of the batch.
+    pub sequences: &'a [AttentionRows<'a>],
+}
+
+/// Working memory for sparse attention.
+#[derive(Debug)]
+pub struct SparseScratch {
+    top_k: usize,
+    /// `(SELECTED_ROWS, positions)`: for each position its score, inverted, and itself; the
+    /// smallest is the best.
+    ranks: Vec<u64>,
+    /// Positions of a row of `ranks`.
+    positions: usize,
+    /// `(GATHERED_ROWS, top_k)` positions of one layer.
+    gathered: KvCache,
+    /// Numbers of the pages of `gathered`.
+    pages: Vec<u32>,
+    attention: AttentionScratch,
+}
+
+/// A row of a batch.
+#[derive(Clone, Copy)]
+struct Row<'a> {
+    sequence: &'a AttentionRows<'a>,
+    position: usize,
+}
+
+impl Row<'_> {
+    /// Rows that it chooses among.
+    const fn seen(&self) -> usize {
+        self.position + 1
+    }
+}
+
+fn row_of<'a>(sequences: &'a [AttentionRows<'a>], mut row: usize) -> Row<'a> {
+    for sequence in sequences {
+        if row < sequence.rows {
+            let position = sequence.position + row;
+            return Row { sequence, position };
+        }
+        row -= sequence.rows;
+    }
+    unreachable!("row {row} behind all sequences")
+}
+
+fn rows_of(sequences: &[AttentionRows<'_>]) -> usize {
+    sequences.iter().map(|s| s.rows).sum()
+}
+
+/// A number that falls as `score` rises, with the position below it: the order of selection. Zeros
+/// of both signs are equal.
+fn rank(score: f32, position: usize) -> u64 {
+    let bits = (score + 0.0).to_bits();
+    let rising = if bits >> 31 == 1 {
+        !bits
+    } else {
+        bits | 1 << 31
+    };
+    u64::from(!rising) << 32 | position as u64
+}
+
+impl SparseScratch {
+    /// For attention of up to `heads` heads over the `top_k` best of up to `positions` positions,
+    /// whose keys a layer of `store` keeps.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    ///
+    /// # Panics
+    /// If `store` has no index keys.
+    pub fn new(
+        kernels: &Kernels,
+        store: LayerStore,
+        heads: usize,
+        (top_k, positions): (usize, usize),
+    ) -> Result<Self, Error> {
+        let LayerStore::Indexed(shape, _) = store else {
+            panic!("{store:?} has no index keys");
+        };
+        let pages = GATHERED_ROWS * top_k.div_ceil(PAGE);
+        let positions = positions.next_multiple_of(PAGE);
+        Ok(Self {
+            top_k,
+            ranks: vec![0; SELECTED_ROWS * positions],
+            positions,
+            gathered: KvCache::new(&[(0, LayerStore::Latent(shape))], &[pages])?,
+            pages: (0..pages as u32).collect(),
+            attention: kernels.attention_scratch(GATHERED_ROWS, heads, shape.value_dim, top_k),
+        })
+    }
+
+    pub const fn top_k(&self) -> usize {
+        self.top_k
+    }
+}
+
+impl Kernels {
+    /// Writes index keys of a batch, `(rows, dim)`, to a layer of the cache; rows in parallel.
+    ///
+    /// # Panics
+    /// On lengths that do not fit, or pages that a sequence lacks.
+    pub fn write_index(
+        &self,
+        cache: &mut KvCache,
+        layer: usize,
+        sequences: &[AttentionRows<'_>],
+        keys: &[f32],
+    ) {
+        let dim = cache.index_dim(layer);
+        let writer = cache.writer(layer);
+        self.for_rows(rows_of(sequences), |t| {
+            let Row { sequence, position } = row_of(sequences, t);
+            let (page, slot) = (sequence.page(position / PAGE), position % PAGE);
+            // SAFETY: rows are positions of their own.
+            unsafe { writer.write_index(page, slot, &keys[t * dim..][..dim]) }
+        });
+    }
+
+    /// Selects the positions that each row attends to: `out` is `(rows, top_k)`. A row has the
+    /// first `min(top_k, position + 1)`, ascending. Allocates nothing.
+    ///
+    /// # Panics
+    /// On lengths that do not fit, or pages that a sequence lacks.
+    pub fn select(&self, step: &IndexStep<'_>, scratch: &mut SparseScratch, out: &mut [u32]) {
+        let rows = rows_of(step.sequences);
+        let (top_k, positions) = (scratch.top_k, scratch.positions);
+        let out = DisjointMut::new(&mut out[..rows * top_k], top_k);
+        for first in (0..rows).step_by(SELECTED_ROWS) {
+            let block = first..rows.min(first + SELECTED_ROWS);
+            self.score(step, block.clone(), scratch);
+            let ranks = DisjointMut::new(&mut scratch.ranks, positions);
+            self.pool().run(block.len(), &|i| {
+                let seen = row_of(step.sequences, first + i).seen();
+                // SAFETY: each row is visited once.
+                let (out, ranks) = unsafe { (out.part(first + i), ranks.part(i)) };
+                choose(&mut ranks[..seen], out);
+            });
+        }
+    }
+
+    /// Ranks of all positions of the rows `block` that have more than `top_k`.
+    fn score(
+        &self,
+        step: &IndexStep<'_>,
+        block: std::ops::Range<usize>,
+        scratch: &mut SparseScratch,
+    ) {
+        let (dim, kv_type) = (
+            step.cache.index_dim(step.layer),
+            step.cache.rows(step.layer).kv_type,
+        );
+        let kernel = match kv_type {
+            KvType::F16 => self.table.index_f16,
+            KvType::F32 => self.table.index_f32,
+            KvType::Q8_0 => self.table.index_q8,
+        };
+        let most = block.clone().map(|t| row_of(step.sequences, t).seen());
+        let runs = most.max().unwrap_or(0).div_ceil(RUN_PAGES * PAGE);
+        let pages = scratch.positions / PAGE;
+        let ranks = DisjointMut::new(&mut scratch.ranks, PAGE);
+        self.pool().run(block.len() * runs, &|task| {
+            let (i, run) = (task / runs, task % runs);
+            let t = block.start + i;
+            let row = row_of(step.sequences, t);
+            if row.seen() <= scratch.top_k {
+                return;
+            }
+            let queries = &step.queries[t * step.heads * dim..][..step.heads * dim];
+            let queries = IndexQueries {
+                queries: queries.as_ptr(),
+                weights: step.weights[t * step.heads..][..step.heads].as_ptr(),
+                heads: step.heads,
+            };
+            let end = row.seen().div_ceil(PAGE).min((run + 1) * RUN_PAGES);
+            for page in run * RUN_PAGES..end {
+                let mut scores = [0.0; PAGE];
+                let view = step.cache.index_page(step.layer, row.sequence.page(page));
+                // SAFETY: the page has elements of this type, the row has `heads` queries of its
+                // elements; features were detected.
+                unsafe { kernel(view, queries, scores.as_mut_ptr()) };
+                // SAFETY: each page of a row is visited once.
+                let out = unsafe { ranks.part(i * pages + page) };
+                for (slot, (out, score)) in out.iter_mut().zip(scores).enumerate() {
+                    *out = rank(score, page * PAGE + slot);
+                }
+            }
+        });
+    }
+
+    /// Attention of each row of `step` over the positions that [`select`](Self::select) chose.
+    /// Allocates nothing.
+    ///
+    /// # Panics
+    /// On lengths that do not fit, or pages that a sequence lacks.
+    pub fn sparse_attention(
+        &self,
+        step: &AttentionStep<'_>,
+        selected: &[u32],
+        scratch: &mut SparseScratch,
+        out: &mut [f32],
+    ) {
+        let shape = step.cache.rows(step.layer);
+        let (query, value) = (step.heads * shape.head_dim, step.heads * shape.value_dim);
+        let rows = rows_of(step.sequences);
+        for first in (0..rows).step_by(GATHERED_ROWS) {
+            let block = first..rows.min(first + GATHERED_ROWS);
+            let each = scratch.top_k.div_ceil(PAGE);
+            self.gather(step, selected, block.clone(), scratch);
+            let own = |i: usize| {
+                let seen = row_of(step.sequences, (first + i).min(block.end - 1)).seen();
+                AttentionRows {
+                    rows: 1,
+                    position: seen.min(scratch.top_k) - 1,
+                    pages: &scratch.pages[i * each..(i + 1) * each],
+                    first_page: 0,
+                }
+            };
+            let sequences: [AttentionRows<'_>; GATHERED_ROWS] = std::array::from_fn(own);
+            let part = AttentionStep {
+                cache: &scratch.gathered,
+                layer: 0,
+                queries: &step.queries[first * query..],
+                sequences: &sequences[..block.len()],
+                ..*step
+            };
+            self.attention(&part, &mut scratch.attention, &mut out[first * value..]);
+        }
+    }
+
+    /// Copies the selected keys of the rows `block`.
+    fn gather(
+        &self,
+        step: &AttentionStep<'_>,
+        selected: &[u32],
+        block: std::ops::Range<usize>,
+        scratch: &mut SparseScratch,
+    ) {
+        let (top_k, layer) = (scratch.top_k, step.layer);
+        let each = top_k.div_ceil(PAGE);
+        let writer = scratch.gathered.writer(0);
+        self.pool().run(block.len() * each, &|task| {
+            let (i, page) = (task / each, task % each);
+            let row = row_of(step.sequences, block.start + i);
+            let chosen = row.seen().min(top_k);
+            let own = page * PAGE..chosen.min((page + 1) * PAGE);
+            if own.is_empty() {
+                return;
+            }
+            let first = (block.start + i) * top_k;
+            let mut from = [(0, 0); PAGE];
+            let positions = &selected[first + own.start..first + own.end];
+            for (from, position) in from.iter_mut().zip(positions) {
+                let position = *position as usize;
+                *from = (row.sequence.page(position / PAGE), position % PAGE);
+            }
+            // SAFETY: each page of the gathered rows is written by one task.
+            unsafe { writer.copy(task as u32, (step.cache, layer), &from[..own.len()]) };
+        });
+    }
+}
+
+/// Writes the positions of the best of `ranks`, ascending; all where there are no more.
+fn choose(ranks: &mut [u64], out: &mut [u32]) {
+    let top_k = out.len();
+    if ranks.len() <= top_k {
+        let all = out.iter_mut().zip(0..ranks.len() as u32);
+        all.for_each(|(out, position)| *out = position);
+        return;
+    }
+    ranks.select_nth_unstable(top_k - 1);
+    for (out, rank) in out.iter_mut().zip(&*ranks) {
+        *out = *rank as u32;
+    }
+    out.sort_unstable();
+}

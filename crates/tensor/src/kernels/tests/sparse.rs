@@ -1,0 +1,182 @@
+//! The positions that a lightning indexer chooses, and attention over them.
+
+use super::*;
+use crate::kv::LayerStore;
+
+const DIMS: (usize, usize) = (48, 32);
+const INDEX: usize = 32;
+const HEADS: usize = 5;
+const INDEX_HEADS: usize = 7;
+const POSITIONS: usize = 150;
+const PAGES: [u32; 3] = [2, 0, 3];
+
+fn shape(kv_type: KvType) -> KvShape {
+    KvShape {
+        heads: 1,
+        head_dim: DIMS.0,
+        value_dim: DIMS.1,
+        kv_type,
+    }
+}
+
+fn last(rows: usize) -> AttentionRows<'static> {
+    AttentionRows {
+        rows,
+        position: POSITIONS - rows,
+        pages: &PAGES,
+        first_page: 0,
+    }
+}
+
+/// Index keys: some are equal, so that scores are, too.
+fn index_keys() -> Vec<f32> {
+    let mut keys = KernelRng(8).floats(POSITIONS * INDEX, 1.0);
+    keys.copy_within(40 * INDEX..60 * INDEX, 90 * INDEX);
+    keys
+}
+
+/// Positions and attention of the last `rows` rows.
+fn sparse(
+    kv_type: KvType,
+    (rows, top_k): (usize, usize),
+    kernels: &Kernels,
+) -> (Vec<u32>, Vec<f32>) {
+    let store = LayerStore::Indexed(shape(kv_type), INDEX);
+    let mut cache = KvCache::new(&[(0, store); 2], &[4]).unwrap();
+    cache.soil();
+    let keys = KernelRng(5).floats(POSITIONS * DIMS.0, 1.0);
+    kernels.write_kv(&mut cache, 1, &[last(POSITIONS)], &keys, &[]);
+    kernels.write_index(&mut cache, 1, &[last(POSITIONS)], &index_keys());
+    let mut scratch = SparseScratch::new(kernels, store, HEADS, (top_k, 256)).unwrap();
+    let step = IndexStep {
+        cache: &cache,
+        layer: 1,
+        heads: INDEX_HEADS,
+        queries: &KernelRng(9).floats(POSITIONS * INDEX_HEADS * INDEX, 1.0)
+            [(POSITIONS - rows) * INDEX_HEADS * INDEX..],
+        weights: &KernelRng(10).floats(POSITIONS * INDEX_HEADS, 1.0)
+            [(POSITIONS - rows) * INDEX_HEADS..],
+        sequences: &[last(rows)],
+    };
+    let mut selected = vec![u32::MAX; rows * top_k];
+    kernels.select(&step, &mut scratch, &mut selected);
+    let queries = KernelRng(6).floats(POSITIONS * HEADS * DIMS.0, 0.5);
+    let step = AttentionStep {
+        cache: &cache,
+        layer: 1,
+        heads: HEADS,
+        group: HEADS,
+        skipped: 0,
+        window: None,
+        sinks: None,
+        cap: None,
+        queries: &queries[(POSITIONS - rows) * HEADS * DIMS.0..],
+        sequences: &[last(rows)],
+    };
+    let mut out = vec![f32::NAN; rows * HEADS * DIMS.1];
+    kernels.sparse_attention(&step, &selected, &mut scratch, &mut out);
+    if top_k >= POSITIONS {
+        let mut plain = vec![f32::NAN; rows * HEADS * DIMS.1];
+        let mut scratch = kernels.attention_scratch(rows, HEADS, DIMS.1, 256);
+        kernels.attention(&step, &mut scratch, &mut plain);
+        assert_eq!(
+            bits(&out),
+            bits(&plain),
+            "all positions, {kv_type:?} {kernels:?}"
+        );
+    }
+    (selected, out)
+}
+
+/// The definition in f32: scores in order, the best first, the earlier of equals.
+fn defined(position: usize, top_k: usize) -> Vec<u32> {
+    let queries = KernelRng(9).floats(POSITIONS * INDEX_HEADS * INDEX, 1.0);
+    let weights = KernelRng(10).floats(POSITIONS * INDEX_HEADS, 1.0);
+    let keys = index_keys();
+    let score = |j: usize| {
+        (0..INDEX_HEADS).fold(0.0f32, |score, h| {
+            let query = &queries[(position * INDEX_HEADS + h) * INDEX..][..INDEX];
+            let pairs = query.iter().zip(&keys[j * INDEX..]);
+            let s = pairs.fold(0.0f32, |s, (q, k)| q.mul_add(*k, s));
+            weights[position * INDEX_HEADS + h].mul_add(s.max(0.0), score)
+        })
+    };
+    let mut all: Vec<(f32, u32)> = (0..=position).map(|j| (score(j), j as u32)).collect();
+    all.sort_by(|a, b| b.0.partial_cmp(&a.0).unwrap().then(a.1.cmp(&b.1)));
+    let mut best: Vec<u32> = all.into_iter().take(top_k).map(|(_, j)| j).collect();
+    best.sort_unstable();
+    best
+}
+
+/// Every instruction set and number of threads chooses the same positions and has the same bits,
+/// also for a row alone; in f32 the positions are those of the definition.
+#[test]
+fn a_row_attends_to_the_best_positions() {
+    for kv_type in KvType::ALL {
+        for top_k in [1, 24, 70, 150] {
+            let naive = sparse(kv_type, (POSITIONS, top_k), &all_kernels()[0]);
+            for kernels in all_kernels() {
+                let all = sparse(kv_type, (POSITIONS, top_k), &kernels);
+                let one = sparse(kv_type, (1, top_k), &kernels);
+                let is_last = one.0[..] == all.0[(POSITIONS - 1) * top_k..];
+                assert!(
+                    is_last && all.0 == naive.0,
+                    "{kv_type:?} {top_k} {kernels:?}"
+                );
+                assert_eq!(
+                    bits(&all.1),
+                    bits(&naive.1),
+                    "{kv_type:?} {top_k} {kernels:?}"
+                );
+                let row = HEADS * DIMS.1;
+                assert_eq!(bits(&one.1), bits(&all.1[(POSITIONS - 1) * row..]));
+            }
+            for position in (0..POSITIONS).filter(|_| kv_type == KvType::F32) {
+                let expected = defined(position, top_k);
+                let got = &naive.0[position * top_k..][..expected.len()];
+                assert_eq!(got, expected, "position {position}, {top_k}");
+            }
+        }
+    }
+}
+
+/// A row's attention is that over a cache with the chosen positions alone.
+#[test]
+fn other_positions_do_not_matter() {
+    const TOP_K: usize = 70;
+    for kv_type in KvType::ALL {
+        let kernels = &all_kernels()[0];
+        let (selected, out) = sparse(kv_type, (1, TOP_K), kernels);
+        let keys = KernelRng(5).floats(POSITIONS * DIMS.0, 1.0);
+        let chosen = selected
+            .iter()
+            .map(|j| &keys[*j as usize * DIMS.0..][..DIMS.0]);
+        let chosen = chosen.collect::<Vec<_>>().concat();
+        let sequence = |rows| AttentionRows {
+            rows,
+            position: TOP_K - rows,
+            pages: &[1, 0],
+            first_page: 0,
+        };
+        let store = LayerStore::Latent(shape(kv_type));
+        let mut cache = KvCache::new(&[(0, store)], &[2]).unwrap();
+        kernels.write_kv(&mut cache, 0, &[sequence(TOP_K)], &chosen, &[]);
+        let queries = KernelRng(6).floats(POSITIONS * HEADS * DIMS.0, 0.5);
+        let step = AttentionStep {
+            cache: &cache,
+            layer: 0,
+            heads: HEADS,
+            group: HEADS,
+            skipped: 0,
+            window: None,
+            sinks: None,
+            cap: None,
+            queries: &queries[(POSITIONS - 1) * HEADS * DIMS.0..],
+            sequences: &[sequence(1)],
+        };
+        let mut scratch = kernels.attention_scratch(1, HEADS, DIMS.1, 128);
+        let mut expected = vec![f32::NAN; HEADS * DIMS.1];
+        kernels.attention(&step, &mut scratch, &mut expected);
+        assert_eq!(bits(&out), bits(&expected), "{kv_type:?}");
+    }
+}
