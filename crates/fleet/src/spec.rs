@@ -17,8 +17,8 @@ pub const SPARE_AUTO: u16 = u16::MAX;
 /// Most nodes of an instance.
 pub const NODES_MAX: usize = 64;
 
-/// Specification of an instance, as recorded in the shared map. A node of a build without one of
-/// the fields with a default drops it when it writes the next record.
+/// Specification of an instance, as recorded in the shared map. Fields that a later release adds
+/// have defaults; an earlier one ignores them and keeps them in `rest`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstanceSpec {
     /// The model's name, as its user gave it.
@@ -112,6 +112,9 @@ pub struct InstanceSpec {
     /// the CPU; without effect for other nodes.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub needs: BTreeMap<NodeId, u64>,
+    /// Fields of other releases.
+    #[serde(flatten)]
+    pub rest: BTreeMap<String, serde_json::Value>,
 }
 
 #[allow(
@@ -472,6 +475,17 @@ mod tests {
         };
         let text = serde_json::to_string(&lent).unwrap();
         assert_eq!(serde_json::from_str::<InstanceSpec>(&text).unwrap(), lent);
+    }
+
+    #[test]
+    fn fields_of_a_later_release_are_kept() {
+        let mut text = serde_json::to_value(plain()).unwrap();
+        text["horizon"] = serde_json::json!({ "far": [1, 2] });
+        let mut read: InstanceSpec = serde_json::from_value(text.clone()).unwrap();
+        assert_eq!(serde_json::to_value(&read).unwrap(), text);
+        read.threads = 2;
+        text["threads"] = 2.into();
+        assert_eq!(serde_json::to_value(&read).unwrap(), text, "changed here");
     }
 
     #[test]

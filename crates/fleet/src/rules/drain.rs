@@ -114,7 +114,8 @@ pub fn work(observed: &Observed, specs: &Specs) -> BTreeMap<InstanceId, String> 
 }
 
 /// Other live nodes that stay. They have this node's numerics or are part of the instance already,
-/// so that answers stay the same.
+/// so that answers stay the same. Nodes of another protocol come only where no others are, as at the
+/// end of an upgrade: one of them then has the whole instance.
 pub fn heirs(observed: &Observed, spec: &InstanceSpec) -> Vec<NodeId> {
     let mut heirs = observed.ranked.clone();
     heirs.retain(|id| *id != observed.own);
@@ -123,6 +124,15 @@ pub fn heirs(observed: &Observed, spec: &InstanceSpec) -> Vec<NodeId> {
         if stays && spec.nodes.contains(&node.id) && !heirs.contains(&node.id) {
             heirs.push(node.id);
         }
+    }
+    if heirs.is_empty() {
+        let own = observed.nodes.iter().find(|node| node.id == observed.own);
+        let numerics = own.map(|node| node.facts.numerics);
+        let others = observed.nodes.iter().filter(|node| {
+            let stays = node.state == Life::Alive && !node.facts.leaving;
+            stays && node.id != observed.own && Some(node.facts.numerics) == numerics
+        });
+        heirs.extend(others.map(|node| node.id));
     }
     heirs
 }
@@ -279,6 +289,18 @@ mod tests {
         assert_eq!(alone, DrainStep::Stuck, "no node stays");
     }
 
+    #[test]
+    fn another_protocol_takes_over_where_no_other_node_can() {
+        let mut observed = view(false);
+        for (number, numerics) in [(3, 0), (4, 1)] {
+            lives(&mut observed, number, 0);
+            observed.nodes.last_mut().unwrap().facts.numerics = numerics;
+        }
+        let (_, record) = record(1, 3, &[15]);
+        assert_eq!(heirs(&observed, &record.spec), [node(3)], "equal numbers");
+        observed.ranked = vec![node(15), node(2)];
+        assert_eq!(heirs(&observed, &record.spec), [node(2)], "its own first");
+    }
 
     #[test]
     fn those_that_have_the_model_come_first() {
