@@ -28,7 +28,7 @@ async function openHistory(page) {
 }
 
 /** The actions of a width, in order; the first width also watches a download. */
-export function actions({ first, two }) {
+export function actions({ first }) {
   return [
     ["the chat comes first, with its composer in sight", async (page) => {
       await page.locator("#link.good").waitFor();
@@ -37,7 +37,7 @@ export function actions({ first, two }) {
       await page.locator("#view-models").waitFor();
     }],
     ["the catalogue tells sizes, fit and predicted speed", async (page) => {
-      const row = page.locator("#found li", { hasText: "smollm2" }).first();
+      const row = page.locator("#found li").filter({ has: page.getByText("smollm2", { exact: true }) });
       await row.getByText(/94 MiB · about [\d.]+ tokens\/s predicted/).waitFor();
       await row.getByText("fits", { exact: true }).waitFor();
     }],
@@ -144,7 +144,7 @@ export function actions({ first, two }) {
       await page.click("#new-chat");
       await page.locator("#chat-empty").waitFor();
       await openHistory(page);
-      await page.locator("#chats button", { hasText: "Name two colours." }).first().click();
+      await page.locator("#chats button", { hasText: "Name three" }).first().click();
       await page.locator("#talk .msg").nth(5).waitFor();
     }],
     ["conversations are exported", async (page) => {
@@ -177,8 +177,11 @@ export function actions({ first, two }) {
       await named(page, "Copy the command").click();
     }],
     ["devices of both machines are shown", async (page) => {
-      await page.locator("#nodes li", { hasText: "one" }).getByText(/2 cores|\d+ cores/).first().waitFor();
-      await page.locator("#nodes li", { hasText: two ? "two" : "one" }).getByText("Memory", { exact: true }).waitFor();
+      for (const name of ["one", "two"]) {
+        const machine = page.locator("#nodes li").filter({ has: page.getByText(name, { exact: true }) });
+        await machine.getByText(/\d+ cores? · .* · version/).waitFor();
+        await machine.getByText("Memory", { exact: true }).waitFor();
+      }
     }],
     ["the health of this machine is checked", async (page) => {
       await page.click("#check-health");
@@ -239,10 +242,13 @@ async function stageByStage(page) {
   await page.evaluate(() => {
     const model = document.querySelector("#chat-model").value;
     const messages = [{ role: "user", content: "Write a very long story about the sea." }];
-    fetch("/v1/chat/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ model, messages, max_tokens: 1500 }) });
+    window.story = new AbortController();
+    const body = JSON.stringify({ model, messages, max_tokens: 1500 });
+    fetch("/v1/chat/completions", { method: "POST", signal: window.story.signal, headers: { "Content-Type": "application/json" }, body }).catch(() => {});
   });
   await page.waitForFunction(() => document.querySelectorAll("#stage-list .stage").length === 2
     && [...document.querySelectorAll("#stage-list .stage")].every((stage) => /compute [\d.]+ ms/.test(stage.textContent) && stage.querySelector(".lane i.c")));
+  await page.evaluate(() => window.story.abort());
 }
 
 /** Ten tasks from the start page, each in three clicks at most; the answer to a confirmation is a click. */

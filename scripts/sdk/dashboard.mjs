@@ -49,8 +49,11 @@ async function open(at, { width = 1280, height = 1000, scheme = "light", bypassC
   page.setDefaultTimeout(PATIENCE_MS);
   page.wrong = [];
   page.on("console", (line) => {
-    // Chromium reports refusals of the node, and the 401 that asks for the key, as errors of its own.
-    if (line.type() === "error" && !/status of (400|401|503)/.test(line.text())) page.wrong.push(line.text());
+    if (line.type() === "error" && !line.text().startsWith("Failed to load resource")) page.wrong.push(line.text());
+  });
+  page.on("response", (response) => {
+    // 400 has a reason for people, 401 asks for the key, 503 is of a model that is not ready yet.
+    if (response.status() >= 400 && ![400, 401, 503].includes(response.status())) page.wrong.push(`${response.status()} of ${response.url()}`);
   });
   page.on("pageerror", (error) => page.wrong.push(error.message));
   page.on("request", (request) => {
@@ -221,7 +224,7 @@ async function drive([one, two], hub) {
     page.on("dialog", (dialog) => dialog.accept());
     hub.drip();
     let done = 0;
-    for (const [name, act] of actions({ first: at === 0, two })) {
+    for (const [name, act] of actions({ first: at === 0 })) {
       await run(`dashboard: ${width} px: ${name}`, () => act(page));
       done += 1;
     }

@@ -181,9 +181,10 @@ impl Node {
                 agent::post((&url, key().as_deref()), &body, COMMAND_LIMIT, &mut |_| {})
             }
         };
-        TopUpdate::Said(match done {
-            Ok(()) => format!("{command} {model}: done"),
-            Err(error) => format!("{command} {model}: {error:#}"),
+        TopUpdate::Said(match (done, command) {
+            (Ok(()), "load") => format!("{model} is being loaded"),
+            (Ok(()), _) => format!("{model} is unloaded"),
+            (Err(error), _) => format!("{command} {model}: {error:#}"),
         })
     }
 

@@ -141,6 +141,7 @@ async function removeChat(id) {
   if (!confirm("Delete this conversation?")) return;
   await chats.remove(id);
   if (id === chat.id) newChat(); else listChats();
+  $("history").open = true;
 }
 
 function newChat() {

@@ -4,8 +4,8 @@
 import { ask } from "./api.js";
 import { button, copy, el } from "./dom.js";
 
-const SHOWN_MAX = 16_000; // characters of a plain text that are shown at first: a line of more takes long to lay out
-const MORE = 64_000; // characters that are added at once
+const SHOWN_MAX = 8_000; // characters of a plain text that are shown at first: a line of more takes long to lay out
+const MORE = 32_000; // characters that are added at once
 const ASKED_MAX = 8; // texts of a request; a text has 128 KiB at most
 const FRAME_MS = 8; // work on elements within a frame
 const TAGS = new Set(["p", "h3", "h4", "h5", "h6", "blockquote", "ul", "ol", "li", "tr", "th", "td", "em", "strong", "del", "code", "br", "hr"]);

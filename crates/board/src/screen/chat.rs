@@ -153,14 +153,21 @@ impl ChatPane {
     }
 }
 
-/// A line in pieces of `width` characters, without control characters.
+/// A line in pieces of at most `width` characters, cut at spaces where there are any, without
+/// control characters.
 fn wrapped(line: &str, width: usize) -> Vec<String> {
-    let line = printable(line);
-    let all: Vec<char> = line.chars().collect();
-    if all.is_empty() {
-        return vec![String::new()];
+    let mut rest: Vec<char> = printable(line).chars().collect();
+    let mut pieces = Vec::new();
+    while rest.len() > width {
+        let space = rest[..=width].iter().rposition(|c| *c == ' ');
+        let end = space.filter(|at| *at > 0).unwrap_or(width);
+        let after = rest.split_off(end);
+        pieces.push(rest.iter().collect());
+        rest = after
+            .into_iter()
+            .skip(usize::from(space == Some(end)))
+            .collect();
     }
-    all.chunks(width)
-        .map(|piece| piece.iter().collect())
-        .collect()
+    pieces.push(rest.iter().collect());
+    pieces
 }

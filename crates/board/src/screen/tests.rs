@@ -284,6 +284,7 @@ fn a_chat_sends_its_conversation_and_shows_the_answer() {
     view.hear("Because \u{1b}[2J");
     view.hear("q.\nIt is.");
     view.end_answer(Ok(()));
+    assert!(plain(&mut view, (9, 12)).contains("\nBecause\n"));
     let shown = plain(&mut view, (40, 8));
     assert!(
         shown.contains("Why q?\n\nBecause") && !shown.contains('\u{1b}'),
