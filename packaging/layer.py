@@ -153,7 +153,9 @@ def make(system: str, out: Path) -> Path:
     # Relative paths: the compiler writes them into error texts.
     shutil.copytree(sources(work) / "mlx", work / "sources/mlx")
     names = sorted(path.name for path in (work / "sources/mlx/c").glob("*.cpp"))
-    (work / "mlxc.cpp").write_text("".join(f'#include "mlx/c/{name}"\n' for name in names))
+    names = [f"mlx/c/{name}" for name in names] + ["mlx-group.cpp"]
+    (work / "mlxc.cpp").write_text("".join(f'#include "{name}"\n' for name in names))
+    shutil.copy(STORE / "data/mlx-group.cpp", work)
     shutil.copy(STORE / "data/mlxc-shim.h", work / "shim.h")
     common = ["-std=c++20", "-O1", "-fPIC", "-include", "shim.h", "-I", "sources", "-I", "wheel/mlx/include"]
     if system == "darwin-arm64":

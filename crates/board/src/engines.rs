@@ -9,14 +9,16 @@ use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::agent::{Agent, DeviceRates, EngineDevice, FormRates};
 use paceline_mlx::{
-    DeviceKind, Dtype, Error, Library, LibraryPaths, ProductSizes, WeightForm, evaluation_us,
-    operation_s, product_rates,
+    DeviceKind, Dtype, EVALUATIONS, Error, Library, LibraryPaths, ProductSizes, WeightForm,
+    evaluation_us, operation_s, product_rates,
 };
 use paceline_node::fleet::lent_devices;
 use paceline_store::{MLX_VERSION, MlxBuild};
 use paceline_tensor::InstructionSet;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+
+use crate::fast_sync::GpuWait;
 
 /// Local command that makes a node list its engines again.
 pub const LIST_ENGINES: &str = "engines";
@@ -88,13 +90,25 @@ fn listed(program: &Path, arguments: &[&str]) -> Option<Vec<EngineDevice>> {
 #[derive(Debug)]
 pub struct KeptRates(PathBuf);
 
-/// A device of a library, and its rates.
+/// A device of a version of MLX.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MeasuredDevice {
+    pub version: String,
+    pub backend: String,
+    pub name: Option<String>,
+}
+
+/// A device and its rates.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct KeptDevice {
-    version: String,
-    backend: String,
-    name: Option<String>,
-    rates: DeviceRates,
+    #[serde(flatten)]
+    device: MeasuredDevice,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rates: Option<DeviceRates>,
+    /// Nanoseconds of a crossing with [fast sync](crate::fast_sync), for which the device is
+    /// qualified.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    fast_crossing_ns: Option<u64>,
 }
 
 impl KeptRates {
@@ -108,36 +122,81 @@ impl KeptRates {
         serde_json::from_slice(&text).unwrap_or_default()
     }
 
-    /// Adds the kept rates to the devices of `engine`.
-    pub fn add_to(&self, engine: &mut EngineStatus) {
+    /// Adds the kept rates to the devices of `engine`; crossings are those of `wait`.
+    pub fn add_to(&self, engine: &mut EngineStatus, wait: GpuWait) {
         let kept = self.read();
         for device in &mut engine.devices {
-            let of = |it: &&KeptDevice| {
-                let (name, backend) = (&it.name, &it.backend);
-                (name, backend, &it.version) == (&device.name, &device.backend, &engine.version)
+            let of = measured(&engine.version, device);
+            let Some(kept) = kept.iter().find(|kept| kept.device == of) else {
+                device.rates = None;
+                continue;
             };
-            let found = kept.iter().find(of);
-            device.rates = found.map(|kept| kept.rates.clone());
+            device.rates.clone_from(&kept.rates);
+            let fast = kept.fast_crossing_ns.filter(|_| wait == GpuWait::Fast);
+            if let (Some(rates), Some(fast)) = (&mut device.rates, fast) {
+                rates.crossing_ns = fast;
+            }
         }
     }
 
-    /// Keeps the rates of the devices of `engine`, and nothing else.
+    /// Keeps the rates of the devices of `engine`, and what they are qualified for; nothing else.
     pub fn keep(&self, engine: &EngineStatus) {
+        let before = self.read();
         let kept = engine.devices.iter().filter_map(|device| {
+            let rates = Some(device.rates.clone()?);
+            let device = measured(&engine.version, device);
+            let known = before.iter().find(|kept| kept.device == device);
             Some(KeptDevice {
-                version: engine.version.clone(),
-                backend: device.backend.clone(),
-                name: device.name.clone(),
-                rates: device.rates.clone()?,
+                fast_crossing_ns: known.and_then(|kept| kept.fast_crossing_ns),
+                device,
+                rates,
             })
         });
-        let kept: Vec<KeptDevice> = kept.collect();
-        if let Ok(text) = serde_json::to_vec_pretty(&kept) {
+        self.write(&kept.collect::<Vec<_>>());
+    }
+
+    /// Qualifies `device` for fast sync, with which a crossing takes so long.
+    pub(crate) fn qualify(&self, device: MeasuredDevice, crossing_ns: u64) {
+        let mut kept = self.read();
+        let fast_crossing_ns = Some(crossing_ns);
+        match kept.iter_mut().find(|kept| kept.device == device) {
+            Some(known) => known.fast_crossing_ns = fast_crossing_ns,
+            None => kept.push(KeptDevice {
+                device,
+                rates: None,
+                fast_crossing_ns,
+            }),
+        }
+        self.write(&kept);
+    }
+
+    /// Whether a device is qualified for fast sync.
+    pub(crate) fn is_qualified(&self) -> bool {
+        self.read().iter().any(|kept| kept.fast_crossing_ns.is_some())
+    }
+
+    fn write(&self, kept: &[KeptDevice]) {
+        if let Ok(text) = serde_json::to_vec_pretty(kept) {
             let part = self
                 .0
                 .with_extension(format!("{}.part", std::process::id()));
             let _ = std::fs::write(&part, text).and_then(|()| std::fs::rename(&part, &self.0));
         }
+    }
+}
+
+/// The GPU that MLX computes on, if it has one that works.
+pub fn gpu(mlx: &EngineStatus) -> Option<MeasuredDevice> {
+    let mut devices = mlx.devices.iter();
+    let gpu = devices.find(|device| device.kind == "gpu" && device.problem.is_none())?;
+    Some(measured(&mlx.version, gpu))
+}
+
+fn measured(version: &str, device: &EngineDevice) -> MeasuredDevice {
+    MeasuredDevice {
+        version: version.to_owned(),
+        backend: device.backend.clone(),
+        name: device.name.clone(),
     }
 }
 
@@ -199,7 +258,7 @@ fn rates(library: &Library, device: DeviceKind) -> Result<DeviceRates, paceline_
     Ok(DeviceRates {
         forms: FORMS.into_iter().map(form).collect::<Result<_, _>>()?,
         operation_ns: (operation_s(library, device)? * 1e9) as u64,
-        crossing_ns: (evaluation_us(library, device)? * 1e3) as u64,
+        crossing_ns: (evaluation_us(library, device, EVALUATIONS)? * 1e3) as u64,
     })
 }
 
@@ -397,7 +456,7 @@ mod tests {
         };
         let known = |version, name| {
             let mut engine = engine(version, name, None);
-            kept.add_to(&mut engine);
+            kept.add_to(&mut engine, GpuWait::Usual);
             engine.devices[0].rates.clone()
         };
         assert_eq!(known("1", "M3"), None, "nothing is kept yet");
@@ -406,8 +465,18 @@ mod tests {
             ..DeviceRates::default()
         };
         kept.keep(&engine("1", "M3", Some(rates.clone())));
-        assert_eq!(known("1", "M3"), Some(rates));
+        assert_eq!(known("1", "M3"), Some(rates.clone()));
         assert_eq!((known("2", "M3"), known("1", "M4")), (None, None));
+
+        let device = measured("1", &engine("1", "M3", None).devices[0]);
+        assert!(!kept.is_qualified());
+        kept.qualify(device, 4_000);
+        kept.keep(&engine("1", "M3", Some(rates.clone())));
+        let mut fast = engine("1", "M3", None);
+        kept.add_to(&mut fast, GpuWait::Fast);
+        let crossing = |engine: &EngineStatus| engine.devices[0].rates.clone().unwrap().crossing_ns;
+        assert_eq!(crossing(&fast), 4_000, "measured before and after");
+        assert_eq!(known("1", "M3"), Some(rates));
     }
 
     #[test]

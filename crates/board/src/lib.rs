@@ -18,6 +18,7 @@
 //! - [`own_cluster`]: the user's own machines, for the planner.
 //! - [`lease`]: a leased instance of this machine's node.
 //! - [`cables`]: cabling between machines.
+//! - [`fast_sync`]: waits for Apple's GPUs without the system.
 //! - [`findings`]: the user's own findings for the knowledge base.
 //! - [`fits`]: models that fit, and their speed.
 //! - [`host`]: this machine, by the program around the node.
@@ -52,6 +53,7 @@ mod downloads;
 pub mod engines;
 mod error;
 mod figures;
+pub mod fast_sync;
 pub mod findings;
 pub mod fits;
 mod fleet;

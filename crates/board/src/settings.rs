@@ -18,9 +18,11 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use paceline_base::Bytes;
-use paceline_mlx::LibraryPaths;
+use paceline_mlx::{FAST_SYNC, LibraryPaths};
 use paceline_store::{Hub, HubToken, ProxySetting, PullOptions, find_mlx};
 use paceline_worker::DiskCache;
+
+use crate::fast_sync::hang_note;
 
 pub use pip::package_index;
 
@@ -95,6 +97,7 @@ pub fn mlx_places(variables: Variables<'_>, home: &Path, program: Option<&Path>)
         explicit: text(variables, "PACELINE_MLXC").map(PathBuf::from),
         beside: program.and_then(|path| path.parent().map(Path::to_path_buf)),
         installed: find_mlx(&mlx_folder(home)).map(|mlx| mlx.library),
+        hang_note: (text(variables, FAST_SYNC).as_deref() == Some("1")).then(|| hang_note(home)),
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Subcommand, ValueEnum};
 use paceline_board::engines::{KeptRates, LIST_ENGINES, choose, cpu, measure, mend_mlx, mlx, text};
+use paceline_board::fast_sync::{FastSync, SyncChoice};
 use paceline_cluster::machine;
 use paceline_mlx::Library;
 use paceline_store::{MlxBuild, MlxInstallation, SystemVersion, Toolchain, install_mlx, mlx_bytes};
@@ -93,7 +94,9 @@ fn list(args: &Args) -> anyhow::Result<()> {
         measure(&mut engines[1]);
         kept.keep(&engines[1]);
     } else {
-        kept.add_to(&mut engines[1]);
+        // This process itself measures the usual waits.
+        let wait = FastSync::new(&home::folder()?).decide(SyncChoice::Qualified, None);
+        kept.add_to(&mut engines[1], wait);
     }
     if args.json {
         return print(&json!({ "engines": engines }).to_string());

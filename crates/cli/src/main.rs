@@ -62,6 +62,7 @@ use clap::{ArgAction, CommandFactory, Parser, Subcommand};
 
 use error::Error;
 use interrupt::Signals;
+use paceline_board::fast_sync::{GpuWait, SyncChoice};
 
 /// Pool your machines and run models too large for one of them.
 #[derive(Debug, Parser)]
@@ -176,6 +177,25 @@ enum Command {
     Version,
 }
 
+impl Command {
+    /// How MLX is to wait for a GPU.
+    const fn gpu_wait(&self) -> SyncChoice {
+        let is_asked = match self {
+            // It measures both ways, the usual one in its other processes.
+            Self::Selftest(args) => return SyncChoice::Always(args.gpu_wait()),
+            Self::Engines(_) => return SyncChoice::Always(GpuWait::Usual),
+            Self::Run(args) => args.engine.fast_sync,
+            Self::Up(args) => args.engine.fast_sync,
+            Self::Bench(bench::Command::Model(args)) => args.engine.fast_sync,
+            _ => false,
+        };
+        match is_asked {
+            true => SyncChoice::Asked,
+            false => SyncChoice::Qualified,
+        }
+    }
+}
+
 fn main() {
     // clap exits by itself: 0 for --help and --version, 2 for wrong usage.
     let usage = |error: clap::Error| -> Cli {
@@ -187,7 +207,11 @@ fn main() {
     // These start the user's programs, with the user's environment.
     if !matches!(command, Command::Launch(_) | Command::Agent(_)) {
         // SAFETY: no thread was started so far.
-        unsafe { process::disable_tf32() };
+        let warning = unsafe {
+            process::disable_tf32();
+            process::set_gpu_wait(command.gpu_wait())
+        };
+        warning.into_iter().for_each(output::print_err);
     }
     let begun = log::start(&log);
     let code = match begun.and_then(|()| execute(&command)) {

@@ -5,12 +5,17 @@ use std::io;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use paceline_board::fast_sync::{FastSync, GpuWait, SyncChoice};
+
+use paceline_board::commands::ProgramStarter;
 pub(crate) use paceline_cluster::machine::peak_memory_bytes;
 pub(crate) use paceline_cluster::this_process::{end_with_parent, ignores, own_program};
-use paceline_board::commands::ProgramStarter;
+use paceline_mlx::FAST_SYNC;
 use paceline_node::workers::for_workers;
 use paceline_process::Program;
 use paceline_worker::interpreter::ChildProgram;
+
+use crate::home;
 
 /// Disables TF32 in MLX, here and in child processes: f32 products are computed in f32. So a kernel
 /// class does not depend on the user's environment.
@@ -20,6 +25,26 @@ use paceline_worker::interpreter::ChildProgram;
 pub(crate) unsafe fn disable_tf32() {
     // SAFETY: the caller promises that no thread reads the environment meanwhile.
     unsafe { std::env::set_var(paceline_mlx::TF32, "0") };
+}
+
+/// Has MLX wait for GPUs by `choice`, here and in child processes. Returns a warning for the user.
+///
+/// # Safety
+/// No other thread may run.
+pub(crate) unsafe fn set_gpu_wait(choice: SyncChoice) -> Option<&'static str> {
+    let sync = FastSync::new(&home::folder().ok()?);
+    let wait = sync.decide(choice, home::variable(FAST_SYNC).as_deref());
+    let value = match wait {
+        GpuWait::Usual => "0",
+        GpuWait::Fast => "1",
+    };
+    // SAFETY: the caller promises that no thread reads the environment meanwhile.
+    unsafe { std::env::set_var(FAST_SYNC, value) };
+    let is_refused = choice == SyncChoice::Asked && wait == GpuWait::Usual;
+    is_refused.then_some(
+        "warning: fast sync stays off, since a GPU hung with it: `paceline selftest --fast-sync` \
+         checks it again",
+    )
 }
 
 /// The environment of workers: the needed part of this process's.

@@ -84,7 +84,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     compute: ComputeArgs,
     #[command(flatten)]
-    engine: EngineArgs,
+    pub(crate) engine: EngineArgs,
     #[command(flatten)]
     split: SplitArgs,
     #[command(flatten)]

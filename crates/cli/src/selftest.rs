@@ -9,6 +9,8 @@ use anyhow::{Context, anyhow};
 use paceline_base::KernelClass;
 use paceline_bench::selftest::report::{Outcome, PrivateWords, Report, Row, TestedSystem};
 use paceline_bench::selftest::{Part, checks, child, machine, part, speed, tiny_model};
+use paceline_board::engines::{gpu, mlx};
+use paceline_board::fast_sync::{CROSSINGS, FastSync, GpuWait};
 use paceline_board::lease::alive;
 use paceline_engine::EngineConfig;
 use paceline_model::SplitKind;
@@ -35,6 +37,9 @@ const PART_LIMIT: Duration = Duration::from_secs(120);
 /// Time of the checks of MLX, whose first step on a device compiles kernels.
 const MLX_LIMIT: Duration = Duration::from_secs(300);
 
+/// Time of 10,000 waits: 2 s where each takes 180 us.
+const SYNC_LIMIT: Duration = Duration::from_secs(30);
+
 /// Time of a question to Python.
 const PYTHON_LIMIT: Duration = Duration::from_secs(30);
 
@@ -49,15 +54,11 @@ const TINY: &str = "selftest.gguf";
 /// The model whose speed is measured where none is named: small, and the first one of the guide.
 const USUAL_MODEL: &str = "smollm2";
 
-/// MLX's variable for a GPU that the processor waits for without the system: fast, and a hazard
-/// (MLX issues 3142 and 3830).
-const FAST_SYNCH: &str = "MLX_METAL_FAST_SYNCH";
-
 /// Names of checks that are made here.
 const CPU_EXIT: &str = "cpu: process exit";
 const MLX_EXIT: &str = "mlx: process exit";
-const SYNCH: &str = "mlx: one evaluation, fast synch";
-const SYNCH_EXIT: &str = "mlx: process exit, fast synch";
+const SYNC: &str = "mlx: one evaluation, fast sync";
+const SYNC_EXIT: &str = "mlx: process exit, fast sync";
 const CLUSTER_EXIT: &str = "cluster: process exit";
 const MLX_LM: &str = "mlx-lm: decode";
 
@@ -84,10 +85,10 @@ pub(crate) struct Args {
     /// Measure no speed of a model
     #[arg(long)]
     quick: bool,
-    /// Also measure evaluations with MLX_METAL_FAST_SYNCH=1, with which GPUs of Macs have hung
-    /// until a restart
-    #[arg(long)]
-    fast_synch: bool,
+    /// Also check 10,000 waits for the GPU without the system, with which GPUs of Macs have hung
+    /// until a restart; from then on MLX waits so on this machine
+    #[arg(long, alias = "fast-synch")]
+    fast_sync: bool,
     /// Also write the table to a file
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
@@ -108,6 +109,16 @@ enum Engine {
     Mlx,
 }
 
+impl Args {
+    /// How MLX waits for a GPU in this process.
+    pub(crate) const fn gpu_wait(&self) -> GpuWait {
+        match self.part {
+            Some(PartName::Sync) => GpuWait::Fast,
+            _ => GpuWait::Usual,
+        }
+    }
+}
+
 impl Engine {
     const fn name(self) -> &'static str {
         match self {
@@ -121,7 +132,7 @@ impl Engine {
 enum PartName {
     Cpu,
     Mlx,
-    Synch,
+    Sync,
     Cluster,
 }
 
@@ -198,7 +209,7 @@ impl<'a> SelfTest<'a> {
         }
         if self.has(Engine::Mlx) {
             self.part(PartName::Mlx, &checks::MLX, MLX_EXIT, MLX_LIMIT)?;
-            self.synch()?;
+            self.fast_sync()?;
         }
         if self.args.cluster {
             self.part(
@@ -253,15 +264,12 @@ impl<'a> SelfTest<'a> {
         command.arg(match name {
             PartName::Cpu => "cpu",
             PartName::Mlx => "mlx",
-            PartName::Synch => "synch",
+            PartName::Sync => "sync",
             PartName::Cluster => "cluster",
         });
         command.arg("--tiny").arg(self.folder.path().join(TINY));
         if let Some(engine) = self.args.engine {
             command.args(["--engine", engine.name()]);
-        }
-        if matches!(name, PartName::Synch) {
-            command.env(FAST_SYNCH, "1");
         }
         let of = Part {
             command,
@@ -282,19 +290,25 @@ impl<'a> SelfTest<'a> {
         Ok(command)
     }
 
-    /// The evaluation on Metal without the system's wait.
-    fn synch(&mut self) -> anyhow::Result<()> {
+    /// Evaluations on Metal without the system's wait. A GPU that hangs in them is remembered.
+    fn fast_sync(&mut self) -> anyhow::Result<()> {
         let is_metal = self.backend() == Some("metal");
-        if is_metal && self.args.fast_synch {
-            return self.part(PartName::Synch, &[SYNCH], SYNCH_EXIT, PART_LIMIT);
+        if !is_metal || !self.args.fast_sync {
+            self.show(Row::skipped(
+                SYNC,
+                match is_metal {
+                    true => "it can hang the GPU until a restart: --fast-sync checks it",
+                    false => "no Metal",
+                },
+            ));
+            return Ok(());
         }
-        self.show(Row::skipped(
-            SYNCH,
-            match is_metal {
-                true => "it can hang the GPU until a restart: --fast-synch measures it",
-                false => "no Metal",
-            },
-        ));
+        self.part(PartName::Sync, &[SYNC], SYNC_EXIT, SYNC_LIMIT)?;
+        let row = self.report.rows.iter().find(|row| row.check == SYNC);
+        if let Some(row) = row.filter(|row| row.outcome == Outcome::Failed) {
+            let noted = FastSync::new(&home::folder()?).note_hang(&row.note);
+            noted.context("cannot note that fast sync failed")?;
+        }
         Ok(())
     }
 
@@ -416,10 +430,22 @@ fn of_part(part: PartName, tiny: &Path, args: &Args, signals: &Signals) -> anyho
             let is_demanded = args.engine == Some(Engine::Mlx);
             checks::mlx(&load, &home::mlx_places()?, is_demanded, &mut show);
         }
-        PartName::Synch => show(checks::evaluation(SYNCH, &home::mlx_places()?)),
+        PartName::Sync => show(qualify()?),
         PartName::Cluster => show(cluster(tiny, signals)),
     }
     Ok(())
+}
+
+/// Checks fast sync, and qualifies the GPU for it.
+fn qualify() -> anyhow::Result<Row> {
+    let places = home::mlx_places()?;
+    let row = checks::evaluations((SYNC, CROSSINGS), &places);
+    let crossing = row.figure.as_ref().map(|figure| figure.value * 1e3);
+    if let Some((crossing_ns, gpu)) = crossing.zip(gpu(&mlx(&places))) {
+        let qualified = FastSync::new(&home::folder()?).qualify(gpu, crossing_ns as u64);
+        qualified.context("cannot note that fast sync passed")?;
+    }
+    Ok(row)
 }
 
 /// Loads the tiny model into this process.

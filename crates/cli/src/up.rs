@@ -101,7 +101,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     compute: ComputeArgs,
     #[command(flatten)]
-    engine: EngineArgs,
+    pub(crate) engine: EngineArgs,
     /// Answers that are computed at the same time; more wait
     #[arg(long, value_name = "N", default_value_t = 4, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(1..=1024))]

@@ -2,12 +2,13 @@
 //! `PACELINE_MLXC` names it (`cargo xtask mlx`).
 
 use std::path::Path;
-use std::process::Output;
+use std::process::{Output, Stdio};
 
 use serde_json::Value;
 
 use crate::common::home::{TestHome, object};
 use crate::common::{finish, text};
+use crate::nodes::fake;
 
 /// Runs the self-test without speeds; `library` is where MLX is looked for.
 fn selftest(world: &TestHome, library: &Path, more: &[&str]) -> Output {
@@ -93,5 +94,43 @@ fn mlx_is_near_and_ends_in_order() {
     let passed = names(&report, "passed");
     let checks = passed.iter().filter(|check| check.starts_with("mlx"));
     assert_eq!(checks.count(), 7, "{report:#}");
+    world.assert_clean();
+}
+
+/// On a library of this test that stands for MLX on a Mac (`crates/mlx/tests/fake/metal.rs`).
+#[test]
+#[cfg(target_os = "linux")]
+fn ten_thousand_waits_qualify_a_gpu_for_fast_sync() {
+    let name = "ten_thousand_waits_qualify_a_gpu_for_fast_sync";
+    let Some(library) = std::env::var_os("PACELINE_MLXC") else {
+        eprintln!("SKIPPED {name}: PACELINE_MLXC is not set (`cargo xtask mlx` names it)");
+        return;
+    };
+    let world = TestHome::new();
+    let Some(metal) = fake::linked(&world.path("tmp"), library.as_ref(), "metal.rs") else {
+        return eprintln!("SKIPPED {name}: no rustc");
+    };
+    let crossing = |part: &str| {
+        let mut command = world.paceline(["selftest", "--tiny", "none", "--part", part]);
+        command.env("PACELINE_MLXC", &metal).stdin(Stdio::piped());
+        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+        let parent = child.stdin.take(); // it ends with its parent
+        let output = child.wait_with_output().unwrap();
+        drop(parent);
+        let rows = text(&output.stdout);
+        let rows = rows.lines().map(|line| serde_json::from_str(line).unwrap());
+        let mut evaluations = rows.filter(|row: &Value| row["figure"]["unit"] == "us");
+        evaluations.next().unwrap()["figure"]["value"].as_f64().unwrap()
+    };
+    let kept = world.path("home/engine-rates.json");
+    let usual = crossing("mlx");
+    assert!(!kept.exists());
+    let fast = crossing("sync");
+    assert!(fast < usual, "{fast} us and {usual} us");
+    let kept: Value = serde_json::from_slice(&std::fs::read(kept).unwrap()).unwrap();
+    let ns = kept[0]["fast_crossing_ns"].as_f64().unwrap();
+    assert!((ns / 1e3 - fast).abs() < 1.0, "{kept}");
+    assert_eq!(kept[0]["backend"], "metal");
+    std::fs::remove_file(metal).unwrap();
     world.assert_clean();
 }

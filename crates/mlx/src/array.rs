@@ -105,7 +105,7 @@ impl Array {
     }
 
     /// Whether its values are in memory: it was evaluated, or was made of values.
-    fn is_computed(&self) -> Result<bool, Error> {
+    pub(crate) fn is_computed(&self) -> Result<bool, Error> {
         let mut computed = false;
         // SAFETY: a live handle. No device writes to the memory of an available array.
         let code = unsafe { (self.library.table().is_available)(&raw mut computed, self.handle) };

@@ -11,6 +11,7 @@
 //! - [`Array`]: an owner of one of MLX's arrays. Nothing is computed before [`Stream::eval`].
 //! - [`Stream::vjp`]: gradients of a function of arrays. [`Compiled`]: such a function with its
 //!   elementwise operations in one kernel.
+//! - [`GraphGroup`]: gathers with other ranks as operations.
 //!
 //! **Threads.** MLX's streams belong to the thread that made them. Nothing here is `Send` but
 //! [`Library`], so a program computes with MLX on one thread.
@@ -39,12 +40,20 @@
 /// Source: `enable_tf32` in MLX 0.32.2's `utils.h`.
 pub const TF32: &str = "MLX_ENABLE_TF32";
 
+/// Variable of the environment by which MLX waits for Apple's GPUs without the system where it is
+/// `1`. It is read once.
+///
+/// A wait then takes some 4 us instead of 150 (mlx #4438). GPUs have hung with it until a restart of
+/// the machine (mlx #3142, #3830).
+pub const FAST_SYNC: &str = "MLX_METAL_FAST_SYNCH";
+
 mod array;
 mod closure;
 mod dtype;
 mod error;
 mod exit;
 mod gather;
+mod group;
 mod library;
 mod library_file;
 mod library_paths;
@@ -60,10 +69,12 @@ pub use closure::{Compiled, Differentiable};
 pub use dtype::Dtype;
 pub use error::Error;
 pub use exit::{end_process, exit};
+pub use group::{Exchange, GraphGroup};
 pub use library::Library;
 pub use library_paths::{LIBRARY_NAME, LibraryPaths};
 pub use limits::{
-    ProductRates, ProductSizes, WeightForm, evaluation_us, operation_s, product_rates, read_rate,
+    EVALUATIONS, ProductRates, ProductSizes, WeightForm, evaluation_us, operation_s, product_rates,
+    read_rate,
 };
 pub use memory::{MemoryLimits, MemoryUse};
 pub use ops::{Mask, Quantised, QuantisedMode};

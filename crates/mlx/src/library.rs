@@ -6,6 +6,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::group::GroupTable;
 use crate::library_paths::LIBRARY_NAME;
 use crate::table::{ObjectHandle, Table, VERSION};
 use crate::{DeviceKind, Error, LibraryPaths, Stream, exit, library_file};
@@ -36,6 +37,7 @@ extern "C" fn keep(message: *const c_char, _: *mut c_void) {
 #[derive(Clone)]
 pub struct Library {
     table: Arc<Table>,
+    group: Option<GroupTable>,
     path: PathBuf,
     version: String,
 }
@@ -97,11 +99,13 @@ impl Library {
         let version = version(&library, path)?;
         check_version(&version, path)?;
         let table = Table::look_up(&library, path)?;
+        let group = GroupTable::look_up(&library);
         // SAFETY: the handler never unwinds and needs no data.
         unsafe { (table.set_error_handler)(keep, std::ptr::null_mut(), None) };
         std::mem::forget(library);
         Ok(Self {
             table: Arc::new(table),
+            group,
             path: path.to_path_buf(),
             version,
         })
@@ -120,6 +124,11 @@ impl Library {
     /// The functions.
     pub(crate) fn table(&self) -> &Table {
         &self.table
+    }
+
+    /// The functions of [groups in the graph](crate::GraphGroup), if this layer has them.
+    pub(crate) const fn group(&self) -> Option<&GroupTable> {
+        self.group.as_ref()
     }
 
     /// The best device: a GPU where this build of MLX has one.

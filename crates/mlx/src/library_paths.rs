@@ -26,6 +26,8 @@ pub struct LibraryPaths {
     pub beside: Option<PathBuf>,
     /// The library of an MLX that was installed for this program.
     pub installed: Option<PathBuf>,
+    /// File to note a hang of a GPU in, where its waits are [fast](crate::FAST_SYNC).
+    pub hang_note: Option<PathBuf>,
 }
 
 impl LibraryPaths {
@@ -70,6 +72,7 @@ mod tests {
             explicit: Some("/some/where/libmlxc.so".into()),
             beside: Some("/bin".into()),
             installed: Some("/home".into()),
+            hang_note: None,
         };
         assert_eq!(
             places.candidates(),
@@ -83,6 +86,7 @@ mod tests {
             explicit: None,
             beside: Some("/opt/paceline".into()),
             installed: Some("/home/mlx/libmlxc".into()),
+            hang_note: None,
         };
         let candidates = places.candidates();
         assert_eq!(candidates[0], Path::new("/opt/paceline").join(LIBRARY_NAME));

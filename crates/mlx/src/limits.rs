@@ -21,27 +21,33 @@ pub fn read_rate(library: &Library, device: DeviceKind, bytes: usize) -> Result<
     on_own_thread(|| measure(&library.stream(device)?, bytes))
 }
 
-/// Evaluations that are timed one by one after [`WARM_UP`] others.
-const EVALUATIONS: usize = 200;
+/// Evaluations that give a median, after [`WARM_UP`] others.
+pub const EVALUATIONS: usize = 200;
 
 /// Evaluations before them: the first one compiles a kernel.
 const WARM_UP: usize = 20;
 
-/// Microseconds from the request for the sum of two numbers until the processor can read it: the
-/// median of 200. Done on a thread of its own.
+/// Microseconds from the request for the sum of two numbers until the processor can read it, waited
+/// for as before exchanges with other ranks: the median of so many `evaluations`. Done on a thread
+/// of its own.
 ///
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Call`], [`Error::Thread`].
-pub fn evaluation_us(library: &Library, device: DeviceKind) -> Result<f64, Error> {
+pub fn evaluation_us(
+    library: &Library,
+    device: DeviceKind,
+    evaluations: usize,
+) -> Result<f64, Error> {
     on_own_thread(|| {
         let stream = library.stream(device)?;
         let one = stream.scalar(1.0, Dtype::F32)?;
         let mut sum = stream.zeros(&[1], Dtype::F32)?;
-        let mut times = Vec::with_capacity(EVALUATIONS);
-        for round in 0..WARM_UP + EVALUATIONS {
+        let mut times = Vec::with_capacity(evaluations);
+        for round in 0..WARM_UP + evaluations {
             let start = Instant::now();
             sum = stream.add(&sum, &one)?;
-            stream.eval([&sum])?;
+            stream.submit([&sum])?;
+            stream.wait([&sum])?;
             sum.as_f32()?;
             if round >= WARM_UP {
                 times.push(start.elapsed().as_secs_f64() * 1e6);

@@ -129,6 +129,7 @@ fn a_library_that_does_not_fit_is_passed_over() {
         explicit: None,
         beside: Some(beside.path().into()),
         installed: Some(hollow.clone()),
+        hang_note: None,
     };
     if places.found().len() > 2 {
         return eprintln!("SKIPPED mlx that does not fit is passed over: Homebrew has one");

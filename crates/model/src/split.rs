@@ -702,6 +702,11 @@ impl LeafCut {
         Self::over(sum, std::iter::once(0..sum.leaves()).collect(), 0)
     }
 
+    /// Whether one rank alone has the sum, or every rank has all of it.
+    pub(crate) const fn is_whole(&self) -> bool {
+        self.ranges.len() == 1
+    }
+
     fn over(sum: SumShape, ranges: Vec<Range<usize>>, index: usize) -> Self {
         let (leaves, SumShape { cols, leaf_cols }) = (sum.leaves(), sum);
         let roots = ranges

@@ -31,6 +31,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 const MODEL: &str = "PACELINE_HANG_MODEL";
 /// The library that hangs.
 const SHIM: &str = "PACELINE_HANG_LIBRARY";
+/// The file that a hang is noted in.
+const NOTE: &str = "PACELINE_HANG_NOTE";
 /// The file whose presence makes it hang.
 const FILE: &str = "PACELINE_HANG";
 
@@ -45,6 +47,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
     let options = MlxOptions {
         places: LibraryPaths {
             explicit: Some(library),
+            hang_note: variable(NOTE),
             ..LibraryPaths::default()
         },
         class: KernelClass::Mlx,
@@ -92,13 +95,7 @@ fn a_process_whose_device_hangs_is_ended() {
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("tiny.gguf");
     Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&model);
-    let place = mlx.parent().unwrap().display();
-    let link = [
-        format!("-Lnative={place}"),
-        format!("-Clink-arg=-Wl,-rpath,{place}"),
-    ];
-    let link: Vec<&str> = link.iter().map(String::as_str).collect();
-    let Some(library) = build::build(dir.path(), "hang.rs", &link) else {
+    let Some(library) = build::linked(dir.path(), &mlx, "hang.rs") else {
         return eprintln!("SKIPPED {test}: no rustc");
     };
     let mut process = Command::new(std::env::current_exe().unwrap());
@@ -108,7 +105,8 @@ fn a_process_whose_device_hangs_is_ended() {
         "--nocapture",
     ]);
     process.env(MODEL, model).env(SHIM, library);
-    process.env(FILE, dir.path().join("hang"));
+    let note = dir.path().join("note");
+    process.env(FILE, dir.path().join("hang")).env(NOTE, &note);
     let output = finish(process.stdout(Stdio::null()).stderr(Stdio::piped()));
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(
@@ -116,6 +114,8 @@ fn a_process_whose_device_hangs_is_ended() {
         "{said}"
     );
     assert_eq!(output.status.code(), Some(1), "{said}");
+    let note = std::fs::read_to_string(note).unwrap();
+    assert!(said.contains(note.trim()), "{note} of {said}");
 }
 
 /// Runs `process` to its end; kills it when that does not come.

@@ -90,13 +90,7 @@ fn an_interrupted_step_can_be_computed_again() {
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("tiny.gguf");
     Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&model);
-    let place = mlx.parent().unwrap().display();
-    let link = [
-        format!("-Lnative={place}"),
-        format!("-Clink-arg=-Wl,-rpath,{place}"),
-    ];
-    let link = link.each_ref().map(|argument| &**argument);
-    let Some(library) = build::build(dir.path(), "interrupt.rs", &link) else {
+    let Some(library) = build::linked(dir.path(), &mlx, "interrupt.rs") else {
         return eprintln!("SKIPPED {test}: no rustc");
     };
     let mut process = Command::new(std::env::current_exe().unwrap());

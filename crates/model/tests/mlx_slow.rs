@@ -128,7 +128,9 @@ pub(crate) fn again(name: &str) {
     let dir = tempfile::tempdir().unwrap();
     let mut process = std::process::Command::new(std::env::current_exe().unwrap());
     process.args([name, "--exact", "--nocapture"]);
-    let output = process.env(FILE, dir.path().join("slow")).output().unwrap();
+    process.env(FILE, dir.path().join("slow"));
+    process.env("PACELINE_SLOW_LOG", dir.path().join("log"));
+    let output = process.output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     println!("{said}");
     let passed = output.status.success() && said.contains("1 passed");

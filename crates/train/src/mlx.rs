@@ -70,6 +70,7 @@ impl Mlx {
         let patience = MlxEvaluationLimits {
             limit: MlxOptions::PATIENCE,
             last_words: Some(MlxOptions::LAST_WORDS),
+            hang_note: spec.places.hang_note.clone(),
         };
         let places = spec.places.clone();
         let host = MlxHost::start(patience, move |watch| MlxThread::open(&places, watch))?;

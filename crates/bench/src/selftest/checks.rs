@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use paceline_base::{Bytes, KernelClass};
 use paceline_engine::{EngineConfig, GenerationRequest, Reply, SamplingParams};
-use paceline_mlx::{Error as MlxError, Library, LibraryPaths, evaluation_us};
+use paceline_mlx::{EVALUATIONS, Error as MlxError, Library, LibraryPaths, evaluation_us};
 use paceline_node::{ReplyStream, ServingModel};
 
 use super::report::Row;
@@ -125,7 +125,7 @@ pub fn mlx<M: Deref<Target = ServingModel>>(
     };
     row(opens, facts(opens, &library));
     row(memory, available(memory, &library));
-    row(evaluation, evaluated(evaluation, &library));
+    row(evaluation, evaluated((evaluation, EVALUATIONS), &library));
     let exact = answer(load, KernelClass::CpuF32, 1);
     let of_f32 = answer(load, KernelClass::MlxF32, 1);
     row(
@@ -141,10 +141,10 @@ pub fn mlx<M: Deref<Target = ServingModel>>(
     row(pair, far.map(|far| near(pair, far, NEAR)));
 }
 
-/// The time of an evaluation alone, as the check `name`.
-pub fn evaluation(name: &str, places: &LibraryPaths) -> Row {
+/// The median time of so many evaluations, as the check `name`.
+pub fn evaluations((name, n): (&str, usize), places: &LibraryPaths) -> Row {
     let library = Library::open(places).map_err(anyhow::Error::from);
-    let row = library.and_then(|library| evaluated(name, &library));
+    let row = library.and_then(|library| evaluated((name, n), &library));
     row.unwrap_or_else(|error| failed(name, &error))
 }
 
@@ -186,9 +186,9 @@ pub(super) fn gib(bytes: u64) -> f64 {
     bytes as f64 / (1u64 << 30) as f64
 }
 
-fn evaluated(check: &str, library: &Library) -> Result<Row> {
+fn evaluated((check, n): (&str, usize), library: &Library) -> Result<Row> {
     let device = library.best_device()?;
-    let took = evaluation_us(library, device)?;
+    let took = evaluation_us(library, device, n)?;
     let backend = library.backend(device)?;
     Ok(Row::passed(check, format!("of one sum, on {backend}")).with(took, "us"))
 }

@@ -248,6 +248,49 @@ fn a_library_that_aborts_at_exit_spoils_no_answer() {
     world.assert_clean();
 }
 
+/// On a library of this test that stands for MLX with a CUDA card. Where the C layer has groups,
+/// exchanges are operations of a step, which is submitted whole. A lost rank is an error then too.
+#[test]
+fn ranks_on_cards_exchange_within_the_graph() {
+    let Some(library) = library("ranks on cards") else {
+        return;
+    };
+    let _alone = alone();
+    let world = TestHome::new();
+    let model = world.write_model(FAMILIES[0]);
+    let Some(card) = linked(&world, &library, "card.rs") else {
+        return eprintln!("SKIPPED ranks on cards: no rustc");
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let Some(grouped) = fake::with_group(folder.path(), &card, &library) else {
+        return eprintln!("SKIPPED ranks on cards: no C++ compiler, or no headers of MLX");
+    };
+    let submissions = world.path("tmp/submissions");
+    let answer = |layer: &Path| {
+        let own = ["run", &model, "Once upon a time", "--max-tokens", "12"];
+        let two = ["--nodes", "2", "--split", "tensor", "--class", "mlx-f32"];
+        let own = own.into_iter().chain(["--temperature", "0", "--json"]);
+        let mut command = world.paceline(own.chain(two));
+        command.env("PACELINE_SUBMISSIONS", &submissions);
+        let output = finish(command.env("PACELINE_MLXC", layer));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+        answer["tokens"].clone()
+    };
+    let within = answer(&grouped);
+    assert!(!submissions.exists(), "a step was cut");
+    assert_eq!(within, answer(&card));
+    assert!(submissions.exists());
+    let server = near(&world, &grouped, &model, &["--split", "tensor"]);
+    let events = killed(&server, &model, (1, 600));
+    assert_eq!(events.last(), Some(&json!("[DONE]")));
+    server.stop(2);
+    for file in [submissions, card] {
+        std::fs::remove_file(file).unwrap();
+    }
+    world.assert_clean();
+}
+
 /// The device's memory bounds the context. It is filled as positions are used, so that a large
 /// context costs nothing by itself.
 #[test]

@@ -37,3 +37,32 @@ pub(crate) fn linked(folder: &Path, library: &Path, source: &str) -> Option<Path
     ];
     build(folder, source, &link.each_ref().map(|argument| &**argument))
 }
+
+/// `fake`, a library that stands for the real `library`, with our group of MLX
+/// (`crates/store/data/mlx-group.cpp`), in `folder`; `None` if there is no C++ compiler or no MLX
+/// with its headers.
+#[allow(dead_code, reason = "not each test needs it")]
+pub(crate) fn with_group(folder: &Path, fake: &Path, library: &Path) -> Option<PathBuf> {
+    let place = library.parent()?;
+    let headers = place.with_file_name("include");
+    let data = concat!(env!("CARGO_MANIFEST_DIR"), "/../store/data");
+    let grouped = folder.join(LIBRARY_NAME);
+    if !headers.is_dir() {
+        return None;
+    }
+    let mut compile = Command::new(std::env::var("CXX").unwrap_or("c++".to_string()));
+    compile.args(["-std=c++20", "-O0", "-fPIC", "-shared", "-include"]);
+    compile.arg(Path::new(data).join("mlxc-shim.h"));
+    compile.arg("-I").arg(headers);
+    compile.arg(Path::new(data).join("mlx-group.cpp"));
+    compile
+        .arg("-Wl,--no-as-needed")
+        .arg(fake)
+        .arg("-L")
+        .arg(place);
+    compile.args(["-lmlxc", "-lmlx"]);
+    compile.arg(format!("-Wl,-rpath,{}", place.display()));
+    let status = compile.arg("-o").arg(&grouped).status().ok()?;
+    assert!(status.success(), "mlx-group.cpp: {status}");
+    Some(grouped)
+}

@@ -11,6 +11,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
@@ -26,16 +27,22 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 const END_LIMIT: Duration = Duration::from_secs(5);
 
 /// When waiting for an evaluation is over.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct EvaluationLimits {
     /// Of evaluations before any was measured: one that takes longer is slow or hangs.
     pub limit: Duration,
     /// Time to report the hang before the process is ended. `None`: the process is not ended.
     pub last_words: Option<Duration>,
+    /// As [`LibraryPaths::hang_note`](paceline_mlx::LibraryPaths::hang_note).
+    pub hang_note: Option<PathBuf>,
 }
 
 /// Shortest limit, where evaluations were measured: other programs may hold a device so long.
 const LEAST: Duration = Duration::from_secs(10);
+
+/// The same of a device with fast waits, which may be wedged. Metal itself ends a command buffer
+/// after some 5 s.
+const LEAST_FAST: Duration = Duration::from_secs(5);
 
 /// Factor over the times of earlier evaluations from which one counts as hung instead of slow. A
 /// device that another program shares, or that is hot, is some three times as slow.
@@ -50,6 +57,7 @@ pub struct Watch {
     state: Arc<Mutex<State>>,
     /// Of evaluations before any was measured.
     limit: Duration,
+    least: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -87,10 +95,15 @@ impl State {
 }
 
 impl Watch {
-    fn new(limit: Duration) -> Self {
+    fn new(limits: &EvaluationLimits) -> Self {
+        let least = match limits.hang_note {
+            Some(_) => LEAST_FAST,
+            None => LEAST,
+        };
         Self {
             state: Arc::default(),
-            limit,
+            limit: limits.limit,
+            least,
         }
     }
 
@@ -121,7 +134,7 @@ impl Watch {
         };
         let usual = state.expected(rows);
         let limit = usual.map_or(self.limit, |usual| {
-            (usual * SLOWER).max(LEAST.min(self.limit))
+            (usual * SLOWER).max(self.least.min(self.limit))
         });
         if start.elapsed() <= limit {
             return Ok(());
@@ -140,6 +153,7 @@ pub struct Host<S> {
     ended: Mutex<Receiver<()>>,
     watch: Watch,
     last_words: Option<Duration>,
+    hang_note: Option<PathBuf>,
     hung: Once,
 }
 
@@ -158,7 +172,7 @@ impl<S: 'static> Host<S> {
     where
         M: FnOnce(Watch) -> Result<S, Error> + Send + 'static,
     {
-        let watch = Watch::new(patience.limit);
+        let watch = Watch::new(&patience);
         let (work, jobs) = channel::<Work<S>>();
         let (made, hear) = channel();
         let (end, ended) = channel();
@@ -180,6 +194,7 @@ impl<S: 'static> Host<S> {
             ended: Mutex::new(ended),
             watch,
             last_words: patience.last_words,
+            hang_note: patience.hang_note,
             hung: Once::new(),
         };
         host.wait(&hear, || ())??;
@@ -214,9 +229,19 @@ impl<S: 'static> Host<S> {
                 Err(RecvTimeoutError::Disconnected) => return Err(Error::Gone),
                 Err(RecvTimeoutError::Timeout) => {
                     meanwhile();
-                    self.watch.check().inspect_err(|_| self.end_later())?;
+                    self.watch.check().inspect_err(|error| {
+                        self.note(error);
+                        self.end_later();
+                    })?;
                 }
             }
+        }
+    }
+
+    /// Notes a hang for later processes, which wait without the hazard.
+    fn note(&self, error: &Error) {
+        if let Some(path) = &self.hang_note {
+            let _ = std::fs::write(path, format!("{error}\n")); // the error itself is told anyway
         }
     }
 
@@ -271,6 +296,7 @@ mod tests {
         EvaluationLimits {
             limit,
             last_words: None,
+            hang_note: None,
         }
     }
 
@@ -324,7 +350,7 @@ mod tests {
         assert_eq!(state.known.len(), KNOWN);
         assert!(state.expected(1) < Some(ms(2000)));
 
-        let watch = Watch::new(Duration::from_secs(300));
+        let watch = Watch::new(&patience(Duration::from_secs(300)));
         *lock(&watch.state) = State {
             since: Some((Instant::now() - ms(11_000), 1)),
             known: VecDeque::from([(1, ms(30))]),

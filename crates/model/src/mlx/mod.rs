@@ -246,7 +246,7 @@ impl MlxModel {
     ///
     /// # Errors
     /// [`Error::Mlx`] when MLX cannot be used, or all is more than the device's memory;
-    /// [`Error::ExpertSplit`]; otherwise as [`Model::load_shard`](crate::Model::load_shard).
+    /// otherwise as [`Model::load_shard`](crate::Model::load_shard).
     ///
     /// # Panics
     /// If there is no such rank, or the split is of another model.
@@ -266,13 +266,11 @@ impl MlxModel {
         crate::weights::read_rope_factors(&source, &mut config)?;
         refuse(&config, options.class)?;
         let shard = split.shard(&config, rank);
-        if shard.each_layer().any(LayerCut::repeats_attention) {
-            return Err(Error::ExpertSplit { engine: "mlx" });
-        }
         let (places, class) = (options.places.clone(), options.class);
         let patience = EvaluationLimits {
             limit: options.patience,
             last_words: Some(options.last_words),
+            hang_note: options.places.hang_note.clone(),
         };
         let host = Host::start(patience, move |watch| Device::open(&places, watch))?;
         let (told, tell) = channel();
@@ -526,6 +524,7 @@ impl<'a> OnDevice<'a> {
         tokens: Option<Array>,
     ) -> Result<Step<'a>, Error> {
         let (weights, constants) = self.loaded;
+        reserved.receive.forget();
         let parts = Parts {
             model: self.model,
             weights,
@@ -557,7 +556,7 @@ impl<'a> OnDevice<'a> {
         let logits = match ahead {
             Some(logits) => logits,
             None => {
-                let step = self.graph(reserved, batch, None)?;
+                let mut step = self.graph(reserved, batch, None)?;
                 let Some(logits) = step.logits()? else {
                     return step.finish(rows);
                 };
@@ -603,7 +602,7 @@ impl<'a> OnDevice<'a> {
         };
         let unknown = vec![0; next.rows()];
         let of_next = next.with(&unknown, |batch| {
-            let step = self.graph(reserved, batch, Some(tokens))?;
+            let mut step = self.graph(reserved, batch, Some(tokens))?;
             let logits = step.logits()?;
             if let Some(logits) = &logits {
                 step.submit(logits)?;
@@ -844,7 +843,7 @@ impl Loaded for MlxModel {
         let mut lanes = self.lane_limits(&shape, size);
         let ropes = self.config.ropes.iter();
         let ropes: Vec<Rope> = ropes.map(|rope| rope.for_context(size.context)).collect();
-        let (links, exchanges) = (self.links.clone(), self.exchanges);
+        let links = self.links.clone();
         let reserve = move |device: &mut Device| {
             let mut cache = Cache::new(&device.stream, &shape)?;
             lanes.bytes = device.room;
@@ -852,7 +851,7 @@ impl Loaded for MlxModel {
             let reserved = Reserved {
                 cache,
                 periods: periods(&device.stream, &ropes)?,
-                receive: Receive::new(&device.stream, links.as_ref(), exchanges)?,
+                receive: Receive::new(&device.stream, links.as_ref())?,
                 ahead: Ahead::default(),
                 size,
                 pages,

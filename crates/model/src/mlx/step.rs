@@ -153,14 +153,14 @@ impl<'a> Step<'a> {
         }
         let residual = match &model.links {
             Some(links) if !model.shard.embeds() => {
-                let shape = [batch.rows() as i32, model.config.width as i32];
-                let memory = (stream, &**links);
-                let rows = parts.receive.array(memory, &shape, Dtype::F32)?;
+                let shape = [batch.rows(), model.config.width];
+                let (memory, len) = ((stream, &**links), shape[0] * shape[1]);
+                let rows = parts.receive.memory(memory, (len, Dtype::F32))?;
                 // SAFETY: what read it was evaluated at the end of the step before.
                 links.receive_residual(&model.shard, unsafe { rows.as_f32_mut()? })?;
                 let way = Way::of_residual(stream, model.dtype)?;
-                model.exchanged.add(way, rows.n_bytes() as usize);
-                stream.astype(rows, model.dtype)?
+                model.exchanged.add(way, rows.n_bytes());
+                stream.astype(&rows.part(stream, 0, shape)?, model.dtype)?
             }
             _ => embed(model, stream, weights, constants, &tokens)?,
         };
@@ -228,17 +228,18 @@ impl<'a> Step<'a> {
     }
 
     /// Evaluates `arrays` and the cache, watched.
-    fn eval(&self, arrays: &[&Array]) -> Result<(), Error> {
+    fn eval(&mut self, arrays: &[&Array]) -> Result<(), Error> {
+        self.settle()?;
         let all = arrays.iter().copied().chain(self.parts.cache.arrays());
         let rows = self.batch.rows();
-        Ok(self
-            .parts
-            .watch
-            .during(rows, || self.parts.stream.eval(all))?)
+        let evaluate = || self.parts.stream.eval(all);
+        let evaluated = self.parts.watch.during(rows, evaluate);
+        evaluated.map_err(|error| self.parts.receive.reason(error))
     }
 
     /// Submits `logits` and the cache to the device.
-    pub(super) fn submit(&self, logits: &StepLogits) -> Result<(), Error> {
+    pub(super) fn submit(&mut self, logits: &StepLogits) -> Result<(), Error> {
+        self.settle()?;
         let cache = self.parts.cache.arrays().into_iter();
         let all = logits.arrays().into_iter().chain(cache);
         let submit = || self.parts.stream.submit(all);
@@ -257,10 +258,11 @@ impl<'a> Step<'a> {
     }
 
     /// Evaluates `logits` and the cache.
-    pub(super) fn evaluate(&self, logits: &StepLogits) -> Result<(), Error> {
+    pub(super) fn evaluate(&mut self, logits: &StepLogits) -> Result<(), Error> {
         // The residual too: others may still read what ranks exchanged.
-        let residual = std::iter::once(&self.residual);
-        let all: Vec<&Array> = logits.arrays().into_iter().chain(residual).collect();
+        let residual = self.residual.clone();
+        let all = logits.arrays().into_iter().chain([&residual]);
+        let all: Vec<&Array> = all.collect();
         self.eval(&all)
     }
 
@@ -290,7 +292,7 @@ impl<'a> Step<'a> {
     /// Ends a step without [`logits`](Self::logits). Sends the residual stream (T, C) to the next
     /// stage, or gathers logits (R, V) with the other ranks of the last stage. Returns R at the
     /// leader.
-    pub(super) fn finish(self, logits: &mut Vec<f32>) -> Result<usize, Error> {
+    pub(super) fn finish(mut self, logits: &mut Vec<f32>) -> Result<usize, Error> {
         if self.parts.weights.head.is_none() {
             let rows = self.parts.stream.rows_f32(&self.residual)?;
             self.eval(&[&rows])?;
@@ -313,7 +315,8 @@ impl<'a> Step<'a> {
         };
         let own = self.parts.stream.rows_f32(&own)?;
         // The residual too: others may still read what ranks exchanged.
-        self.eval(&[&own, &self.residual])?;
+        let residual = self.residual.clone();
+        self.eval(&[&own, &residual])?;
         self.gather(self.batch.logit_rows(), own.as_f32()?, logits)
     }
 
@@ -376,7 +379,10 @@ impl<'a> Step<'a> {
             Some(links) if model.is_exact() => self.whole_product(links, x, w, cut)?,
             _ => {
                 let part = self.part(x, w)?;
-                self.sum_parts(&part)?
+                match cut.is_whole() {
+                    true => self.parts.stream.astype(&part, model.dtype)?,
+                    false => self.sum_parts(&part)?,
+                }
             }
         };
         self.delta = match &w.bias {

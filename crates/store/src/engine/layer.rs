@@ -33,6 +33,9 @@ const TREE_DEPTH: u32 = 8;
 /// `packaging/layer.py` reads the same file.
 const SHIM: &str = include_str!("../../data/mlxc-shim.h");
 
+/// Our group for MLX's graphs, a part of the layer. `packaging/layer.py` reads the same file.
+const GROUP: &str = include_str!("../../data/mlx-group.cpp");
+
 /// A package that only makes cargo download its dependencies.
 const MANIFEST: &str = "[package]
 name = \"paceline-mlx-sources\"
@@ -81,7 +84,8 @@ pub(super) fn build(
         None => fetch(&tools.cargo, &work, cancel)?,
     };
     let unity = work.join("mlxc.cpp");
-    write(&unity, &one_file(&sources)?)?;
+    write(&unity, &(one_file(&sources)? + "#include \"mlx-group.cpp\"\n"))?;
+    write(&work.join("mlx-group.cpp"), GROUP)?;
     write(&work.join("shim.h"), SHIM)?;
     let mut compile = command(&tools.compiler, &sources, folder, &work, target);
     child::confine(&mut compile, &work);
