@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Issue 62: log-probabilities of tiny random models beside those of transformers, every family and variant.
 
-    PACELINE=PROGRAM python scripts/bars/bar62_models.py [--only NAME,..] [--ways one,pipeline,tensor]
+    PACELINE=PROGRAM python scripts/bars/bar62_models.py [--only NAME,..] [--ways one,pipeline,tensor,mlx]
 
 Needs scripts/golden/requirements.txt with transformers 5.24. Each row is made by its class, saved by `save_pretrained` (so with the
 names of today), and asked for the log-probabilities of two prompts of 200 tokens, `--kv f32`; the scaled positions for 63, 127 and 383
@@ -108,7 +108,9 @@ for name, base, pairs in [("llama", LLAMA, 8), ("qwen2", tiny.QWEN2 | {"sliding_
 ROWS["phi3 longrope"] = golden("phi3-bf16") | scaled("longrope", 12, partial_rotary_factor=0.75) | {"sliding_window": None,
                                                                                                  "original_max_position_embeddings": 128}
 ROWS["qwen3 yarn as Qwen advises"] = ROWS["qwen3 yarn"] | {"max_position_embeddings": 128, "old names": True}
-WAYS = {"one": [], "pipeline": ["--nodes", 2, "--split", "pipeline"], "tensor": ["--nodes", 2, "--split", "tensor"]}
+KV = ["--kv", "f32"]
+WAYS = {"one": KV, "pipeline": [*KV, "--nodes", 2, "--split", "pipeline"], "tensor": [*KV, "--nodes", 2, "--split", "tensor"],
+        "mlx": ["--class", "mlx-f32"]}
 
 
 def draw(model, seed):
@@ -172,8 +174,7 @@ def expected(model, tokens):
 
 
 def found(path, prompts, context, way):
-    server = Up(path, "--threads", 1, "--context", context, "--parallel", 1, "--drafts", 0, "--prefix-cache", "off", "--kv", "f32", *WAYS[way],
-                seconds=60)
+    server = Up(path, "--threads", 1, "--context", context, "--parallel", 1, "--drafts", 0, "--prefix-cache", "off", *WAYS[way], seconds=60)
     try:
         answers = []
         for prompt in prompts:
@@ -194,7 +195,7 @@ def measured(name, fields, ways):
     for context in CONTEXTS if is_scaled else [256]:
         prompts = [rng.integers(3, tiny.VOCABULARY, context if is_scaled else 201).tolist() for _ in range(1 if is_scaled else 2)]
         wanted = [expected(model, prompt)[:-1] for prompt in prompts]
-        for way in ways if context == (384 if is_scaled else 256) else ["one"]:
+        for way in ways if context in (256, 384) else [way for way in ways if way in ("one", "mlx")]:
             got = found(path, [prompt[:-1] for prompt in prompts], context, way)
             far = max(abs(x - y) for a, b in zip(got, wanted) for x, y in zip(a, b, strict=True))
             worst[way] = max(far, worst.get(way, 0.0))

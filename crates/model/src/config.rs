@@ -766,10 +766,10 @@ impl Config {
         Ok(())
     }
 
-    /// Refuses a `context` beyond the positions that a sparse-attention indexer selects.
+    /// Refuses a `context` beyond the positions that a sparse-attention indexer selects, and models
+    /// that generate no text.
     ///
     /// # Errors
-    /// [`Error::Indexer`].
     pub(crate) fn check_context(&self, context: usize) -> Result<(), Error> {
         if self.bidirectional {
             return Err(Error::Value {

@@ -260,6 +260,13 @@ fn windows_of_layers() {
 
     let qwen = hf("qwen2-f16", &json!({"use_sliding_window": true}));
     assert_eq!(windows(&qwen), [full, Some(8), Some(8)]);
+    // With experts, all layers of Qwen 3, and every second one of Qwen 2 up to a bound.
+    let fields = json!({"use_sliding_window": true, "sliding_window": 8, "max_window_layers": 2});
+    assert_eq!(windows(&hf("qwen3moe-bf16", &fields)), [Some(8); 3]);
+    assert_eq!(
+        windows(&hf("qwen2moe-bf16", &fields)),
+        [Some(8), full, full]
+    );
     let types = json!(["sliding_attention", "full_attention", "full_attention"]);
     let qwen = hf(
         "qwen2-f16",

@@ -45,7 +45,7 @@ pub(crate) enum ConfigFields<'a> {
     Hf(&'a Value),
 }
 
-/// Text part of the `config.json` of a multimodal model.
+/// Text part of the `config.json` of a multimodal model, if that says its type.
 fn text_part(config: &Value) -> &Value {
     let text = config.get("text_config");
     let text = text.filter(|text| text.get("model_type").is_some_and(Value::is_string));
@@ -316,10 +316,20 @@ impl<'a> ConfigFields<'a> {
             return Ok(());
         }
         let window = self.size("", "sliding_window", 1, u64::from(u32::MAX))?;
-        let first = self.size("", "max_window_layers", 0, u64::from(u32::MAX))?;
-        let windowed = match layer_types(json, config.layers.len())? {
-            Some(types) => types,
-            None => (0..config.layers.len()).map(|i| i >= first).collect(),
+        let bound = || self.size("", "max_window_layers", 0, u64::from(u32::MAX));
+        let n = config.layers.len();
+        // The rules of the classes in transformers differ.
+        let windowed = match (config.family, layer_types(json, n)?) {
+            (ModelFamily::Qwen3Moe, _) => vec![true; n],
+            (_, Some(types)) => types,
+            (ModelFamily::Qwen2Moe, None) => {
+                let end = bound()?;
+                (0..n).map(|i| i % 2 == 0 && i < end).collect()
+            }
+            (_, None) => {
+                let first = bound()?;
+                (0..n).map(|i| i >= first).collect()
+            }
         };
         for (layer, windowed) in config.layers.iter_mut().zip(windowed) {
             layer.window = windowed.then_some(window);

@@ -9,6 +9,7 @@
 mod dbrx;
 mod deepseek;
 mod delta_net;
+mod facts;
 mod fields;
 mod gemma2;
 mod gemma3;

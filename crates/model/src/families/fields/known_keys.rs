@@ -123,6 +123,7 @@ const fn of_family(family: ModelFamily) -> &'static [&'static str] {
             "embedding_length_per_layer_input",
             "rope.dimension_count_swa",
         ],
+        ModelFamily::Mistral => &["attention.temperature_length", YARN_LOG],
         ModelFamily::DeepSeek => &[
             "attention.indexer.",
             "attention.key_length_mla",
