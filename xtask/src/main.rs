@@ -119,7 +119,8 @@ enum Chore {
         #[arg(long)]
         long: bool,
     },
-    /// Build programs, wheels and packages for Linux on x86-64 and AArch64 into target/publish.
+    /// Build programs, wheels, packages, images and install.sh for Linux on x86-64 and AArch64 into
+    /// target/publish.
     Release {
         /// Build again in a clone elsewhere, and compare every file.
         #[arg(long)]

@@ -1,4 +1,5 @@
-//! `cargo xtask release`: programs, wheels and packages for Linux on x86-64 and AArch64.
+//! `cargo xtask release`: programs, wheels, packages, images and install.sh for Linux on x86-64 and
+//! AArch64.
 //!
 //! Zig links them against glibc 2.28, so that they run on every Linux from 2018 on.
 //! `packaging/release.py` builds and checks; its lines are outcomes, as those of the clients'
