@@ -624,8 +624,11 @@ impl<'a> Step<'a> {
         let Some(growth) = self.parts.model.config.query_growth else {
             return Ok(query);
         };
-        let positions = |s: &crate::BatchSequence<'_>| s.position..s.position + s.tokens.len();
-        let positions = self.batch.sequences.iter().flat_map(positions);
+        let positions = |(i, s): (usize, &crate::BatchSequence<'_>)| {
+            let end = s.position + s.tokens.len();
+            end - self.n_queries(i)..end
+        };
+        let positions = self.batch.sequences.iter().enumerate().flat_map(positions);
         let factors: Vec<f32> = positions.map(|position| growth.at(position)).collect();
         let stream = self.parts.stream;
         let factors = stream.array_f32(&factors, &[factors.len() as i32, 1, 1])?;

@@ -233,6 +233,9 @@ impl Stored {
     }
 }
 
+/// Fewest values for a thread of their own: they take it some milliseconds, and its start 20 us.
+const VALUES_MIN: usize = 1 << 18;
+
 /// How blocks are held as groups of 32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
@@ -295,13 +298,34 @@ impl Groups {
         let row_bytes = tensor.block_type.row_bytes(tensor.cols());
         let row_bytes = row_bytes.expect("checked when the file was opened");
         let bytes = &tensor.bytes[rows.start * row_bytes..rows.end * row_bytes];
-        let values = rows.len() * tensor.cols();
-        let block_type = tensor.block_type;
-        let mut groups = Self::new(block_type, values);
-        for block in bytes.chunks_exact(block_type.bytes()) {
-            groups.add(block_type, block);
-        }
-        groups
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let most = (rows.len() * tensor.cols()).div_ceil(VALUES_MIN);
+        Self::on_threads(tensor.block_type, bytes, threads.min(most))
+    }
+
+    /// Of the blocks in `bytes`, a part of them on each thread.
+    fn on_threads(block_type: BlockType, bytes: &[u8], threads: usize) -> Self {
+        let blocks = bytes.len() / block_type.bytes();
+        let part = blocks.div_ceil(threads.max(1)).max(1) * block_type.bytes();
+        let of_part = |part: &[u8], room: usize| {
+            let mut groups = Self::new(block_type, room * block_type.len());
+            let blocks = part.chunks_exact(block_type.bytes());
+            blocks.for_each(|block| groups.add(block_type, block));
+            groups
+        };
+        let (first, others) = bytes.split_at(part.min(bytes.len()));
+        std::thread::scope(|scope| {
+            let run = |part| scope.spawn(move || of_part(part, part.len() / block_type.bytes()));
+            let others: Vec<_> = others.chunks(part).map(run).collect();
+            let mut all = of_part(first, blocks);
+            for other in others {
+                let other = other.join().expect("blocks of a checked file are repacked");
+                all.packed.extend(other.packed);
+                all.scales.extend(other.scales);
+                all.biases.extend(other.biases);
+            }
+            all
+        })
     }
 
     /// No groups yet, with capacity for `values` values.
@@ -523,5 +547,18 @@ mod tests {
         let mut groups = Groups::new(BlockType::Q6_K, 32);
         groups.fit(&[-1.5; 32]);
         assert_eq!(values(&groups), [-1.5; 32]);
+    }
+    #[test]
+    fn threads_change_no_byte() {
+        for block_type in [BlockType::Q4_K, BlockType::Q6_K, BlockType::Q8_0] {
+            let random = |row| paceline_tensor::storage::random::random_row(block_type, 256, row);
+            let bytes: Vec<u8> = (0..7).flat_map(random).collect();
+            let one = Groups::on_threads(block_type, &bytes, 1);
+            for threads in [2, 3, 7, 100] {
+                let got = Groups::on_threads(block_type, &bytes, threads);
+                let parts = |of: &Groups| [of.packed.clone(), of.scales.clone(), of.biases.clone()];
+                assert_eq!(parts(&got), parts(&one), "{block_type} {threads}");
+            }
+        }
     }
 }

@@ -2,7 +2,9 @@
 //!
 //! ```text
 //! x (T, C) -> scores (T, E) in f32 -> weights; the k largest, by index where equal
-//! rows of the chosen experts (T k, C) -> gathered products -> y (T, k, C) -> sum of weight * y
+//! few: x (T, 1, 1, C) -> products with the matrices of chosen (T, k) -> y (T, k, C)
+//! many: rows of the chosen experts (T k, C), by expert -> gathered products -> y (T, k, C)
+//! y -> sum of weight * y
 //! ```
 //!
 //! A rank that holds some of the experts computes with these: of a choice that it does not hold
@@ -72,16 +74,11 @@ impl Step<'_> {
     /// The places of the `n` largest values along the last axis, which is `axis`.
     fn largest(&self, values: &Array, n: usize, axis: i32) -> Result<Array, Error> {
         let stream = self.parts.stream;
-        let order = stream.argsort(&self.negative(values)?, axis)?;
+        let order = stream.argsort(&stream.negative(values)?, axis)?;
         let mut stop = order.shape();
         let start = vec![0; stop.len()];
         stop[axis as usize] = n as i32;
         Ok(stream.slice(&order, &start, &stop)?)
-    }
-
-    fn negative(&self, values: &Array) -> Result<Array, Error> {
-        let stream = self.parts.stream;
-        Ok(stream.multiply(values, &stream.scalar(-1.0, Dtype::F32)?)?)
     }
 
     /// `ranks (T, E)`, those of experts in groups that the router does not choose far below.
@@ -93,7 +90,7 @@ impl Step<'_> {
         let scores = stream.sum_along(&stream.take_along(&grouped, &best, 2)?, 2)?;
         let scores = stream.reshape(&scores, &[shape[0], count])?;
         // The place of a group in the order of scores.
-        let order = stream.argsort(&self.negative(&scores)?, 1)?;
+        let order = stream.argsort(&stream.negative(&scores)?, 1)?;
         let places = stream.argsort(&order, 1)?;
         let used = stream.scalar(groups.used as f32, Dtype::U32)?;
         let open = stream.astype(&stream.less(&places, &used)?, Dtype::F32)?;
@@ -132,8 +129,13 @@ impl Step<'_> {
         let [chosen, weights] = self.held_choices(own, chosen, weights)?;
         let sizes = chosen.shape();
         let (rows, each) = (sizes[0], sizes[1]);
-        let chosen = stream.reshape(&chosen, &[-1])?;
-        let y = self.of_chosen(routed, &chosen, each as u32)?;
+        let y = match (rows * each) as usize >= ORDERED_FROM {
+            true => self.by_expert(routed, &stream.reshape(&chosen, &[-1])?, each as u32)?,
+            false => {
+                let x = stream.reshape(&self.x, &[rows, 1, 1, -1])?;
+                self.expert_rows(routed, &x, (&chosen, false))?
+            }
+        };
         let y = stream.reshape(&y, &[rows, each, -1])?;
         let y = stream.astype(&y, Dtype::F32)?;
         let weights = stream.reshape(&weights, &[rows, each, 1])?;
@@ -162,41 +164,35 @@ impl Step<'_> {
         Ok([places, weights])
     }
 
-    /// The rows of x, each for `each` of the `chosen (T k,)` experts: (T k, C).
-    fn of_chosen(&self, routed: &Routed, chosen: &Array, each: u32) -> Result<Array, Error> {
+    /// The rows of x, each by `each` of the `chosen (T k,)` experts: (T k, 1, C). The products are
+    /// in the order of experts.
+    fn by_expert(&self, routed: &Routed, chosen: &Array, each: u32) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let n = chosen.shape()[0];
         let rows: Vec<u32> = (0..n as u32).map(|i| i / each).collect();
         let rows = stream.array_u32(&rows, &[n])?;
-        if (n as usize) < ORDERED_FROM {
-            return self.expert_rows(routed, &rows, (chosen, false));
-        }
         let order = stream.argsort(chosen, 0)?;
-        let rows = stream.take(&rows, &order, 0)?;
+        let x = stream.take(&self.x, &stream.take(&rows, &order, 0)?, 0)?;
+        let x = stream.reshape(&x, &[n, 1, -1])?;
         let sorted = stream.take(chosen, &order, 0)?;
-        let y = self.expert_rows(routed, &rows, (&sorted, true))?;
+        let y = self.expert_rows(routed, &x, (&sorted, true))?;
         Ok(stream.take(&y, &stream.argsort(&order, 0)?, 0)?)
     }
 
-    /// The rows `rows (n,)` of x, each by one of the `chosen (n,)` experts: (n, C).
+    /// x (.., 1, C) -> (.., 1, C), by the `chosen (..)` experts. Sizes of 1 are repeated.
     fn expert_rows(
         &self,
         routed: &Routed,
-        rows: &Array,
+        x: &Array,
         chosen: (&Array, bool),
     ) -> Result<Array, Error> {
-        let stream = self.parts.stream;
-        let n = rows.shape()[0];
-        let x = stream.take(&self.x, rows, 0)?;
-        let x = stream.reshape(&x, &[n, 1, -1])?;
-        let gate = self.stacked(&routed.gate, &x, chosen)?;
-        let up = self.stacked(&routed.up, &x, chosen)?;
+        let gate = self.stacked(&routed.gate, x, chosen)?;
+        let up = self.stacked(&routed.up, x, chosen)?;
         let hidden = self.hidden_of(&gate, &up)?;
-        let y = self.stacked(&routed.down, &hidden, chosen)?;
-        Ok(stream.reshape(&y, &[n, -1])?)
+        self.stacked(&routed.down, &hidden, chosen)
     }
 
-    /// x (n, 1, in) -> (n, 1, out), by a matrix and a bias of the stack each.
+    /// x (.., 1, in) -> (.., 1, out), by a matrix and a bias of the stack each.
     fn stacked(&self, stack: &Stack, x: &Array, chosen: (&Array, bool)) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let product = stack.matrices.gather(stream, x, chosen)?;
