@@ -115,6 +115,9 @@ function describe(event) {
     case "instance": return [stateKind(event.state), event.state, [nick(event.model), event.nodes.length && `on ${event.nodes.join(", ")}`, event.reason].filter(Boolean).join(" · ")];
     case "split_changed": return ["warn", "split", `${nick(event.model)} ${event.text}`];
     case "fault": return ["bad", "fault", event.text];
+    case "managed": return ["", event.action, [event.subject, event.by && `by ${event.by}`].filter(Boolean).join(" ")];
+    case "refused": return ["warn", "refused", `${event.code} from ${event.client}`];
+    case "key_used": return ["request", "key used", `${event.key} from ${event.client}`];
     case "request_started": return ["request", "asked", `no. ${event.request}, ${event.prompt_tokens} tokens to ${nick(event.model)}`];
     case "unprotected": return ["bad", "unprotected", event.reason];
     case "first_token": return ["request", "first token", `no. ${event.request} after ${seconds(event.ttft_s)}`];

@@ -7,7 +7,9 @@ import { $, attr, button, bytes, classed, el, inForm, keyed, meter, nick, percen
 
 const PREVIEW_WAIT_MS = 300; // after a change in the form
 
-let stored = [], catalogue = null, refresh = () => {};
+const FOUND_FIRST = 12; // rows of the catalogue at first: the recommended and the smallest that fit
+
+let stored = [], catalogue = null, showsAll = false, refresh = () => {};
 
 // ---- loaded models
 
@@ -199,7 +201,10 @@ function drawFound() {
   const known = catalogue.models.filter((it) => it.name.toLowerCase().includes(words) && (it.fits || !fitting));
   const free = catalogue.free_bytes ? ` · ${bytes(catalogue.free_bytes)} of disk free` : "";
   text($("found-for"), catalogue.cluster ? `For ${catalogue.cluster}${free}` : "");
-  keyed($("found"), known, (it) => it.name, makeFound, (row, it) => {
+  const shown = words || showsAll ? known : known.slice(0, FOUND_FIRST);
+  $("found-all").hidden = shown.length === known.length;
+  text($("found-all"), `Show all ${known.length}`);
+  keyed($("found"), shown, (it) => it.name, makeFound, (row, it) => {
     row.firstChild.lastChild.hidden = isHere(it.name);
     row.firstChild.children[2].hidden = !isHere(it.name);
   });
@@ -261,6 +266,7 @@ export function begin(look) {
   $("load-form").addEventListener("input", () => { clearTimeout(wait); wait = setTimeout(showPreview, PREVIEW_WAIT_MS); });
   $("load-close").addEventListener("click", () => $("load").close());
   $("find").addEventListener("input", () => catalogue && drawFound());
+  $("found-all").addEventListener("click", () => { showsAll = true; drawFound(); });
   $("only-fits").addEventListener("change", () => catalogue && drawFound());
   $("find-form").addEventListener("submit", (event) => { event.preventDefault(); inForm($("find-said"), "asking the hub", searchHub); });
 }
