@@ -399,10 +399,9 @@ impl RankWorker<'_> {
 
     /// The store of this rank's KV pages beyond the epoch, if there is one.
     fn store(&self, job: &RankAssignment, weights: &dyn LoadedModel) -> Option<Box<dyn PageStore>> {
-        // MLX has its cache in its own arrays. In a mixed instance the pages of a rank would have
-        // other bits than its class gives alone, under the same name.
-        let is_kept = !weights.class().is_mlx() && !job.mixed;
-        let disk = self.disk.as_ref().filter(|_| is_kept)?;
+        // In a mixed instance the pages of a rank would have other bits than its class gives alone,
+        // under the same name.
+        let disk = self.disk.as_ref().filter(|_| !job.mixed)?;
         // The identity only samples the weights, so another file may match: the stamp is compared
         // too.
         let stamp = WeightsStamp::of(&job.model).ok()?;
