@@ -770,6 +770,7 @@ impl Config {
     /// that generate no text.
     ///
     /// # Errors
+    /// [`Error::Indexer`], [`Error::Value`].
     pub(crate) fn check_context(&self, context: usize) -> Result<(), Error> {
         if self.bidirectional {
             return Err(Error::Value {
