@@ -90,9 +90,6 @@ pub enum Error {
     AdapterEngine { engine: &'static str },
     #[error("engine {engine} does not compute recurrent layers other than gated delta nets")]
     Recurrence { engine: &'static str },
-    /// The backend has no split that shares only the experts.
-    #[error("engine {engine} does not compute stages whose ranks share the experts alone")]
-    ExpertSplit { engine: &'static str },
     /// Matrices of one product are stored in different formats.
     #[error("engine {engine} needs the experts or heads of a layer in one storage type")]
     MixedForms { engine: &'static str },

@@ -90,7 +90,6 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::Class { .. } | Error::FamilyClass { .. } => {
             Some("--engine and --class have to fit each other")
         }
-        Error::ExpertSplit { .. } => Some("--split tensor shares experts and heads"),
         Error::NotHanded { .. } => {
             Some("take one node for prompts and --split pipeline, or as many of both")
         }

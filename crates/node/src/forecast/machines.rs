@@ -457,9 +457,9 @@ pub fn exchanges(split: &Split) -> usize {
     stages(split).map(of_stage).sum()
 }
 
-/// Refuses stages of unlike engines, and expert splits on MLX.
+/// Refuses stages of unlike engines.
 fn check_engines(split: &Split, machines: &Machines) -> Result<()> {
-    for (ranks, kind, _) in stages(split) {
+    for (ranks, ..) in stages(split) {
         let class = |rank| match machines.on_mlx[machines.of_rank[rank]] {
             true => KernelClass::Mlx,
             false => KernelClass::Cpu,
@@ -468,10 +468,6 @@ fn check_engines(split: &Split, machines: &Machines) -> Result<()> {
         if let Some(b) = ranks.clone().map(class).find(|b| *b != a) {
             return Err(Error::MixedStage { a, b });
         }
-        if a.is_mlx() && kind == StageKind::Experts && ranks.len() > 1 {
-            let engine = "mlx";
-            return Err(paceline_model::Error::ExpertSplit { engine }.into());
-        }
     }
     Ok(())
 }
@@ -479,8 +475,12 @@ fn check_engines(split: &Split, machines: &Machines) -> Result<()> {
 /// The waits for devices in a step of one row.
 fn crossings(split: &Split, machines: &Machines) -> Crossings {
     let mut all = Crossings::default();
-    for (ranks, _, layers) in stages(split) {
-        let exchanges = if ranks.len() > 1 { 2 * layers } else { 0 };
+    for (ranks, kind, layers) in stages(split) {
+        let exchanges = match (ranks.len(), kind) {
+            (1, _) => 0,
+            (_, StageKind::Tensor) => 2 * layers,
+            (_, StageKind::Experts) => layers,
+        };
         let devices = ranks.filter_map(|rank| machines.device(machines.of_rank[rank]));
         let slowest = devices
             .map(|device| device.speed.crossing_s())
