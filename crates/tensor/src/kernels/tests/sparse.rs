@@ -113,7 +113,7 @@ fn defined(position: usize, top_k: usize) -> Vec<u32> {
 #[test]
 fn a_row_attends_to_the_best_positions() {
     for kv_type in KvType::ALL {
-        for top_k in [1, 24, 70, 150] {
+        for top_k in [24, 150] {
             let naive = sparse(kv_type, (POSITIONS, top_k), &all_kernels()[0]);
             for kernels in all_kernels() {
                 let all = sparse(kv_type, (POSITIONS, top_k), &kernels);
