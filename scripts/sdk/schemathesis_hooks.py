@@ -44,6 +44,14 @@ GUIDES = {
 }
 
 
+def tokenise(body):
+    """Has every text of a prompt a token: a vocabulary may lack all bytes of a generated one."""
+    ended = lambda text: text + "a" if isinstance(text, str) and text else text
+    prompt = body.get("prompt")
+    if "prompt" in body:
+        body["prompt"] = [ended(one) for one in prompt] if isinstance(prompt, list) else ended(prompt)
+
+
 def guide(body):
     """Makes what binds the answer right, where its form is; one of several stays."""
     form = body.get("response_format")
@@ -109,6 +117,7 @@ def before_call(context, case, kwargs):
         respond(body)
     if case.path.endswith("completions"):
         guide(body)
+        tokenise(body)
     fields = ("max_tokens", "max_completion_tokens")
     if case.path.endswith("completions") and all(body.get(field) is None for field in fields):
         body["max_tokens"] = MAX_TOKENS

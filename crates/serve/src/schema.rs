@@ -5,9 +5,9 @@
 //!
 //! | the field | schema | so |
 //! |---|---|---|
-//! | changes the answer, and is implemented | bounds | honoured |
-//! | changes the answer, not implemented | `enum` and `x-why` | 400, but for values that ask for nothing |
-//! | cannot change the answer | bounds, in a struct that is never read | accepted |
+//! | changes the answer, implemented | bounds | honoured |
+//! | changes the answer, not implemented | `enum`, `x-why` | 400 unless it asks for nothing |
+//! | cannot change the answer | in a struct of `no_effect` | accepted |
 //! | unknown | `additionalProperties: false` | 400, or a warning with `--lenient` |
 //! | unknown, in an object that clients send back | no `additionalProperties` | a warning |
 //!
@@ -114,10 +114,13 @@ fn generate<T: JsonSchema>() -> Value {
         settings.inline_subschemas = true;
         settings.meta_schema = None;
     });
-    // Widths of Rust's integers are no limits of the API.
+    // Widths of Rust's integers are no limits of the API, and comments have lines.
     let plain = RecursiveTransform(|schema: &mut Schema| {
         schema.remove("format");
         schema.remove("title");
+        if let Some(Value::String(text)) = schema.get_mut("description") {
+            *text = text.replace('\n', " ");
+        }
     });
     let generator = settings.with_transform(plain).into_generator();
     generator.into_root_schema_for::<T>().to_value()

@@ -30,8 +30,8 @@ pub(crate) struct CompletionRequest {
     /// Most tokens of a choice; the context bounds it as well, alone if -1. Default 16.
     #[schemars(range(min = -1, max = MAX_COUNT))]
     max_tokens: Option<i64>,
-    /// Tells log-probabilities of the answer's tokens and of so many most probable ones; with echo
-    /// of the prompt's too, null for the first.
+    /// Tells log-probabilities of the answer's tokens and of so many most probable ones. With echo
+    /// also those of the prompt, null for the first.
     #[schemars(range(min = 0, max = 5))]
     logprobs: Option<usize>,
     /// Puts the prompt before the answer. Default false.
@@ -53,7 +53,7 @@ pub(super) enum Prompt {
     Ids(Vec<i64>),
 }
 
-/// One prompt or several.
+/// A prompt or several.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub(super) enum Prompts {

@@ -21,7 +21,10 @@ pub(crate) struct OpenAiEmbeddings {
     /// go the tokens that the model was trained with.
     input: Prompts,
     /// float for numbers, base64 for little-endian f32. Default float.
-    #[schemars(extend("enum" = ["float", "base64", null], "x-why" = "vectors are told as float or base64"))]
+    #[schemars(extend(
+        "enum" = ["float", "base64", null],
+        "x-why" = "vectors are told as float or base64",
+    ))]
     encoding_format: Option<String>,
     /// Keeps so many first numbers of a vector and scales it to length 1 again. Default: all.
     #[schemars(range(min = 1, max = MAX_COUNT))]

@@ -101,8 +101,8 @@ pub(super) struct OpenAiOptions {
     /// Waiting requests of a higher priority get their turn first. Default 0. Not OpenAI's.
     #[schemars(range(min = -100, max = 100))]
     priority: Option<i32>,
-    /// Seconds after which the answer ends early, with the finish reason length. Of equal priority
-    /// the request that is due first gets its turn first. Not OpenAI's.
+    /// Seconds after which the answer ends early, with the finish reason length. Among requests of
+    /// equal priority the first due gets its turn first. Not OpenAI's.
     #[schemars(range(min = 1e-3, max = 86_400.0))]
     deadline: Option<f64>,
     /// Choices of an answer. Default 1.
