@@ -76,7 +76,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_cluster::nodes::agent::{Agent, Kind, ServiceChannel};
+use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
 use paceline_cluster::nodes::{NodeId, RegisterKey};
 use paceline_engine::{EncoderService, EngineConfig, Service};
 use paceline_fleet::{AdapterFile, InstanceId, InstanceSpec, NODES_MAX, specs};
@@ -333,9 +333,9 @@ impl OwnerService {
     }
 }
 
-/// The kind of an instance's nodes and their kernel classes. Instances with equal ones continue
-/// each other's answers.
-type Numbers = (Kind, String);
+/// The revision of the numerics of an instance's nodes, and their kernel classes. Instances with
+/// equal ones continue each other's answers, also between two protocols.
+type Numbers = (u32, String);
 
 fn name_of(wanted: &InstanceSpec) -> ModelName {
     ModelName {
@@ -781,7 +781,7 @@ impl Inner {
         specs(&self.agent.map()).any(|(other, ..)| other == id)
     }
 
-    /// Kind and kernel classes of an instance.
+    /// Revision of the numerics and kernel classes of an instance.
     fn numbers_of(&self, id: InstanceId) -> Option<Numbers> {
         let map = self.agent.map();
         let (_, _, wanted) = specs(&map).find(|(other, ..)| *other == id)?;
@@ -789,7 +789,7 @@ impl Inner {
         let owner = nodes.find(|node| node.id == wanted.nodes[0])?;
         let classes = wanted.numbers_name(None);
         let classes = classes.unwrap_or_else(|| wanted.class_names());
-        Some((owner.facts.kind(), classes))
+        Some((owner.facts.numerics, classes))
     }
 
     fn name(&self, id: NodeId) -> String {

@@ -275,7 +275,7 @@ struct IngressState {
     stand: Option<State>,
     /// Running requests of other nodes, by the owner's last status.
     others: usize,
-    /// Kind and kernel classes of the instance.
+    /// Revision of the numerics and kernel classes of the instance.
     numbers: Option<Numbers>,
     /// Set once no further request is accepted.
     is_over: bool,
@@ -416,7 +416,7 @@ impl Ingress {
         state.requests.len() + state.others
     }
 
-    /// Kind and kernel classes of the instance, as of the last known owner.
+    /// Revision of the numerics and kernel classes of the instance, as of the last known owner.
     pub(super) fn numbers(&self) -> Option<Numbers> {
         lock(&self.state).numbers.clone()
     }
@@ -755,13 +755,7 @@ pub(super) mod testing {
             state: Mutex::new(IngressState {
                 line: Some(Arc::new(line)),
                 stand: Some(State::Ready),
-                numbers: Some((
-                    paceline_cluster::nodes::agent::Kind {
-                        protocol: 1,
-                        numerics: 1,
-                    },
-                    class.to_owned(),
-                )),
+                numbers: Some((1, class.to_owned())),
                 ..IngressState::default()
             }),
             over: AtomicBool::new(false),

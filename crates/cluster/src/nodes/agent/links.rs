@@ -103,7 +103,12 @@ impl Inner {
         let from = session.peer();
         loop {
             let message = match session.recv(MESSAGE_BYTES_MAX, READ_LIMIT) {
-                Ok(Some(bytes)) => serde_json::from_slice(&bytes).ok(),
+                Ok(Some(bytes)) => match GossipMessage::read(&bytes) {
+                    Ok(Some(message)) => Some(message),
+                    Ok(None) if self.is_link(from, number) => continue,
+                    Ok(None) => return,
+                    Err(_) => None,
+                },
                 Ok(None) if self.is_link(from, number) => continue,
                 Ok(None) => return,
                 Err(_) => None,

@@ -23,7 +23,8 @@ pub struct Rumour {
     pub life: Life,
 }
 
-/// A message between members.
+/// A message between members. A later release may add kinds and fields, which an earlier one
+/// ignores.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GossipMessage {
     /// Are you there?
@@ -75,4 +76,38 @@ pub enum GossipMessage {
         /// At most [`ENTRIES_MAX`].
         entries: Vec<SignedEntry>,
     },
+}
+
+impl GossipMessage {
+    /// Reads a message; `None` for a kind that this release does not know.
+    ///
+    /// # Errors
+    /// The bytes are no message.
+    pub fn read(bytes: &[u8]) -> Result<Option<Self>, serde_json::Error> {
+        match serde_json::from_slice(bytes) {
+            Ok(message) => Ok(Some(message)),
+            // serde has no other sign of an unknown variant.
+            Err(error) if error.to_string().starts_with("unknown variant") => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_and_fields_of_a_later_release_are_ignored() {
+        let known = r#"{"PingFrom":{"asker":"01010101010101010101010101010101","since":3}}"#;
+        let asker = NodeId([1; 16]);
+        let read = GossipMessage::read(known.as_bytes()).unwrap();
+        assert_eq!(read, Some(GossipMessage::PingFrom { asker }));
+        let later = GossipMessage::read(br#"{"Poem":{"lines":[1]}}"#);
+        assert_eq!(later.unwrap(), None);
+        for bad in [&b"{"[..], b"{}", br#"{"PingFrom":{}}"#] {
+            let read = GossipMessage::read(bad);
+            assert!(read.is_err(), "{}", String::from_utf8_lossy(bad));
+        }
+    }
 }
