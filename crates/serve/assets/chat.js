@@ -71,13 +71,12 @@ function drawAll() {
   text($("chat-said"), "");
 }
 
-export function drawEmpty() {
+function drawEmpty() {
   const ready = readyModels(), isEmpty = chat.messages.length === 0;
   $("chat-empty").hidden = !isEmpty;
   $("talk").hidden = isEmpty;
   text($("empty-words"), ready.length ? "Ask the model something." : "No model is loaded yet.");
   $("empty-find").hidden = ready.length > 0;
-  document.body.classList.toggle("talks", !isEmpty);
 }
 
 const isAtEnd = () => $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < NEAR;

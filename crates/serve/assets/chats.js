@@ -2,8 +2,8 @@
 "use strict";
 
 // The oldest conversations go first. A browser gives a page some hundred MB at least.
-export const CHATS_MAX = 200;
-export const BYTES_MAX = 50e6;
+const CHATS_MAX = 200;
+const BYTES_MAX = 50e6;
 
 const opened = new Promise((done) => {
   try {
