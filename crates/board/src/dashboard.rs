@@ -198,7 +198,7 @@ impl Dashboard {
         let _ = self.0.manage.set(manage); // the first one stays
     }
 
-    /// Adds what the program around the node tells of this machine. Once.
+    /// Adds the probes of this machine. Once.
     pub fn set_host(&self, host: HostProbes) {
         let _ = self.0.host.set(host); // the first one stays
     }

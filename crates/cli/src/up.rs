@@ -485,7 +485,7 @@ impl Args {
     }
 }
 
-/// What the dashboard tells of this machine.
+/// Rates, health and printed lines of this machine, for the dashboard.
 fn host_probes() -> HostProbes {
     let failed = |error: anyhow::Error| format!("{error:#}");
     HostProbes::new(
