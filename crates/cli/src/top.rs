@@ -28,8 +28,9 @@ Examples:
   paceline top --once
   PACELINE_API_KEY=pl-... paceline top --url https://192.168.1.5:52415
 
-Keys: q ends, c chats with a loaded model, l loads a model, u unloads one, s sorts the machines by
-another column, / filters by text, Esc clears the filter, arrows and page keys scroll, ? shows all.";
+Keys: q ends, c chats with a loaded model, l loads a model, u unloads one, s sorts
+the machines by another column, / filters by text, Esc clears the filter, arrows and
+page keys scroll, ? shows all.";
 
 /// Poll interval of the node.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
