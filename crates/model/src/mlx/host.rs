@@ -44,6 +44,10 @@ const LEAST: Duration = Duration::from_secs(10);
 /// after some 5 s.
 const LEAST_FAST: Duration = Duration::from_secs(5);
 
+/// The same of evaluations before any was measured. The longest there should be takes half of it:
+/// see [`MlxOptions::PATIENCE`](super::MlxOptions::PATIENCE).
+const FIRST_FAST: Duration = Duration::from_secs(60);
+
 /// Factor over the times of earlier evaluations from which one counts as hung instead of slow. A
 /// device that another program shares, or that is hot, is some three times as slow.
 const SLOWER: u32 = 20;
@@ -96,13 +100,13 @@ impl State {
 
 impl Watch {
     fn new(limits: &EvaluationLimits) -> Self {
-        let least = match limits.hang_note {
-            Some(_) => LEAST_FAST,
-            None => LEAST,
+        let (limit, least) = match limits.hang_note {
+            Some(_) => (limits.limit.min(FIRST_FAST), LEAST_FAST),
+            None => (limits.limit, LEAST),
         };
         Self {
             state: Arc::default(),
-            limit: limits.limit,
+            limit,
             least,
         }
     }
