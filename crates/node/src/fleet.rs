@@ -1,8 +1,8 @@
 //! Control plane: the instances of a cluster, as each node reconciles them with the shared map.
 //!
-//! One thread of each node compares the map with what this node runs, and starts, hands over or
-//! ends its part. The node's commands and its HTTP server call [`Fleet`]. It computes nothing
-//! itself: that is [`Instance`](crate::Instance) and its workers.
+//! One thread of each node observes the cluster and performs the actions that the rules of
+//! `paceline_fleet` decide. The node's commands and its HTTP server call [`Fleet`]. It computes
+//! nothing itself: that is [`Instance`](crate::Instance) and its workers.
 //!
 //! ```text
 //! load: writes a record for each replica to the shared map ──▶ every node looks at its duties
@@ -16,13 +16,13 @@
 //! - [`preview`](Fleet::preview): placements with predictions, before anything loads.
 //! - [`leases`]: instances for programs of this machine's user.
 //! - [`load`](Fleet::load), [`unload`](Fleet::unload), [`list`](Fleet::list): users' requests.
-//! - Loading writes the specs; replica names, node assignment and placement spread decide which
-//!   nodes compute which replica. Expansion adds nodes that join or return.
-//! - `replicas`, `choice`, `prefixes`: routing of a request to a replica.
+//! - `control_loop`: the observation and the actions. `expansion` evaluates another placement.
+//! - Loading writes the specs; placement spread decides which nodes compute which replica.
+//! - `services`, `replicas`, `prefixes`: the models of this node's server, and routing of a request
+//!   to a replica.
 //! - `copies`, `tree`, and the modules of byte ranges, partial files and signed roots: distribution
 //!   of model files between nodes. `hub`: bytes that no node has.
-//! - `stores`: the models on each node's disk, and their limits. Garbage collection removes records
-//!   that no node needs.
+//! - `stores`: the models on each node's disk, and their limits.
 //! - Service starts: registration of a model at this node, which may read all of a file.
 //! - [`journals`]: copies of streamed answers, for clients that reconnect to another node.
 

@@ -13,12 +13,13 @@
 //! - [`scenario`]: faults and their times.
 //! - [`serving`]: supervisors, workers, ingress and clients of the instances.
 //! - [`world`]: nodes, links and the queue of events.
+//! - [`rounds`]: what a node observes, and the actions that `paceline_fleet::reconcile` decides.
 //! - [`check`]: safety and liveness checks.
 //! - [`malice`]: a cluster with one malicious member.
 //! - [`copies`]: a model's copy on a disk with faults, and its checks; [`disk`]: that disk.
 //!
-//! Simulated: membership, the map, dialling, ownership of instances, the supervisors that nodes
-//! run, workers and clients; files of copies. Not simulated: bytes of sessions, which have their
+//! Simulated: membership, the map, dialling, the rules and supervisors that nodes run, workers and
+//! clients; files of copies. Predictions and memory for lost ranks are not. Not simulated: bytes of sessions, which have their
 //! own tests, and the workers' computation.
 
 mod check;

@@ -118,7 +118,7 @@ impl NetworkView<'_> {
     }
 
     fn passes(&self, from: usize, to: usize) -> bool {
-        let side = |node: usize| (self.split >> node) & 1;
+        let side = |node: usize| self.split.unbounded_shr(node as u32) & 1;
         side(from) == side(to) && !self.deaf.contains(&(from, to))
     }
 

@@ -342,7 +342,7 @@ impl SimWorld {
 
     /// Whether a message from `from` can reach `to` now.
     pub(crate) fn passes(&self, from: usize, to: usize) -> bool {
-        let side = |node: usize| (self.split >> node) & 1;
+        let side = |node: usize| self.split.unbounded_shr(node as u32) & 1;
         side(from) == side(to) && !self.deaf.contains(&(from, to))
     }
 

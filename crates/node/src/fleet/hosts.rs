@@ -19,6 +19,7 @@ use paceline_fleet::{InstanceSpec, SPARE_AUTO, specs};
 use super::cables::CablePlan;
 use super::flaps::Flaps;
 pub(super) use super::node_connection::NodeConnection;
+use super::owner::RunningFacts;
 use super::unused_nodes::UnusedNodes;
 use super::{CREW, copies};
 use crate::workers::connection::pair;
@@ -43,6 +44,17 @@ const TOLD_LIMIT: Duration = Duration::from_millis(500);
 /// Routes of pairs of nodes that this process has measured or used.
 type PairRoutes = BTreeMap<(NodeId, NodeId), SocketAddr>;
 
+/// Past observations of the nodes of an instance.
+#[derive(Default)]
+pub(super) struct SeenHosts {
+    /// Pairs of nodes: a rank on one blamed the rank on the other.
+    blamed: BrokenPairs,
+    /// By rank: the node of its standby worker, if there is one.
+    spares: BTreeMap<Rank, NodeId>,
+    /// Routes that a recovery need not measure.
+    known: PairRoutes,
+}
+
 /// Nodes of an instance, by rank.
 pub(super) struct InstanceNodes {
     pub(super) agent: Agent,
@@ -55,14 +67,8 @@ pub(super) struct InstanceNodes {
     /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
     pub(super) unused: Arc<UnusedNodes>,
-    /// Pairs of nodes: a rank on one blamed the rank on the other.
-    pub(super) blamed: Mutex<BrokenPairs>,
-    /// By rank: the node of its standby worker, if there is one.
-    pub(super) spares: Mutex<BTreeMap<Rank, NodeId>>,
-    /// Routes that a recovery need not measure.
-    pub(super) known: Mutex<PairRoutes>,
-    /// RDMA cables between the ranks of the last epoch.
-    pub(super) cables: Arc<Mutex<CablePlan>>,
+    pub(super) seen: Mutex<SeenHosts>,
+    pub(super) running: Arc<Mutex<RunningFacts>>,
 }
 
 impl InstanceNodes {
@@ -114,7 +120,7 @@ impl InstanceNodes {
     /// route is one.
     fn broken_pairs(&self, nodes: &[NodeId]) -> BrokenPairs {
         let measured = self.agent.broken_pairs(nodes);
-        let blamed = lock(&self.blamed).clone();
+        let blamed = lock(&self.seen).blamed.clone();
         let is_lost = |a, b| self.route(a, b).is_none() && nodes.contains(&a) && nodes.contains(&b);
         let lost = blamed.iter().filter(|(a, b)| is_lost(*a, *b));
         measured.iter().chain(lost).collect()
@@ -195,12 +201,12 @@ impl WorkerHosts for InstanceNodes {
     }
 
     fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String> {
-        let before = lock(&self.spares).remove(&rank);
+        let before = lock(&self.seen).spares.remove(&rank);
         let mut reason = "no other node lives and has the memory".to_owned();
         for id in self.spare_candidates(rank, before) {
             match self.get_model(id).and_then(|()| self.reach(id)) {
                 Ok(place) => {
-                    lock(&self.spares).insert(rank, id);
+                    lock(&self.seen).spares.insert(rank, id);
                     return Ok(place);
                 }
                 Err(why) => reason = why,
@@ -215,7 +221,7 @@ impl WorkerHosts for InstanceNodes {
 
     fn promoted(&self, rank: Rank) {
         self.flaps.vacated(rank);
-        if let Some(node) = lock(&self.spares).remove(&rank) {
+        if let Some(node) = lock(&self.seen).spares.remove(&rank) {
             self.flaps.started(rank, node);
         }
     }
@@ -263,7 +269,7 @@ impl WorkerHosts for InstanceNodes {
         let mut plan = CablePlan::new(nodes, |a, b| self.agent.cables(a, b));
         plan.is_plain = self.is_trusted(nodes);
         let trusted = plan.trusted.clone();
-        *lock(&self.cables) = plan;
+        lock(&self.running).cables = plan;
         (!trusted.is_bare()).then_some(trusted)
     }
 
@@ -273,7 +279,7 @@ impl WorkerHosts for InstanceNodes {
             Some(((from, to), route))
         });
         let ways: Vec<_> = ways.collect();
-        lock(&self.known).extend(ways);
+        lock(&self.seen).known.extend(ways);
     }
 
     fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]) {
@@ -285,7 +291,7 @@ impl WorkerHosts for InstanceNodes {
                 std::thread::sleep(TOLD_LIMIT / 20);
             }
         } else {
-            let known = lock(&self.known).clone();
+            let known = lock(&self.seen).known.clone();
             let new = ends_of_new(nodes, &known, |from, to| self.route(from, to));
             if !new.is_empty() {
                 let latency = paths::PathProbe::Latency;
@@ -297,7 +303,7 @@ impl WorkerHosts for InstanceNodes {
 
     fn blamed(&self, a: NodeId, b: NodeId) {
         if a != b {
-            lock(&self.blamed).insert(a, b);
+            lock(&self.seen).blamed.insert(a, b);
         }
     }
 
@@ -349,7 +355,7 @@ impl InstanceNodes {
             true => !broken.contains(*id, self.agent.id()),
             false => broken.suits(*id, &speaking),
         });
-        let spares = lock(&self.spares);
+        let spares = lock(&self.seen).spares.clone();
         let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
         all.sort_by_key(|id| {
             let is_idle = !self.nodes.contains(id);
@@ -406,7 +412,7 @@ impl InstanceNodes {
     fn has_room(&self, rank: Rank, view: &NodeView, map: &Registers) -> bool {
         let is_on_mlx = self.is_on_mlx(rank);
         let held = held(&all_records(map), view, is_on_mlx);
-        let spares = lock(&self.spares);
+        let spares = lock(&self.seen).spares.clone();
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
         let shard = own_part(&self.wanted, self.nodes[rank.0 as usize]);
         let held = held.saturating_add(spares.saturating_mul(shard));

@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, UnknownKernelClass, lock};
@@ -48,6 +48,21 @@ const FETCHES_MAX: u32 = 4;
 /// needs none.
 const AUTO_SPARE_AFTER: Duration = Duration::from_secs(30);
 
+/// Facts of an instance that its workers determine.
+#[derive(Clone, Default)]
+pub(super) struct RunningFacts {
+    /// Name of its numbers, once its workers are ready.
+    numbers: Option<String>,
+    /// Positions of a sequence, once its engine is planned.
+    context: Option<u32>,
+    /// RDMA cables between the ranks of the last epoch.
+    pub(super) cables: CablePlan,
+    /// Transports between these ranks, for people.
+    wires: Option<String>,
+    /// The split in use, once its workers are ready.
+    split: Option<String>,
+}
+
 /// An instance of this node.
 #[derive(Clone)]
 pub(super) struct OwnedInstance {
@@ -59,15 +74,7 @@ pub(super) struct OwnedInstance {
     /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
     pub(super) unused: Arc<UnusedNodes>,
-    /// Name of its numbers, once its workers are ready.
-    pub(super) numbers: Arc<Mutex<Option<String>>>,
-    /// Positions of a sequence, once its engine is planned.
-    pub(super) context: Arc<OnceLock<u32>>,
-    /// RDMA cables between the ranks of the last epoch, and what became of them, for people.
-    pub(super) cables: Arc<Mutex<CablePlan>>,
-    pub(super) wires: Arc<Mutex<Option<String>>>,
-    /// The split in use, once its workers are ready.
-    pub(super) split: Arc<Mutex<Option<String>>>,
+    pub(super) running: Arc<Mutex<RunningFacts>>,
     /// Whether it was started before, by an earlier record or an earlier process of this node.
     /// Clients may have partial answers, so a failure while it loads does not end it.
     pub(super) goes_on: bool,
@@ -83,11 +90,7 @@ impl OwnedInstance {
             flaps: Arc::default(),
             cramped: Arc::default(),
             unused: Arc::default(),
-            numbers: Arc::default(),
-            context: Arc::default(),
-            cables: Arc::default(),
-            wires: Arc::default(),
-            split: Arc::default(),
+            running: Arc::default(),
             goes_on,
         }
     }
@@ -157,7 +160,7 @@ impl OwnedInstance {
         if self.goes_on {
             prepared.go_on();
         }
-        let _ = self.context.set(prepared.engine().context as u32); // the same for every start
+        lock(&self.running).context = Some(prepared.engine().context as u32);
         let instance = match self.wanted.on_one_machine() {
             Some(options) => {
                 self.start_here(inner, (prepared, options), (path, draft, adapters))?
@@ -166,7 +169,7 @@ impl OwnedInstance {
         };
         let ready = instance.ready_while(|| inner.has_begun(self.id, self.epoch));
         ready.map_err(|error| error.to_string())?;
-        *lock(&self.numbers) = instance.numbers(); // the observer may come later
+        lock(&self.running).numbers = instance.numbers(); // the observer may come later
         Ok(OwnerService::Instance(Arc::new(instance)))
     }
 
@@ -192,7 +195,7 @@ impl OwnedInstance {
                     ..self.wanted.clone()
                 };
                 let readers = Self {
-                    cables: Arc::default(),
+                    running: Arc::default(),
                     ..self.clone()
                 };
                 let prompts = readers.crew(inner, of_prompts, Arc::default());
@@ -213,10 +216,8 @@ impl OwnedInstance {
             flaps,
             cramped: Arc::clone(&self.cramped),
             unused: Arc::clone(&self.unused),
-            blamed: Mutex::default(),
-            spares: Mutex::default(),
-            known: Mutex::default(),
-            cables: Arc::clone(&self.cables),
+            seen: Mutex::default(),
+            running: Arc::clone(&self.running),
         };
         RemoteWorkers::new(Box::new(places), model, ranks, None)
     }
@@ -510,8 +511,11 @@ impl OwnedInstance {
             let Some(inner) = inner.upgrade() else { return };
             if let Notice::Ready { way, facts, .. } = notice {
                 after_failure = State::Recovering;
-                *lock(&own.numbers) = numbers(&cuts[*way].split, &classes, facts);
-                *lock(&own.split) = Some(cuts[*way].split.to_string());
+                let split = &cuts[*way].split;
+                let mut running = lock(&own.running);
+                running.numbers = numbers(split, &classes, facts);
+                running.split = Some(split.to_string());
+                drop(running);
                 own.tell_wires(&inner, facts);
             }
             match notice {
@@ -560,8 +564,10 @@ impl OwnedInstance {
 
     /// Tells the transports between ranks with RDMA cables, where they have changed.
     fn tell_wires(&self, inner: &Inner, facts: &[RankFacts]) {
-        let told = lock(&self.cables).told(|id| inner.name(id), facts);
-        let before = std::mem::replace(&mut *lock(&self.wires), told.clone());
+        let mut running = lock(&self.running);
+        let told = running.cables.told(|id| inner.name(id), facts);
+        let before = std::mem::replace(&mut running.wires, told.clone());
+        drop(running);
         if let Some(told) = told.filter(|told| before.as_ref() != Some(told)) {
             (inner.spec.tell)(&format!("{}: {told}", self.wanted.model));
         }
@@ -581,29 +587,22 @@ impl OwnedInstance {
         progress: Option<(u64, u64)>,
         reason: Option<String>,
     ) {
-        let numbers = lock(&self.numbers).clone();
-        let wires = lock(&self.wires).clone();
-        let split = lock(&self.split).clone();
+        let (running, computing) = match state {
+            State::Ready => (lock(&self.running).clone(), self.computing()),
+            _ => (RunningFacts::default(), Vec::new()),
+        };
+        let is_open = !self.wanted.predicted.is_empty();
+        let is_other = |name: &String| is_open && *name != self.wanted.split;
         let report = Report {
-            wires: wires.filter(|_| state == State::Ready),
             epoch: self.epoch,
             state,
             progress,
             reason,
-            computing: match state {
-                State::Ready => self.computing(),
-                _ => Vec::new(),
-            },
-            context: self
-                .context
-                .get()
-                .copied()
-                .filter(|_| state == State::Ready),
-            numbers: numbers.filter(|_| state == State::Ready),
-            split: split.filter(|name| {
-                let is_open = !self.wanted.predicted.is_empty();
-                is_open && state == State::Ready && *name != self.wanted.split
-            }),
+            computing,
+            context: running.context,
+            numbers: running.numbers,
+            wires: running.wires,
+            split: running.split.filter(is_other),
         };
         let text = serde_json::to_string(&report).expect("a report is JSON");
         // Fails if the map is full or this node is no longer the owner: the report is dropped.

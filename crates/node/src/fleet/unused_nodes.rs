@@ -16,29 +16,34 @@ use super::owner::OwnedInstance;
 
 /// Facts of an instance's owner about them besides lives, paths and lost workers.
 #[derive(Debug, Default)]
-pub(super) struct UnusedNodes {
+pub(super) struct UnusedNodes(Mutex<UnusedFacts>);
+
+#[derive(Debug, Default)]
+struct UnusedFacts {
     /// Nodes that could not get the model.
-    lacking: Mutex<BTreeSet<NodeId>>,
+    lacking: BTreeSet<NodeId>,
     /// Why the last evaluated placement is not used.
-    refused: Mutex<Option<String>>,
+    refused: Option<String>,
 }
 
 impl UnusedNodes {
     /// A node could not get the model: the current record starts no worker there.
     pub(super) fn lacks(&self, node: NodeId) {
-        lock(&self.lacking).insert(node);
+        lock(&self.0).lacking.insert(node);
     }
 
     /// Whether a node could not get the model.
     pub(super) fn is_lacking(&self, node: NodeId) -> bool {
-        lock(&self.lacking).contains(&node)
+        lock(&self.0).lacking.contains(&node)
     }
 
     /// Sets why another placement is not used; `None` if there is no other one. Returns whether
     /// that is new.
     pub(super) fn refuse(&self, reason: Option<String>) -> bool {
-        let before = std::mem::replace(&mut *lock(&self.refused), reason.clone());
-        before != reason
+        let mut facts = lock(&self.0);
+        let is_new = facts.refused != reason;
+        facts.refused = reason;
+        is_new
     }
 }
 
@@ -81,7 +86,7 @@ impl OwnedInstance {
                 inner.name(id)
             )
         }));
-        said.extend(lock(&self.unused.refused).clone());
+        said.extend(lock(&self.unused.0).refused.clone());
         (!said.is_empty()).then(|| said.join("; "))
     }
 
