@@ -372,8 +372,8 @@ impl Sampler {
         &self.params
     }
 
-    /// The next draw, for a step that draws tokens; `None` where bias or penalties change logits, and
-    /// where the temperature comes last.
+    /// The next draw, for a step that draws tokens; `None` where bias or penalties change logits,
+    /// and where the temperature comes last.
     pub(crate) fn draw_of(&self, forbidden: ForbiddenTokens) -> Option<TokenDraw> {
         let p = &self.params;
         let is_usual = !p.changes_logits() && p.order == TemperatureOrder::First;

@@ -35,7 +35,7 @@ use delta_net::NetRows;
 pub(super) use delta_net::Triangles;
 use output_rows::OutputRows;
 
-/// Queries of one sequence, `(1, heads, rows, D)`, if it has some, and its keys and values where the
+/// Queries of one sequence, `(1, heads, rows, D)`, if it has some. Its keys and values, where the
 /// layer has its own.
 #[derive(Debug)]
 struct Turned {
