@@ -47,7 +47,7 @@ def split():
     os.environ.setdefault("PACELINE", BINARY)
     import common31
     path, device = made(layers=6), fake("share.rs")
-    for ms in [2, 20]:
+    for ms in [2, 10]:
         net, machines = common31.Net(2), []
         try:
             machines += [common31.Machine(BINARY, net, n, slow(path, ms, 180, device)) for n in range(2)]
