@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use paceline_fleet::InstanceSpec;
 use paceline_engine::SamplingParams;
+use paceline_fleet::InstanceSpec;
 use paceline_model::encoder::EncoderConfig;
 use paceline_model::{Config, ModelSource};
 use paceline_serve::{ModelDetails, ServedModel, default_sampling};

@@ -15,15 +15,15 @@ use paceline_auth::keys::{self, KeyInfo, KeyRole, Keys};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_cluster::nodes::placement::{AdapterFile, AdapterNaming, InstanceSpec};
 use paceline_engine::{EngineConfig, Service};
+use paceline_fleet::{AdapterFile, AdapterNaming, InstanceSpec};
 use paceline_model::Config;
 use paceline_node::context_size::{ContextBudget, KvMemory};
 use paceline_node::fleet::{
     self, Fleet, FleetSpec, LoadRequest, MakeKernels, TraceRequest, journals, leases,
 };
-use paceline_process::Program;
 use paceline_node::{DRAFTS, tunnel};
+use paceline_process::Program;
 use paceline_serve::{
     JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome, ModelRegistry, Upstreams,
 };
@@ -541,7 +541,7 @@ impl Mirror for FleetMirror {
 
 #[cfg(test)]
 mod tests {
-    use paceline_cluster::nodes::placement::WeightDistribution;
+    use paceline_fleet::WeightDistribution;
 
     use super::*;
 

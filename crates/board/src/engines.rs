@@ -172,7 +172,9 @@ impl KeptRates {
 
     /// Whether a device is qualified for fast sync.
     pub(crate) fn is_qualified(&self) -> bool {
-        self.read().iter().any(|kept| kept.fast_crossing_ns.is_some())
+        self.read()
+            .iter()
+            .any(|kept| kept.fast_crossing_ns.is_some())
     }
 
     fn write(&self, kept: &[KeptDevice]) {

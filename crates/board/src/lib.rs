@@ -20,8 +20,8 @@
 //! - [`cables`]: cabling between machines.
 //! - [`fast_sync`]: waits for Apple's GPUs without the system.
 //! - [`findings`]: the user's own findings for the knowledge base.
-//! - [`fits`]: models that fit, and their speed.
 //! - [`host`]: this machine, by the program around the node.
+//! - [`fits`]: models that fit, and their speed.
 //! - [`run_forecast`]: speed forecast for a model on this machine.
 //! - [`lookup`]: finds models, clusters and engines by name.
 //! - [`local_model`]: loads a model for a local program.
@@ -52,16 +52,16 @@ pub mod doctor;
 mod downloads;
 pub mod engines;
 mod error;
-mod figures;
 pub mod fast_sync;
+mod figures;
 pub mod findings;
 pub mod fits;
 mod fleet;
 mod heap;
+pub mod host;
 mod hub;
 mod label;
 pub mod lease;
-pub mod host;
 mod links;
 pub mod local_model;
 pub mod lookup;
@@ -69,10 +69,10 @@ pub mod machines;
 pub mod member;
 pub mod model_facts;
 pub mod own_cluster;
+mod page_commands;
 mod peers;
 pub mod previews;
 pub mod pulls;
-mod page_commands;
 pub mod rdma;
 mod removal;
 pub mod run_forecast;

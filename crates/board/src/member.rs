@@ -5,10 +5,10 @@ use std::io;
 use std::path::PathBuf;
 use std::thread::available_parallelism;
 
+use paceline_auth::keys::Keys;
 use paceline_base::KernelClass;
 use paceline_cluster::machine;
 use paceline_cluster::nodes::agent::{Agent, KeyFile, NodeFacts};
-use paceline_auth::keys::Keys;
 use paceline_tensor::InstructionSet;
 use serde_json::{Value, json};
 

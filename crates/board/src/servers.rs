@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use paceline_cluster::nodes::discovery;
 use paceline_auth::tls::{
     CertificateNames, OwnCertificate, RenewalReason, ServerProtocol, TlsIdentity,
 };
+use paceline_cluster::nodes::discovery;
 use paceline_serve::{
     Access, Config, ProcessMetrics, Puller, Remover, SpecError, TimeSource, UpstreamArg, Upstreams,
 };

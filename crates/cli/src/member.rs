@@ -177,7 +177,7 @@ impl NodeArgs {
         config.data_interface.clone_from(&self.data_interface);
         let ports = self.data_ports.as_ref();
         config.data_ports = ports.map(|PortRange(ports)| ports.clone());
-        config.work = paceline_cluster::nodes::placement::work;
+        config.work = paceline_fleet::ownership::work;
         config.keys = Some(Arc::new(ApiKeys(home::api_keys()?)));
         config.tell = Arc::new(|line| print_err(line));
         Ok(config)

@@ -67,8 +67,8 @@ const OWNED: [(&str, &[&str]); 4] = [
     (
         "tokio",
         &[
-            "comm",
             "auth",
+            "comm",
             "cluster",
             "engine",
             "mapreduce",

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::anyhow;
 use paceline_base::KernelClass;
-use paceline_fleet::{AdapterNaming, InstanceOptions, MachineOptions};
 use paceline_engine::{EngineConfig, StepTimeTarget};
+use paceline_fleet::{AdapterNaming, InstanceOptions, MachineOptions};
 use paceline_model::ModelSource;
 use paceline_model::encoder::EncoderConfig;
 use paceline_node::DRAFTS;
