@@ -53,7 +53,7 @@ fn side() -> Vec<u8> {
 }
 
 /// Texts from which the readers of texts start, by target.
-const TEXTS: [(&str, &str); 37] = [
+const TEXTS: [(&str, &str); 38] = [
     ("cluster_children/lines", "{\"Say\":1}\n\nplain\r\n"),
     (
         "cluster_nodes/wanted",
@@ -135,6 +135,10 @@ const TEXTS: [(&str, &str); 37] = [
       \x1etoken hardware\nHardware Port: Thunderbolt 1\nDevice: en2\n",
     ),
     ("launch_hosts/output", "ready\n\x1etoken 7\nplain\r\n"),
+    (
+        "markdown/parts",
+        "# A\n*b* **c** `d`\n```rust\ne\n```\n> 3. f\n   - [x] [g](https://a)\n\n|h|\n|-:|\n|<i>|\n",
+    ),
     (
         "node_messages/worker",
         r#"{"Submit":{"ticket":1,"request":{"prompt":[1],"max_tokens":2}}}"#,

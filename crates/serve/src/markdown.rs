@@ -16,10 +16,10 @@ const LINE_BYTES_MAX: usize = 16 << 10;
 const NODES_MAX: usize = 3_000;
 
 /// Maximum depth of elements; deeper ones are merged into their parents.
-const DEPTH_MAX: usize = 24;
+pub(crate) const DEPTH_MAX: usize = 24;
 
 /// Schemes of links that keep their address.
-const SCHEMES: [&str; 3] = ["http://", "https://", "mailto:"];
+pub(crate) const SCHEMES: [&str; 3] = ["http://", "https://", "mailto:"];
 
 /// A text or an element.
 #[derive(Debug, PartialEq, Serialize)]
