@@ -135,8 +135,8 @@ def wheel(given: Path, model: Path, folder: Path) -> None:
 #: what is changed, and removes. Whatever lay there before lies there after, and models.
 LIFE = r"""
 listed() { find / -xdev -path /proc -prune -o -path /in -prune -o -path /tmp -prune -o -print | sort; }
-export PACELINE_HOME=/root/.paceline
-mkdir -p /root/.paceline/models/kept
+export PACELINE_HOME=$HOME/.paceline
+mkdir -p "$PACELINE_HOME/models/kept"
 listed >/in/before
 sh /in/former/install.sh >&2
 paceline ASK

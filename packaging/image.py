@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,7 @@ from pathlib import Path
 
 import make
 
-#: Packages of Debian 12.14, and where they lie now and later.
-MIRRORS = ("http://deb.debian.org/debian/", "http://snapshot.debian.org/archive/debian/20261101T000000Z/")
+#: Packages of Debian 12.14.
 PACKAGES = {
     "x86_64": {
         "pool/main/g/glibc/libc6_2.36-9+deb12u14_amd64.deb":
@@ -56,12 +56,22 @@ class Skip(Exception):
     """A tool or the network is missing."""
 
 
+def mirrors() -> list[str]:
+    """Servers of Debian's packages: `DEBIAN_MIRROR`, a URL such as that of an archive, then those of apt here."""
+    named = [url for url in [os.environ.get("DEBIAN_MIRROR")] if url]
+    for path in [Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").glob("*")]:
+        if path.is_file():
+            named += re.findall(r"(?:deb |URIs: *)(?:\[[^]]*\] *)?(https?://\S+)", path.read_text())
+    urls = dict.fromkeys(url.rstrip("/") + "/" for url in named)
+    return [url for url in urls if "debian" in url]
+
+
 def fetched(path: str, digest: str) -> Path:
     """A package of Debian, kept in `target/debian`."""
     target = make.ROOT / "target/debian" / Path(path).name
     target.parent.mkdir(parents=True, exist_ok=True)
     errors = []
-    for mirror in MIRRORS:
+    for mirror in mirrors():
         if not target.is_file():
             try:
                 with urllib.request.urlopen(mirror + path, timeout=60) as answer:

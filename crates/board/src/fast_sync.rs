@@ -28,19 +28,19 @@ pub enum GpuWait {
     Fast,
 }
 
-/// What a command wants.
+/// The choice of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SyncChoice {
-    /// Its own wait, whatever was qualified or hung: measurements.
+    /// Its own wait, also where nothing is qualified or a GPU hung: measurements.
     Always(GpuWait),
     /// Fast waits, unless a GPU hung with them.
     Asked,
-    /// What the environment says, else fast waits where a device is qualified for them; unless a
+    /// The environment's choice, else fast waits where a device is qualified for them; unless a
     /// GPU hung.
     Qualified,
 }
 
-/// What this machine knows of fast sync.
+/// Facts of this machine about fast sync.
 #[derive(Debug)]
 pub struct FastSync {
     note: PathBuf,

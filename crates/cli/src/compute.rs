@@ -65,7 +65,7 @@ pub(crate) struct EngineArgs {
     /// MLX
     #[arg(long)]
     pub(crate) strict: bool,
-    /// On Macs, have MLX wait for the GPU without the system: exchanges of tensor splits cost some
+    /// On Macs, have MLX wait for the GPU without the system. Exchanges of tensor splits cost some
     /// 4 us instead of 150, but GPUs have hung until a restart. It stays off after a hang
     /// [default: where `paceline selftest --fast-sync` has passed]
     #[arg(long)]

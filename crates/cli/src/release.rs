@@ -1,7 +1,7 @@
 //! The version of this program, and that of its protocol between workers.
 //!
-//! Both are read from bytes of the program's file, so that a test makes a program of another
-//! release by changing these bytes in a copy, instead of compiling for minutes.
+//! Both are read from bytes of the program's file. A test makes a program of another release by
+//! changing these bytes in a copy, instead of compiling for minutes.
 
 use paceline_cluster::nodes::agent::PROTOCOL;
 

@@ -85,8 +85,8 @@ pub(crate) struct Args {
     /// Measure no speed of a model
     #[arg(long)]
     quick: bool,
-    /// Also check 10,000 waits for the GPU without the system, with which GPUs of Macs have hung
-    /// until a restart; from then on MLX waits so on this machine
+    /// Also check 10,000 waits for the GPU without the system. GPUs of Macs have hung with them
+    /// until a restart. From then on MLX waits so on this machine
     #[arg(long, alias = "fast-synch")]
     fast_sync: bool,
     /// Also write the table to a file

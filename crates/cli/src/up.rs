@@ -426,7 +426,7 @@ impl Args {
         })
     }
 
-    /// What this machine starts for others: copies of `program` in other roles.
+    /// Starters of programs for other machines: copies of `program` in other roles.
     fn starters(&self, program: &Path) -> anyhow::Result<Vec<(&'static str, ProgramStarter)>> {
         let starter = |words: &[&str], more| process::starter(program, words, more);
         let installed = std::env::current_exe().context("cannot find this program's own file")?;

@@ -43,8 +43,8 @@ pub const TF32: &str = "MLX_ENABLE_TF32";
 /// Variable of the environment by which MLX waits for Apple's GPUs without the system where it is
 /// `1`. It is read once.
 ///
-/// A wait then takes some 4 us instead of 150 (mlx #4438). GPUs have hung with it until a restart of
-/// the machine (mlx #3142, #3830).
+/// A wait then takes some 4 us instead of 150 (mlx #4438). GPUs have hung with it until a restart
+/// of the machine (mlx #3142, #3830).
 pub const FAST_SYNC: &str = "MLX_METAL_FAST_SYNCH";
 
 mod array;

@@ -27,9 +27,8 @@ pub const EVALUATIONS: usize = 200;
 /// Evaluations before them: the first one compiles a kernel.
 const WARM_UP: usize = 20;
 
-/// Microseconds from the request for the sum of two numbers until the processor can read it, waited
-/// for as before exchanges with other ranks: the median of so many `evaluations`. Done on a thread
-/// of its own.
+/// Microseconds from the request for the sum of two numbers until the processor can read it: the
+/// median of `evaluations`. It waits as before exchanges with other ranks, on a thread of its own.
 ///
 /// # Errors
 /// [`Error::NoDevice`], [`Error::Call`], [`Error::Thread`].

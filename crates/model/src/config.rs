@@ -162,7 +162,7 @@ pub enum Selection {
     All,
     /// Those that the layer's indexer chooses.
     Own(Indexer),
-    /// Those that the last indexer before chose.
+    /// The choice of the last indexer before.
     Before,
 }
 

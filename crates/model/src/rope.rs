@@ -128,7 +128,7 @@ impl Rope {
         self
     }
 
-    /// The same pairs, none of which turns.
+    /// The same pairs without rotation.
     #[must_use]
     pub fn without_turning(&self) -> Self {
         let frequencies = vec![0.0; self.frequencies.len()];

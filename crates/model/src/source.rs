@@ -562,13 +562,20 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
     if let Some(name) = hf_expert(names, part) {
         return format!("{model}.layers.{layer}.{name}");
     }
+    format!("{model}.layers.{layer}.{}", hf_part(names, part))
+}
+
+/// Name of a part of a layer in the Hugging Face layout; not of experts.
+fn hf_part(names: &FileNames, part: LayerRole) -> &'static str {
     let joined = match part {
         LayerRole::Query | LayerRole::Key | LayerRole::Value => names.qkv,
         LayerRole::Gate | LayerRole::Up => names.gate_up,
         _ => None,
     };
-    let name = match part {
-        _ if joined.is_some() => joined.unwrap_or_default(),
+    if let Some(joined) = joined {
+        return joined;
+    }
+    match part {
         LayerRole::AttentionNorm => "input_layernorm",
         LayerRole::Query => "self_attn.q_proj",
         LayerRole::Key => "self_attn.k_proj",
@@ -616,8 +623,7 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
         LayerRole::DeltaNorm => "linear_attn.norm",
         LayerRole::DeltaOutput => "linear_attn.out_proj",
         other => unreachable!("{other:?} is a part of experts"),
-    };
-    format!("{model}.layers.{layer}.{name}")
+    }
 }
 
 /// Names of unstacked experts in the Hugging Face layout.

@@ -323,8 +323,8 @@ fn every_family_gives_the_bits_of_one_rank() {
     }
 }
 
-/// Rows that attend to the 24 positions of more than 100 that an indexer chooses: over splits, and
-/// in chunks of other lengths, which have the last row's logits in common.
+/// Rows that attend to the 24 positions of more than 100 that an indexer chooses. Splits and chunks
+/// of other lengths have the last row's logits in common.
 #[test]
 fn selections_give_the_bits_of_one_rank() {
     let path = golden("hf/glm-dsa-sparse-bf16");

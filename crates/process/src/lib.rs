@@ -2,8 +2,8 @@
 //!
 //! Every crate that starts a program owns it by this one, wherever it runs:
 //! - [`Process`]: a child that ends with its owner, together with its own children.
-//! - [`Program`]: a program with its standard input and output, here, behind a shell such as that
-//!   of `ssh`, or at the other end of a socket, such as a node's.
+//! - [`Program`]: a program with its standard input and output: here, by `ssh`, or at the other end
+//!   of a socket.
 //! - [`Ending`], [`ExitLog`]: the exit state of a process; the first failure of many.
 //! - [`LineBuffer`], [`LineTail`], [`PrefixedWriter`]: whole lines from chunks, the last lines, and
 //!   many processes' lines on one output without mixing.

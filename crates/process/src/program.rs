@@ -18,12 +18,12 @@ const NOISE_BYTES_MAX: usize = 64 << 10;
 /// Poll interval for the end of a program.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// Time between the end of the input and the kill when a program is dropped: `ssh` forwards what
-/// it was sent last within one round trip.
+/// Time between the end of the input and the kill when a program is dropped. `ssh` forwards its
+/// last input within one round trip.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// A program and its standard streams. Dropping it closes its input; a process of this machine is
-/// killed if it does not end within half a second, a program elsewhere ends by itself.
+/// A program and its standard streams. Dropping it closes its input. A process of this machine is
+/// killed if it does not end within half a second; a program elsewhere ends by itself.
 ///
 /// It runs here ([`start`](Self::start)), behind a shell such as that of `ssh`
 /// ([`by_shell`](Self::by_shell)), or at the other end of a socket

@@ -13,9 +13,9 @@ use axum::http::header::{AUTHORIZATION, HOST, HeaderValue, ORIGIN};
 use axum::http::{HeaderMap, Request, Version};
 use serde::{Deserialize, Serialize};
 
+use crate::rejection::Rejection;
 use crate::schema::clip;
 use paceline_auth::keys::WatchedKeys;
-use crate::rejection::Rejection;
 
 /// Clients and web pages that may send requests. Loopback names and addresses, and the address that
 /// a connection came to, are always accepted as `Host`. A page of the server's own origin is always
@@ -26,8 +26,8 @@ pub struct Access {
     pub hosts: Vec<String>,
     /// Web pages that may use the API, as browsers spell an origin: `https://chat.example.org`.
     pub origins: Vec<String>,
-    /// A file of [`keys`](paceline_auth::keys); without one no client needs a key. The server reads the
-    /// file again when it changes. An empty or missing file admits no client.
+    /// A file of [`keys`](paceline_auth::keys); without one no client needs a key. The server reads
+    /// the file again when it changes. An empty or missing file admits no client.
     pub keys: Option<PathBuf>,
     /// Allows addresses that others can reach although there are no keys.
     pub open_to_network: bool,

@@ -58,8 +58,8 @@ impl Element {
     }
 }
 
-/// The tree of a text; `None` if it is too long, or has too long lines or too many parts, to be
-/// shown as more than plain text.
+/// The tree of a text. `None` if it is too long, or has too long lines or too many parts: such text
+/// is shown plain.
 pub(crate) fn tree(text: &str) -> Option<Vec<Node>> {
     let has_long_line = text.split('\n').any(|line| line.len() > LINE_BYTES_MAX);
     if text.len() > TEXT_BYTES_MAX || has_long_line {
@@ -215,7 +215,7 @@ fn address(url: &str) -> Option<String> {
         start.is_some_and(|start| start.eq_ignore_ascii_case(scheme))
     };
     let has_control = url.contains(char::is_control);
-    (!has_control && SCHEMES.iter().any(|it| is_known(&it))).then(|| url.to_owned())
+    (!has_control && SCHEMES.iter().any(|it| is_known(it))).then(|| url.to_owned())
 }
 
 #[cfg(test)]

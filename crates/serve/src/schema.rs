@@ -156,7 +156,7 @@ fn check(
     }
     check_listed(schema, value, at)?;
     match value {
-        // Any value, with whatever is in it.
+        // Any value, with any content.
         _ if schema.get("type").is_none() => Ok(()),
         Value::String(text) => check_text(schema, text, at),
         Value::Number(_) => check_number(schema, value, at),
@@ -173,7 +173,7 @@ fn check(
     }
 }
 
-/// The schemas of which a value matches one.
+/// The schemas; a value matches one.
 fn options(schema: &'static Value) -> Option<&'static Vec<Value>> {
     schema.get("anyOf").or(schema.get("oneOf"))?.as_array()
 }
@@ -423,15 +423,15 @@ fn check_object(
         map.insert(name, value);
     }
     let required = schema["required"].as_array().into_iter().flatten();
-    let required = required.filter_map(Value::as_str);
-    for name in required.filter(|name| !map.contains_key(*name)) {
-        let about = schema["properties"][name]["description"].as_str();
-        return Err(Rejection::Missing {
-            param: Place::Field(&at, name).to_string(),
-            expected: about.unwrap_or("a value").to_owned(),
-        });
-    }
-    Ok(())
+    let mut required = required.filter_map(Value::as_str);
+    let Some(name) = required.find(|name| !map.contains_key(*name)) else {
+        return Ok(());
+    };
+    let about = schema["properties"][name]["description"].as_str();
+    Err(Rejection::Missing {
+        param: Place::Field(&at, name).to_string(),
+        expected: about.unwrap_or("a value").to_owned(),
+    })
 }
 
 pub(crate) fn wrong_type(param: String, value: &Value, expected: impl Into<String>) -> Rejection {
@@ -533,75 +533,82 @@ mod tests {
         read(body, notes)
     }
 
+    /// Fields of a body and the beginning of the answer: numbers and texts.
+    const OF_SCALARS: &[(&str, &str)] = &[
+        (r#""text":"a""#, "ok"),
+        (r#""text":null"#, "text is missing: A short text."),
+        ("", "text is missing"),
+        (r#""text":"""#, "text has 0 characters, expected 1 to 3"),
+        (r#""text":"中中中""#, "ok"),
+        (r#""text":"aaaa""#, "text has 4 characters, expected 1 to 3"),
+        (r#""text":1"#, "text is 1, expected a string"),
+        (r#""text":"a","number":2"#, "ok"),
+        (
+            r#""number":2.0000001"#,
+            "number is 2.0000001, expected -2 to 2",
+        ),
+        (r#""number":-1e308"#, "number is -1e+308, expected -2 to 2"),
+        (r#""number":"2""#, "number is \"2\", expected a number"),
+        (r#""number":true"#, "number is true, expected a number"),
+        (r#""text":"a","integer":9223372036854775807"#, "ok"),
+        (
+            r#""integer":9223372036854775808"#,
+            "integer is 9223372036854775808, expected 1 to",
+        ),
+        (r#""integer":1e300"#, "integer is 1e+300, expected 1 to"),
+        (r#""integer":0"#, "integer is 0, expected 1 to"),
+        (r#""integer":1.5"#, "integer is 1.5, expected an integer"),
+        (r#""flag":1"#, "flag is 1, expected true or false"),
+    ];
+
+    /// As [`OF_SCALARS`]: choices, objects and arrays.
+    const OF_CHOICES: &[(&str, &str)] = &[
+        (r#""text":"a","only":{"type":"text"}"#, "ok"),
+        (
+            r#""only":{"type":"json"}"#,
+            "only is an object, which is not supported: reasons",
+        ),
+        (
+            r#""word":"three""#,
+            "word is \"three\", expected one of \"one\", \"two\"",
+        ),
+        (r#""open":[]"#, "open is [], expected an object"),
+        (
+            r#""open":{"inner":1}"#,
+            "open.inner is 1, expected true or false",
+        ),
+        (r#""text":"a","union":["a"]"#, "ok"),
+        (
+            r#""union":[1,"a"]"#,
+            "union[1] is \"a\", expected an integer",
+        ),
+        (
+            r#""union":["a","b","c"]"#,
+            "union has 3 items, expected at most 2",
+        ),
+        (
+            r#""union":7"#,
+            "union is 7, expected an array of integers or an array of strings or",
+        ),
+        (
+            r#""tagged":[{"type":"first"}]"#,
+            "tagged[0].size is missing",
+        ),
+        (
+            r#""tagged":[{"size":1}]"#,
+            "tagged[0].type is missing: one of \"first\", \"second\"",
+        ),
+        (
+            r#""tagged":[{"type":"x"}]"#,
+            "tagged[0].type is \"x\", which is not supported: others",
+        ),
+        (r#""other":null"#, "other is no field"),
+        (r#""text":"a","flag":null,"number":null"#, "ok"),
+    ];
+
     #[test]
     fn every_keyword_is_checked() {
-        for (fields, expected) in [
-            (r#""text":"a""#, "ok"),
-            (r#""text":null"#, "text is missing: A short text."),
-            ("", "text is missing"),
-            (r#""text":"""#, "text has 0 characters, expected 1 to 3"),
-            (r#""text":"中中中""#, "ok"),
-            (r#""text":"aaaa""#, "text has 4 characters, expected 1 to 3"),
-            (r#""text":1"#, "text is 1, expected a string"),
-            (r#""text":"a","number":2"#, "ok"),
-            (
-                r#""number":2.0000001"#,
-                "number is 2.0000001, expected -2 to 2",
-            ),
-            (r#""number":-1e308"#, "number is -1e+308, expected -2 to 2"),
-            (r#""number":"2""#, "number is \"2\", expected a number"),
-            (r#""number":true"#, "number is true, expected a number"),
-            (r#""text":"a","integer":9223372036854775807"#, "ok"),
-            (
-                r#""integer":9223372036854775808"#,
-                "integer is 9223372036854775808, expected 1 to",
-            ),
-            (r#""integer":1e300"#, "integer is 1e+300, expected 1 to"),
-            (r#""integer":0"#, "integer is 0, expected 1 to"),
-            (r#""integer":1.5"#, "integer is 1.5, expected an integer"),
-            (r#""flag":1"#, "flag is 1, expected true or false"),
-            (r#""text":"a","only":{"type":"text"}"#, "ok"),
-            (
-                r#""only":{"type":"json"}"#,
-                "only is an object, which is not supported: reasons",
-            ),
-            (
-                r#""word":"three""#,
-                "word is \"three\", expected one of \"one\", \"two\"",
-            ),
-            (r#""open":[]"#, "open is [], expected an object"),
-            (
-                r#""open":{"inner":1}"#,
-                "open.inner is 1, expected true or false",
-            ),
-            (r#""text":"a","union":["a"]"#, "ok"),
-            (
-                r#""union":[1,"a"]"#,
-                "union[1] is \"a\", expected an integer",
-            ),
-            (
-                r#""union":["a","b","c"]"#,
-                "union has 3 items, expected at most 2",
-            ),
-            (
-                r#""union":7"#,
-                "union is 7, expected an array of integers or an array of strings or",
-            ),
-            (
-                r#""tagged":[{"type":"first"}]"#,
-                "tagged[0].size is missing",
-            ),
-            (
-                r#""tagged":[{"size":1}]"#,
-                "tagged[0].type is missing: one of \"first\", \"second\"",
-            ),
-            (
-                r#""tagged":[{"type":"x"}]"#,
-                "tagged[0].type is \"x\", which is not supported: others",
-            ),
-            (r#""other":null"#, "other is no field"),
-            (r#""text":"a","flag":null,"number":null"#, "ok"),
-        ] {
+        for (fields, expected) in OF_SCALARS.iter().chain(OF_CHOICES) {
             let got = match read_text(fields, &FieldWarnings::default()) {
                 Ok(_) => "ok".to_owned(),
                 Err(error) => error.to_string(),

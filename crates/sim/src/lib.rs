@@ -19,8 +19,8 @@
 //! - [`copies`]: a model's copy on a disk with faults, and its checks; [`disk`]: that disk.
 //!
 //! Simulated: membership, the map, dialling, the rules and supervisors that nodes run, workers and
-//! clients; files of copies. Predictions and memory for lost ranks are not. Not simulated: bytes of sessions, which have their
-//! own tests, and the workers' computation.
+//! clients; files of copies. Not simulated: predictions, memory for lost ranks, the workers'
+//! computation, and bytes of sessions, which have their own tests.
 
 mod check;
 mod copies;

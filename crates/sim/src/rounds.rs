@@ -100,6 +100,24 @@ impl SimWorld {
         };
         let actions = reconcile(&observed, &specs, self.origin + self.now, &mut history);
         self.nodes[node].history = Some(history);
+        let writes = self.perform(node, actions, &observed);
+        let runs = self.nodes[node].runs.clone();
+        self.serve(|serving, net, later| serving.owns(node, &runs, net, later));
+        for (id, epoch, spec) in writes {
+            self.write_record(node, id, epoch, Some(&spec));
+        }
+        if self.nodes[node].leaves {
+            self.hand_on(node);
+        }
+    }
+
+    /// Performs the actions of a round; returns the records to write.
+    fn perform(
+        &mut self,
+        node: usize,
+        actions: Vec<Action>,
+        observed: &Observed,
+    ) -> Vec<(InstanceId, u64, InstanceSpec)> {
         let mut writes = Vec::new();
         for action in actions {
             match action {
@@ -150,14 +168,7 @@ impl SimWorld {
                 }
             }
         }
-        let runs = self.nodes[node].runs.clone();
-        self.serve(|serving, net, later| serving.owns(node, &runs, net, later));
-        for (id, epoch, spec) in writes {
-            self.write_record(node, id, epoch, Some(&spec));
-        }
-        if self.nodes[node].leaves {
-            self.hand_on(node);
-        }
+        writes
     }
 
     fn check_epoch(&mut self, node: usize, id: InstanceId, epoch: u64) {

@@ -1,6 +1,8 @@
 //! Tokenizers of encoders against the ids that `transformers` gives
 //! (`tests-data/golden/encoder`, made by `scripts/golden/encoder_tiny.py`).
 
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+
 use std::path::PathBuf;
 
 use paceline_base::testing::from_package;

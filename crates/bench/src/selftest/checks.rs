@@ -141,7 +141,7 @@ pub fn mlx<M: Deref<Target = ServingModel>>(
     row(pair, far.map(|far| near(pair, far, NEAR)));
 }
 
-/// The median time of so many evaluations, as the check `name`.
+/// The median time of `n` evaluations, as the check `name`.
 pub fn evaluations((name, n): (&str, usize), places: &LibraryPaths) -> Row {
     let library = Library::open(places).map_err(anyhow::Error::from);
     let row = library.and_then(|library| evaluated((name, n), &library));

@@ -114,8 +114,8 @@ pub fn work(observed: &Observed, specs: &Specs) -> BTreeMap<InstanceId, String> 
 }
 
 /// Other live nodes that stay. They have this node's numerics or are part of the instance already,
-/// so that answers stay the same. Nodes of another protocol come only where no others are, as at the
-/// end of an upgrade: one of them then has the whole instance.
+/// so that answers stay the same. Nodes of another protocol come only where no others are, as at
+/// the end of an upgrade: one of them then has the whole instance.
 pub fn heirs(observed: &Observed, spec: &InstanceSpec) -> Vec<NodeId> {
     let mut heirs = observed.ranked.clone();
     heirs.retain(|id| *id != observed.own);

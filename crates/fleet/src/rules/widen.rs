@@ -168,8 +168,8 @@ pub(super) fn rule(round: &mut Round<'_>) -> Vec<Action> {
     actions
 }
 
-/// Alternative nodes of an instance. A rank's own node is back, an idle node replaces a dead one, or
-/// nodes are added as requested.
+/// Alternative nodes of an instance. A rank's own node is back, an idle node replaces a dead one,
+/// or nodes are added as requested.
 fn other_placement(
     observed: &Observed,
     specs: &Specs,
@@ -285,8 +285,8 @@ mod tests {
         assert!(LIVED + BUSY.max(QUIET) <= Duration::from_secs(20));
     }
 
-    /// The other placement of an instance of node 1 on `nodes`, with ranks at `ranks`. Its user asked
-    /// for three nodes. Nodes 1 to 5 live but `dead`, and 5 has another instance.
+    /// The other placement of an instance of node 1 on `nodes`, with ranks at `ranks`. Its user
+    /// asked for three nodes. Nodes 1 to 5 live but `dead`, and 5 has another instance.
     fn other(nodes: &[u8], ranks: &[u8], dead: &[u8], deaf: &[(u8, u8)]) -> Option<Vec<u8>> {
         let mut observed = Observed::new(node(1));
         for number in (1..=5).filter(|number| !dead.contains(number)) {

@@ -39,8 +39,8 @@ pub(crate) fn linked(folder: &Path, library: &Path, source: &str) -> Option<Path
 }
 
 /// `fake`, a library that stands for the real `library`, with our group of MLX
-/// (`crates/store/data/mlx-group.cpp`), in `folder`; `None` if there is no C++ compiler or no MLX
-/// with its headers.
+/// (`crates/store/data/mlx-group.cpp`), in `folder`. `None` without a C++ compiler, or without MLX
+/// and its headers.
 #[allow(dead_code, reason = "not each test needs it")]
 pub(crate) fn with_group(folder: &Path, fake: &Path, library: &Path) -> Option<PathBuf> {
     let place = library.parent()?;

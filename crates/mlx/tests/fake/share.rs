@@ -1,8 +1,8 @@
-//! MLX on a slow device whose time is that of the weights it reads. It is slow while the file exists
-//! which `PACELINE_SLOW` names. The file has two numbers: nanoseconds for each KiB of weights in
-//! products, and nanoseconds from the end of a submission until the host knows of it. A byte is
-//! added to the file `PACELINE_SLOW_LOG` for each wait for a submission: `1` where the host had
-//! begun the graph of the next one. All else is from the library that this one is linked with.
+//! MLX on a slow device whose time is that of the weights it reads. It is slow while the file of
+//! `PACELINE_SLOW` exists. The file has two numbers: nanoseconds for each KiB of weights in
+//! products, and nanoseconds from the end of a submission until the host knows of it. Each wait for
+//! a submission adds a byte to the file `PACELINE_SLOW_LOG`: `1` where the host had begun the graph
+//! of the next one. All else is from the library that this one is linked with.
 
 mod real;
 
@@ -22,7 +22,7 @@ unsafe extern "C" {
     fn prctl(option: c_int, value: c_ulong) -> c_int;
 }
 
-/// What the thread of a device has in hand.
+/// Work of a device's thread.
 #[derive(Default)]
 struct Device {
     /// Bytes of weights in products that were noted since the last submission.

@@ -105,8 +105,8 @@ impl Decoder {
         self.model.weight_bytes()
     }
 
-    /// Pooled rows of several texts that fit into one step, or of one text: in chunks of [`ROWS`] rows,
-    /// or whole in a bidirectional model.
+    /// Pooled rows of several texts that fit into one step, or of one text: in chunks of [`ROWS`]
+    /// rows, or whole in a bidirectional model.
     ///
     /// # Errors
     /// [`Error::Cache`].

@@ -1,4 +1,4 @@
-//! What paceline does with each family: the rows of `paceline models --families`.
+//! Support of each family: the rows of `paceline models --families`.
 
 use super::ModelFamily;
 

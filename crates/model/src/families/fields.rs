@@ -52,8 +52,8 @@ fn text_part(config: &Value) -> &Value {
     text.unwrap_or(config)
 }
 
-/// Default of a field that files leave out: the published text parts of Gemma 3 lack the fields that
-/// have the default of their class (`configuration_gemma3.py` of transformers).
+/// Default of a field that files leave out. The published text parts of Gemma 3 lack fields with
+/// the default of their class (`configuration_gemma3.py` of transformers).
 pub(crate) fn class_default(model_type: Option<&str>, field: &str) -> Option<&'static Value> {
     if model_type != Some(ModelFamily::Gemma3.hf_name()) {
         return None;

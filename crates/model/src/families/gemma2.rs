@@ -1,6 +1,6 @@
-//! Gemma 2. Every second layer has a sliding window. Each half of a layer has norms before and after;
-//! embeddings are scaled, the activation is GELU, scores and logits have soft caps. Source: Gemma
-//! Team 2024; `src/models/gemma2.cpp` of llama.cpp, `modeling_gemma2.py` of transformers.
+//! Gemma 2. Every second layer has a sliding window. Each half of a layer has norms before and
+//! after. Embeddings are scaled, the activation is GELU, scores and logits have soft caps. Source:
+//! Gemma Team 2024; `src/models/gemma2.cpp` of llama.cpp, `modeling_gemma2.py` of transformers.
 
 use paceline_tensor::RopePairs;
 

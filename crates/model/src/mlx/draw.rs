@@ -160,7 +160,7 @@ impl Draws<'_> {
     fn drawn(&self, weights: &Array) -> Result<Array, Error> {
         let stream = self.stream;
         let zero = stream.scalar(0.0, Dtype::F32)?;
-        // Tokens without weight are passed over, whatever a device's sums round to.
+        // Tokens without weight are passed over, however a device rounds its sums.
         let sums = stream.running_sum(weights, 1)?;
         let sums = stream.multiply(&sums, &self.is_less(&zero, weights)?)?;
         let all = stream.take_along(&sums, &stream.argmax(&sums, 1)?, 1)?;

@@ -10,8 +10,8 @@
 //! exchange itself takes place before the next evaluation: see [`Step::settle`]. So the device
 //! computes a segment while the host makes the graph of the next one.
 //!
-//! On CUDA the exchanges are operations of MLX's graph instead, as far as the C layer has groups, and
-//! a step is submitted whole. Metal keeps the cut: it ends a command buffer that waits for a peer
+//! On CUDA the exchanges are operations of MLX's graph instead, where the C layer has groups. A step
+//! is then submitted whole. Metal keeps the cut: it ends a command buffer that waits for a peer
 //! for some 5 s.
 //!
 //! Values travel in the type of activations. They are copied for the exchange only where an array
@@ -79,7 +79,7 @@ impl InGraph {
         Ok(group.map(|group| Self { group, failure }))
     }
 
-    /// The parts `(T, n)` of all ranks, each of which is like `mine`.
+    /// The parts `(T, n)` of all ranks, each shaped like `mine`.
     fn gather(&self, stream: &Stream, mine: &Array, ranks: usize) -> Result<Vec<Array>, Error> {
         let all = self.group.all_gather(stream, mine)?;
         let [rows, columns] = mine.shape()[..] else {
@@ -328,7 +328,7 @@ impl Step<'_> {
     }
 
     /// Waits for this rank's part of the last gather and exchanges it, if that is still to be done.
-    /// Whatever evaluates a step's arrays settles it first.
+    /// An evaluation of a step's arrays settles it first.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
         let Some(pending) = self.parts.receive.pending.take() else {
             return Ok(());

@@ -107,11 +107,45 @@ pub(super) struct Parts<'a> {
     pub(super) watch: &'a Watch,
 }
 
+impl Parts<'_> {
+    /// The rows with logits, which the last layer computes alone; `None` for all rows.
+    fn output_rows(
+        &self,
+        batch: &Batch<'_>,
+        lanes: &[Option<usize>],
+    ) -> Result<Option<OutputRows>, Error> {
+        let (model, constants) = (self.model, self.constants);
+        let is_alone = |links: &std::sync::Arc<Links>| links.stage.size() == 1;
+        let is_alone = model.links.as_ref().is_none_or(is_alone);
+        match model.config.layers.len().checked_sub(1) {
+            Some(last) if self.weights.head.is_some() && is_alone => {
+                let has_keys = !matches!(model.config.layers[last].cache, LayerCache::Delta(_));
+                let kind = has_keys.then(|| constants.span_kinds[constants.span_kind_of[last]]);
+                OutputRows::new(self.stream, batch, (lanes, kind))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// The residual `(n, width)` from the stage before.
+    fn received_residual(&mut self, links: &Links, n: usize) -> Result<Array, Error> {
+        let (model, stream) = (self.model, self.stream);
+        let shape = [n, model.config.width];
+        let rows = (shape[0] * shape[1], Dtype::F32);
+        let rows = self.receive.memory((stream, links), rows)?;
+        // SAFETY: what read it was evaluated at the end of the step before.
+        links.receive_residual(&model.shard, unsafe { rows.as_f32_mut()? })?;
+        let way = Way::of_residual(stream, model.dtype)?;
+        model.exchanged.add(way, rows.n_bytes());
+        Ok(stream.astype(&rows.part(stream, 0, shape)?, model.dtype)?)
+    }
+}
+
 impl<'a> Step<'a> {
     /// Starts a step: embeds the tokens or takes the residual from the stage before. `tokens` are
     /// those of the batch, where the device has them already.
     pub(super) fn new(
-        parts: Parts<'a>,
+        mut parts: Parts<'a>,
         batch: &'a Batch<'a>,
         tokens: Option<Array>,
     ) -> Result<Self, Error> {
@@ -132,16 +166,7 @@ impl<'a> Step<'a> {
         let spans = batch.sequences.iter().zip(&lanes).map(spans);
         let spans = spans.collect::<Result<Vec<Vec<Span>>, Error>>()?;
         let windows = constants.span_kinds.iter().map(|kind| kind.window);
-        let is_alone = |links: &std::sync::Arc<Links>| links.stage.size() == 1;
-        let is_alone = model.links.as_ref().is_none_or(is_alone);
-        let output_rows = match model.config.layers.len().checked_sub(1) {
-            Some(last) if weights.head.is_some() && is_alone => {
-                let has_keys = !matches!(model.config.layers[last].cache, LayerCache::Delta(_));
-                let kind = has_keys.then(|| constants.span_kinds[constants.span_kind_of[last]]);
-                OutputRows::new(stream, batch, (&lanes, kind))?
-            }
-            _ => None,
-        };
+        let output_rows = parts.output_rows(batch, &lanes)?;
         let lanes = (&*lanes, parts.cache.lanes());
         let decoding = Decoding::new(stream, batch, lanes, windows)?;
         let kinds = &constants.span_kind_of[model.shard.layers.clone()];
@@ -152,16 +177,7 @@ impl<'a> Step<'a> {
             parts.watch.during(batch.rows(), grow)?;
         }
         let residual = match &model.links {
-            Some(links) if !model.shard.embeds() => {
-                let shape = [batch.rows(), model.config.width];
-                let (memory, len) = ((stream, &**links), shape[0] * shape[1]);
-                let rows = parts.receive.memory(memory, (len, Dtype::F32))?;
-                // SAFETY: what read it was evaluated at the end of the step before.
-                links.receive_residual(&model.shard, unsafe { rows.as_f32_mut()? })?;
-                let way = Way::of_residual(stream, model.dtype)?;
-                model.exchanged.add(way, rows.n_bytes());
-                stream.astype(&rows.part(stream, 0, shape)?, model.dtype)?
-            }
+            Some(links) if !model.shard.embeds() => parts.received_residual(links, batch.rows())?,
             _ => embed(model, stream, weights, constants, &tokens)?,
         };
         let mut step = Self {

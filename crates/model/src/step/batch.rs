@@ -216,7 +216,7 @@ impl Batch<'_> {
         requests.iter().map(|request| request.extent()).collect()
     }
 
-    /// What each row with logits is for.
+    /// The use of each row with logits.
     pub(crate) fn requests(&self) -> Vec<Logits> {
         let rows =
             |s: &BatchSequence<'_>| std::iter::repeat_n(s.logits, s.logits.rows(s.tokens.len()));

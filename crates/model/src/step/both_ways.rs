@@ -11,8 +11,8 @@ use paceline_tensor::{AttentionRows, AttentionScratch, AttentionStep, Kernels};
 /// As [`Kernels::attention`], where row i of a text sees the rows nearer than `step.window` on both
 /// sides. Every sequence is a whole text.
 ///
-/// Cost: a call for all rows with a whole window, and one for each row near the end of a text that
-/// is longer than the window.
+/// Cost: a call for all rows with a whole window. In texts longer than the window also a call for
+/// each row near the end.
 ///
 /// # Panics
 /// For a sequence that does not start at position 0.

@@ -68,7 +68,7 @@ impl TokenDraw {
         },
     };
 
-    /// What a step is asked for.
+    /// The request to a step.
     pub fn request(self) -> Logits {
         match self.scale().is_none() && self.forbidden.n == 0 {
             true => Logits::Best,

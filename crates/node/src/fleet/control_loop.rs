@@ -146,7 +146,7 @@ impl Inner {
                         format!("unloading {id}: the command that borrowed it is gone")
                     }
                 });
-                // Fails if it was unloaded meanwhile, or the map is full: the next round tries again.
+                // Fails if it was unloaded, or the map is full: the next round tries again.
                 let _: Result<(), _> = self.want(id, EPOCH_UNWANTED, None);
             }
             Action::Evaluate {

@@ -40,7 +40,7 @@ pub(crate) struct MessageRequest {
     max_tokens: usize,
     #[serde(flatten)]
     sampling: BasicSampling,
-    /// Keeps so many most probable tokens; 0 and -1 keep all. Default: the model's own.
+    /// Number of most probable tokens to keep; 0 and -1 keep all. Default: the model's own.
     #[schemars(range(min = -1, max = MAX_COUNT))]
     top_k: Option<i64>,
     /// Texts that end the answer and are no part of it.
@@ -536,7 +536,7 @@ impl Contents {
         contents
     }
 
-    /// One turn per result, then the text.
+    /// A turn per result, then the text.
     fn into_turns(self, role: &str, turns: &mut Vec<ChatMessage>) {
         let has_results = !self.results.is_empty();
         let results = self.results.into_iter();

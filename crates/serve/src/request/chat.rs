@@ -32,7 +32,7 @@ pub(crate) struct ChatRequest {
     max_tokens: Option<i64>,
     /// Tells log-probabilities of the answer's tokens. Default false.
     logprobs: Option<bool>,
-    /// Tells them for so many most probable tokens as well; needs logprobs. Default 0.
+    /// Number of most probable tokens with log-probabilities as well; needs logprobs. Default 0.
     #[schemars(range(min = 0, max = 20))]
     top_logprobs: Option<usize>,
     /// Form of the answer: text, a JSON object, or JSON of a schema.

@@ -30,7 +30,7 @@ pub(crate) struct CompletionRequest {
     /// Most tokens of a choice; the context bounds it as well, alone if -1. Default 16.
     #[schemars(range(min = -1, max = MAX_COUNT))]
     max_tokens: Option<i64>,
-    /// Tells log-probabilities of the answer's tokens and of so many most probable ones. With echo
+    /// Log-probabilities of the answer's tokens and of this number of most probable ones. With echo
     /// also those of the prompt, null for the first.
     #[schemars(range(min = 0, max = 5))]
     logprobs: Option<usize>,

@@ -26,7 +26,7 @@ pub(crate) struct OpenAiEmbeddings {
         "x-why" = "vectors are told as float or base64",
     ))]
     encoding_format: Option<String>,
-    /// Keeps so many first numbers of a vector and scales it to length 1 again. Default: all.
+    /// First numbers of a vector to keep, scaled to length 1 again. Default: all.
     #[schemars(range(min = 1, max = MAX_COUNT))]
     dimensions: Option<usize>,
     /// Accepted, no effect: names the client's user.
@@ -45,7 +45,7 @@ pub(crate) struct OllamaEmbed {
     input: Prompts,
     /// Cuts texts to the model's context; false refuses longer ones. Default true.
     truncate: Option<bool>,
-    /// Keeps so many first numbers of a vector and scales it to length 1 again. Default: all.
+    /// First numbers of a vector to keep, scaled to length 1 again. Default: all.
     #[schemars(range(min = 1, max = MAX_COUNT))]
     dimensions: Option<usize>,
     #[serde(flatten)]

@@ -18,7 +18,7 @@ pub(super) struct Guided {
     /// A regular expression that the answer matches. Not OpenAI's.
     #[schemars(length(min = 1, max = MAX_GRAMMAR_BYTES))]
     guided_regex: Option<String>,
-    /// Texts of which the answer is one. Not OpenAI's.
+    /// The texts that the answer may be. Not OpenAI's.
     #[schemars(length(min = 1), inner(length(min = 1)))]
     guided_choice: Option<Vec<String>>,
     /// A grammar in the Lark dialect of llguidance that the answer matches. Not OpenAI's.
@@ -46,11 +46,11 @@ impl Guided {
             ("guided_choice", self.guided_choice.map(Grammar::Choice)),
         ];
         let fields = fields.map(|(name, grammar)| (grammar.map(AnswerFormat::Grammar), name));
-        let given = [(self.guided_json.map(schema), "guided_json")]
+        let mut given = [(self.guided_json.map(schema), "guided_json")]
             .into_iter()
             .chain(fields)
             .filter_map(|(format, name)| Some((format?, name)));
-        given.fold(Ok(other), |format, given| match format? {
+        given.try_fold(other, |format, given| match format {
             (AnswerFormat::Text, _) => Ok(given),
             _ => Err(Rejection::Conflict {
                 param: given.1,

@@ -8,8 +8,8 @@
 //! Reading order: one file per dialect has its request types and builds a [`Conversation`] of them;
 //! this file has the shared parts.
 
-/// A struct of fields that are accepted and have no effect: those of `any` value, and those that
-/// accept `only` values which ask for nothing, with the reason. Requests flatten it.
+/// A struct of fields that are accepted and have no effect. Fields accept `any` value, or `only`
+/// values that ask for nothing, with the reason. Requests flatten it.
 macro_rules! no_effect {
     (
         $name:ident { $($any:ident),* }

@@ -101,7 +101,7 @@ struct OllamaOptions {
     /// Divides positive and multiplies negative logits of the last tokens.
     #[schemars(range(min = REPETITION.0, max = REPETITION.1))]
     repeat_penalty: Option<f64>,
-    /// So many last tokens.
+    /// Number of last tokens.
     #[schemars(range(min = 0, max = MAX_COUNT))]
     repeat_last_n: Option<usize>,
     /// Texts that end the answer.

@@ -35,7 +35,7 @@ pub(crate) struct ResponseRequest {
     /// Text before the conversation; not kept for later responses.
     #[schemars(length(max = MAX_TEXT))]
     instructions: Option<String>,
-    /// A stored response that this one goes on from.
+    /// A stored response that this one continues.
     #[schemars(length(min = 1, max = 128))]
     previous_response_id: Option<String>,
     /// Keeps the response in memory, among the latest. Default true.

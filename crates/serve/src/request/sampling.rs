@@ -37,7 +37,7 @@ pub(super) struct BasicSampling {
 pub(super) struct Sampling {
     #[serde(flatten)]
     pub(super) basic: BasicSampling,
-    /// Keeps so many most probable tokens; 0 and -1 keep all. Default: the model's own. Not
+    /// Number of most probable tokens to keep; 0 and -1 keep all. Default: the model's own. Not
     /// OpenAI's.
     #[schemars(range(min = -1, max = MAX_COUNT))]
     pub(super) top_k: Option<i64>,

@@ -114,8 +114,8 @@ pub struct FormRates {
     pub computes: u64,
 }
 
-/// Compatibility of nodes: equal for nodes that compute together, whatever kernel class each
-/// has.
+/// Compatibility of nodes: equal for nodes that compute together, also in different kernel
+/// classes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
     /// As [`NodeFacts::protocol`].

@@ -100,8 +100,8 @@ impl ConfigFields<'_> {
         }
     }
 
-    /// Divisor of scores is the root of this: 256 in folders by default; in GGUF files the head
-    /// size, or of the 27B model the width per head (`src/models/gemma2.cpp` of llama.cpp).
+    /// Divisor of scores is the root of this: 256 in folders by default. In GGUF files it is the
+    /// head size, or of the 27B model the width per head (`src/models/gemma2.cpp` of llama.cpp).
     pub(crate) fn gemma2_query_scalar(&self, config: &Config) -> Result<f32, Error> {
         const LAYERS_27B: usize = 46;
         let usual = match self {

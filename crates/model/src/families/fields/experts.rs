@@ -18,7 +18,7 @@ const CLAMP: f32 = 7.0;
 /// Slope of gpt-oss's gate.
 const SLOPE: f32 = 1.702;
 
-/// Number of experts in folders saved by transformers 5, whatever the family's older name.
+/// Number of experts in folders saved by transformers 5, of every family.
 const NEW_COUNT: &str = "num_local_experts";
 
 /// `expert_gating_func` of GGUF files for a sigmoid.

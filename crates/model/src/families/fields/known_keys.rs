@@ -103,7 +103,7 @@ fn is_known(family: ModelFamily, name: &str) -> bool {
     };
     lists
         .iter()
-        .any(|list| list.iter().any(|known| is_listed(&known)))
+        .any(|list| list.iter().any(&is_listed))
 }
 
 /// Keys that the readers of one family know.

@@ -366,7 +366,7 @@ const GGUF_TYPES: &str = "none, linear, yarn or longrope";
 
 const ORIGINAL: &str = "original_max_position_embeddings";
 
-/// One factor for each of `pairs` pairs.
+/// A factor for each of `pairs` pairs.
 fn factors(
     parameters: Option<&Value>,
     name: &'static str,

@@ -127,8 +127,8 @@ impl Step<'_> {
         Ok(Selected::Mask(mask))
     }
 
-    /// Scores `(1, 1, n, m)` in f32 of queries `(1, I, n, X)`, keys `(1, 1, m, X)` and weights
-    /// `(n, I)`; some rows at a time.
+    /// Scores `(1, 1, n, m)` in f32, some rows at a time. Queries are `(1, I, n, X)`, keys
+    /// `(1, 1, m, X)`, weights `(n, I)`.
     fn index_scores(&self, [query, keys, weights]: [&Array; 3]) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let [_, heads, n, dim] = query.shape()[..] else {
@@ -187,8 +187,8 @@ impl Step<'_> {
     }
 }
 
-/// Which of `m` positions each of the last `n` sees, `(1, 1, n, m)` of 0 and 1 in f32; `None` for
-/// one row, which sees all.
+/// The mask of `m` positions for each of the last `n`: `(1, 1, n, m)` of 0 and 1 in f32. `None` for
+/// a single row, which sees all.
 pub(super) fn causal(step: &Step<'_>, n: i32, m: i32) -> Result<Option<Array>, Error> {
     if n == 1 {
         return Ok(None);

@@ -120,8 +120,8 @@ const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 /// Endings of a folder's files without weights: settings, tokenizers and chat templates.
 const SETTINGS: [&str; 4] = ["json", "jinja", "model", "txt"];
 
-/// Files in folders of their own: how an encoder pools its rows and what it multiplies the result
-/// by, and the template for conversations with tools.
+/// Files in folders of their own: an encoder's pooling and its dense layers, and the template for
+/// conversations with tools.
 const NESTED: [&str; 6] = [
     "1_Pooling/config.json",
     "2_Dense/config.json",

@@ -109,7 +109,7 @@ fn defined(position: usize, top_k: usize) -> Vec<u32> {
 }
 
 /// Every instruction set and number of threads chooses the same positions and has the same bits,
-/// also for a row alone; in f32 the positions are those of the definition.
+/// also for a row alone. In f32 the positions are those of the definition.
 #[test]
 fn a_row_attends_to_the_best_positions() {
     for kv_type in KvType::ALL {
