@@ -11,6 +11,7 @@ use paceline_fleet::{AdapterNaming, InstanceOptions, MachineOptions};
 use paceline_model::ModelSource;
 use paceline_model::encoder::EncoderConfig;
 use paceline_node::DRAFTS;
+use paceline_node::classes::Classes;
 use paceline_node::fleet::LoadRequest;
 
 use super::{AdapterArg, Args};
@@ -141,6 +142,7 @@ impl Args {
             ..EngineConfig::single(one.given.to_owned(), 1)
         };
         let mut opened = LocalModel::new(&path, (self.compute, self.engine), &self.split, sizes)?;
+        self.check_drafts(&opened.options().classes)?;
         opened.check_engine()?;
         if let Some(draft) = &self.draft {
             opened.set_draft(&pull::ensure(draft, signals)?.path)?;
@@ -258,6 +260,19 @@ impl Args {
             _ => Some("several models"),
         };
         wrong.map_or(Ok(()), |with| Err(Error::DraftOf { with }))
+    }
+
+    /// Rejects drafts of answers on MLX, which checks no guesses: several rows are not faster there.
+    ///
+    /// # Errors
+    /// [`Error::CpuOnly`].
+    fn check_drafts(&self, classes: &Classes) -> Result<(), Error> {
+        let option = "--drafts";
+        match self.drafts {
+            None | Some(0) => Ok(()),
+            Some(_) if classes.on_cpu() => Ok(()),
+            Some(_) => Err(Error::CpuOnly { option }),
+        }
     }
 
     /// Request to load the encoder of `--embed`.

@@ -76,8 +76,15 @@ fn drafts_that_cannot_guess_are_refused() {
     for part in [which, "hint: "] {
         assert!(said.contains(part), "{part:?} in {said}");
     }
-    let both = ["up", &model, "--draft", &model, "--drafts", "0"];
-    let (code, said) = refused(&both);
-    assert_eq!(code, Some(2), "{said}");
-    assert!(said.contains("--drafts 0"), "{said}");
+    for (more, told) in [
+        (["--draft", &*model, "--drafts", "0"], "--drafts 0"),
+        (
+            ["--engine", "mlx", "--drafts", "4"],
+            "--drafts is for the engine cpu, but --engine is mlx",
+        ),
+    ] {
+        let (code, said) = refused(&[&["up", &*model][..], &more].concat());
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains(told), "{said}");
+    }
 }
