@@ -1,7 +1,7 @@
 //! Commands of a node, for local programs and for users of its dashboard.
 //!
-//! Commands are JSON in, JSON out; an error is a reason for people. Programs reach them over the
-//! agent's local socket, the dashboard over HTTP.
+//! Commands are JSON in, JSON out. Programs reach them over the agent's local socket, the dashboard
+//! over HTTP.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -35,7 +35,7 @@ use serde_json::{Value, json};
 
 use crate::hub::StoreHub;
 use crate::pulls::{MEND, check_first_use, copies};
-use crate::{Error, MessageSink, api_model, chain, stores, upstreams};
+use crate::{CommandError, Error, MessageSink, api_model, chain, stores, upstreams};
 
 /// Interval of signs of life from a command: a third of the 10 s of the most impatient client.
 /// A load may hash a model first, a second a gigabyte.
@@ -110,7 +110,8 @@ pub fn start(
             let mut beat = || {
                 progress(Value::Null);
             };
-            leave(&fleet, &mut beat).map(|()| json!({}))
+            leave(&fleet, &mut beat).map_err(|error| error.to_string())?;
+            Ok(json!({}))
         },
     );
     let own = Arc::downgrade(&fleet);
@@ -129,7 +130,8 @@ pub fn start(
     agent.serve_local(
         "borrow",
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
-            leases::lend(&own, &parse_load(arguments)?, progress)
+            let request = parse_load(arguments).map_err(|error| error.to_string())?;
+            leases::lend(&own, &request, progress)
         },
     );
     Ok(fleet)
@@ -222,7 +224,8 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
             name,
             move |arguments: &Value, progress: &mut CommandProgress<'_>| {
                 let fleet = own.upgrade().ok_or("the node is stopping")?;
-                awake(progress, AWAKE_EVERY, || command(&fleet, arguments))
+                let done = awake(progress, AWAKE_EVERY, || command(&fleet, arguments));
+                done.map_err(|error| error.to_string())
             },
         );
     }
@@ -231,7 +234,8 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         "send",
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            stores::ask_send(&fleet, arguments, progress)
+            let done = stores::ask_send(&fleet, arguments, progress);
+            done.map_err(|error| error.to_string())
         },
     );
     let own = Arc::downgrade(fleet);
@@ -239,7 +243,8 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         MEND,
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            stores::ask_mend(&fleet, arguments, progress)
+            let done = stores::ask_mend(&fleet, arguments, progress);
+            done.map_err(|error| error.to_string())
         },
     );
 }
@@ -250,30 +255,30 @@ fn answer_lists(agent: &Agent, fleet: &Arc<Fleet>, upstreams: &Upstreams) {
         let (own, upstreams) = (Arc::downgrade(fleet), upstreams.clone());
         agent.serve_local(name, move |_: &Value, _: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            command(&fleet, upstreams.instances())
+            command(&fleet, upstreams.instances()).map_err(|error| error.to_string())
         });
     }
 }
 
 /// Lists models of the fleet and of upstreams.
-type Listing = fn(&Fleet, Vec<Value>) -> Result<Value, String>;
+type Listing = fn(&Fleet, Vec<Value>) -> Result<Value, CommandError>;
 
 /// Runs a dashboard command; `keys` is the file of API keys.
 ///
 /// # Errors
-/// A reason for people.
+/// Any [`CommandError`].
 pub fn manage(
     (agent, fleet): (&Agent, &Fleet),
     (home, keys): (&Home, &Path),
     command: &str,
     arguments: &Value,
-) -> Result<Value, String> {
+) -> Result<Value, CommandError> {
     match command {
         "load" => ask_load(fleet, arguments),
         "unload" => ask_unload(fleet, arguments),
         "preview" => ask_preview(fleet, arguments),
         "models" => {
-            let all = paceline_store::list(home).map_err(|error| error.to_string())?;
+            let all = paceline_store::list(home).map_err(CommandError::other)?;
             let told = all.iter().map(|entry| {
                 let (name, files) = (entry.name.to_string(), entry.file_count());
                 let problem = entry.found().err().map(|error| error.to_string());
@@ -285,13 +290,16 @@ pub fn manage(
         }
         "join" | "forget" | "revoke" => of_cluster(agent, command, arguments),
         "keys" | "new_key" | "revoke_key" => {
-            of_keys(keys, command, arguments).map_err(|error| chain(&error))
+            of_keys(keys, command, arguments).map_err(CommandError::Keys)
         }
         "invite" => {
-            let code = agent.invite().map_err(|error| error.to_string())?;
+            let code = agent.invite().map_err(CommandError::other)?;
             Ok(json!({ "code": code.shown(), "port": agent.port() }))
         }
-        other => Err(format!("the node has no command {other:?}")),
+        other => {
+            let command = other.to_owned();
+            Err(CommandError::UnknownCommand { command })
+        }
     }
 }
 
@@ -301,19 +309,16 @@ const MOVE_LIMIT: Duration = Duration::from_secs(120);
 /// Moves this node's instances to other nodes before it leaves.
 ///
 /// # Errors
-/// Names of models that could not be moved.
-pub fn leave(fleet: &Fleet, wait: &mut dyn FnMut()) -> Result<(), String> {
-    let stuck = fleet.leave(MOVE_LIMIT, wait);
-    match stuck.is_empty() {
+/// [`CommandError::NotMoved`].
+pub fn leave(fleet: &Fleet, wait: &mut dyn FnMut()) -> Result<(), CommandError> {
+    let models = fleet.leave(MOVE_LIMIT, wait);
+    match models.is_empty() {
         true => Ok(()),
-        false => Err(format!(
-            "no other machine could take over {}",
-            stuck.join(", ")
-        )),
+        false => Err(CommandError::NotMoved { models }),
     }
 }
 
-type Command = fn(&Fleet, &Value) -> Result<Value, String>;
+type Command = fn(&Fleet, &Value) -> Result<Value, CommandError>;
 
 /// API keys: `keys`, `new_key`, `revoke_key`.
 ///
@@ -347,7 +352,7 @@ pub(crate) fn unix_s() -> u64 {
 }
 
 /// Joins another cluster, or removes or revokes a machine of this one.
-fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, String> {
+fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, CommandError> {
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();
     let done = match command {
         "forget" => Some(agent.forget(text("node")).map(|_| json!({}))),
@@ -355,36 +360,38 @@ fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, 
         _ => None,
     };
     if let Some(done) = done {
-        return done.map_err(|error| error.to_string());
+        return done.map_err(CommandError::other);
     }
-    let code = Code::parse(text("code")).map_err(|error| error.to_string())?;
+    let code = Code::parse(text("code")).map_err(CommandError::other)?;
     let peer = Some(text("peer")).filter(|peer| !peer.is_empty());
     let joined = agent.join_by_code(&code, peer);
-    serde_json::to_value(joined.map_err(|error| error.to_string())?)
-        .map_err(|error| error.to_string())
+    let joined = joined.map_err(CommandError::other)?;
+    Ok(serde_json::to_value(joined)?)
 }
 
-fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let ids = fleet.load(&parse_load(arguments)?)?;
+fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
+    let ids = fleet
+        .load(&parse_load(arguments)?)
+        .map_err(CommandError::other)?;
     let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
     Ok(json!({ "id": ids.first(), "ids": ids }))
 }
 
-fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let preview = fleet.preview(&parse_load(arguments)?)?;
-    serde_json::to_value(preview).map_err(|error| error.to_string())
+fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
+    let preview = fleet.preview(&parse_load(arguments)?);
+    Ok(serde_json::to_value(preview.map_err(CommandError::other)?)?)
 }
 
 /// Parses a request; a field that is null counts as absent. A wrong field is reported before a
 /// missing model.
-fn parse_load(arguments: &Value) -> Result<LoadRequest, String> {
+fn parse_load(arguments: &Value) -> Result<LoadRequest, CommandError> {
     let mut arguments = arguments.clone();
     if let Some(fields) = arguments.as_object_mut() {
         fields.retain(|_, value| !value.is_null());
     }
-    let request = LoadRequest::deserialize(arguments).map_err(|error| error.to_string())?;
+    let request = LoadRequest::deserialize(arguments)?;
     match request.model.is_empty() {
-        true => Err("missing field `model`".to_owned()),
+        true => Err(CommandError::NoModel),
         false => Ok(request),
     }
 }
@@ -397,28 +404,27 @@ struct UnloadArguments {
     replica: Option<u16>,
 }
 
-fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let UnloadArguments { model, replica } =
-        UnloadArguments::deserialize(arguments).map_err(|error| error.to_string())?;
+fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
+    let UnloadArguments { model, replica } = UnloadArguments::deserialize(arguments)?;
     let unloaded = fleet.unload(&model, replica);
-    unloaded.map(|count| json!({ "unloaded": count }))
+    let count = unloaded.map_err(CommandError::other)?;
+    Ok(json!({ "unloaded": count }))
 }
 
-fn ask_using(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
+fn ask_using(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
     let model = arguments["model"].as_str().unwrap_or_default();
-    serde_json::to_value(fleet.using(model)).map_err(|error| error.to_string())
+    Ok(serde_json::to_value(fleet.using(model))?)
 }
 
-fn ask_ps(fleet: &Fleet, upstreams: Vec<Value>) -> Result<Value, String> {
+fn ask_ps(fleet: &Fleet, upstreams: Vec<Value>) -> Result<Value, CommandError> {
     let own = fleet.list().into_iter().map(|view| json!(view));
     Ok(own.chain(upstreams).collect())
 }
 
-fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let ask: TraceRequest =
-        serde_json::from_value(arguments.clone()).map_err(|error| error.to_string())?;
-    let recording = fleet.trace(&ask)?;
-    serde_json::to_value(recording).map_err(|error| error.to_string())
+fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
+    let ask: TraceRequest = serde_json::from_value(arguments.clone())?;
+    let recording = fleet.trace(&ask).map_err(CommandError::other)?;
+    Ok(serde_json::to_value(recording)?)
 }
 
 /// Path of a local model's file. Reads all of a stored model the first time.
@@ -571,10 +577,10 @@ mod tests {
         ] {
             let mut body = json!({ "model": "m" });
             body[field] = value;
-            let reason = parse_load(&body).unwrap_err();
+            let reason = parse_load(&body).unwrap_err().to_string();
             assert!(reason.contains(told), "{field}: {reason}");
         }
-        let misspelt = parse_load(&json!({ "modell": 1 })).unwrap_err();
+        let misspelt = parse_load(&json!({ "modell": 1 })).unwrap_err().to_string();
         assert!(misspelt.contains("modell"), "{misspelt}");
     }
 }

@@ -42,7 +42,7 @@ use crate::label::label;
 use crate::own_cluster::MeasuredRates;
 use crate::peers::PeerReports;
 use crate::traffic::TrafficMeter;
-use crate::{Error, MessageSink, devices, links, peers, traffic};
+use crate::{CommandError, Error, MessageSink, devices, links, peers, traffic};
 
 /// Interval of polls for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -208,9 +208,10 @@ impl Dashboard {
         let (status, watched, manage) = (self.clone(), self.clone(), self.clone());
         let stages = move |id: &str| match watched.0.stages.get() {
             Some(stages) => stages(id),
-            None => Err("the node is starting".to_owned()),
+            None => Err(CommandError::Starting.into()),
         };
-        let manage = move |command: &str, arguments: &Value| manage.command(command, arguments);
+        let manage =
+            move |command: &str, arguments: &Value| Ok(manage.command(command, arguments)?);
         let manage: Arc<CommandHandler> = Arc::new(manage);
         paceline_serve::DashboardConfig {
             status: StatusSource(Arc::new(move || status.status())),

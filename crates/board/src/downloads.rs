@@ -4,10 +4,11 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use paceline_base::lock;
+use paceline_serve::CallbackError;
 use paceline_store::{Cancel, Error, Home, PullOptions, PullProgress, Resolution, pull, resolve};
 use serde::Serialize;
 
-use crate::chain;
+use crate::{CommandError, chain};
 
 /// Maximum concurrent downloads: more would share the same link.
 const RUNNING_MAX: usize = 2;
@@ -16,7 +17,7 @@ const RUNNING_MAX: usize = 2;
 const TOLD_MAX: usize = 8;
 
 /// Supplies the store's folder and the pull settings, called for each download.
-pub type PullSource = Arc<dyn Fn() -> Result<(Home, PullOptions), String> + Send + Sync>;
+pub type PullSource = Arc<dyn Fn() -> Result<(Home, PullOptions), CallbackError> + Send + Sync>;
 
 /// Downloads of this node. Clones share them.
 #[derive(Clone)]
@@ -57,10 +58,13 @@ impl Downloads {
     ///
     /// # Errors
     /// An invalid name, a model that is here already, too many downloads.
-    pub(super) fn start(&self, model: &str) -> Result<(), String> {
+    pub(super) fn start(&self, model: &str) -> Result<(), CommandError> {
         let (home, options) = self.store()?;
-        let plan = match resolve(&home, model).map_err(|error| reason(&error))? {
-            Resolution::Path(_) => return Err(format!("{model} is on this machine")),
+        let plan = match resolve(&home, model).map_err(CommandError::Store)? {
+            Resolution::Path(_) => {
+                let model = model.to_owned();
+                return Err(CommandError::OnMachine { model });
+            }
             Resolution::NeedsDownload(plan) => plan,
         };
         let cancel = self.begin(model)?;
@@ -80,11 +84,11 @@ impl Downloads {
         };
         let thread = std::thread::Builder::new().name("download".to_owned());
         let thread = thread.spawn(run).map(drop);
-        thread.map_err(|error| error.to_string())
+        thread.map_err(CommandError::other)
     }
 
     /// The store's folder and the settings of downloads.
-    pub(super) fn store(&self) -> Result<(Home, PullOptions), String> {
+    pub(super) fn store(&self) -> Result<(Home, PullOptions), CallbackError> {
         (self.source)()
     }
 
@@ -105,16 +109,16 @@ impl Downloads {
     }
 
     /// Registers a download, unless there are too many or it already runs.
-    fn begin(&self, model: &str) -> Result<Cancel, String> {
+    fn begin(&self, model: &str) -> Result<Cancel, CommandError> {
         let mut all = lock(&self.all);
         let running = || all.iter().filter(|it| it.state == "running");
         if running().any(|it| it.model == model) {
-            return Err(format!("{model} is being fetched"));
+            let model = model.to_owned();
+            return Err(CommandError::Downloading { model });
         }
         if running().count() >= RUNNING_MAX {
-            return Err(format!(
-                "{RUNNING_MAX} models are being fetched: wait for one"
-            ));
+            let limit = RUNNING_MAX;
+            return Err(CommandError::TooManyDownloads { limit });
         }
         all.retain(|it| it.model != model);
         if all.len() == TOLD_MAX {
@@ -175,14 +179,17 @@ mod tests {
 
     #[test]
     fn downloads_are_bounded_and_the_last_are_told() {
-        let all = Downloads::new(Arc::new(|| Err("nothing is fetched here".to_owned())));
+        let all = Downloads::new(Arc::new(|| Err("nothing is fetched here".into())));
         let cancel = all.begin("a").unwrap();
-        assert_eq!(all.begin("a").unwrap_err(), "a is being fetched");
+        assert_eq!(
+            all.begin("a").unwrap_err().to_string(),
+            "a is being fetched"
+        );
         all.end("a");
         assert!(cancel.is_cancelled());
         assert_eq!(all.recent().len(), 1, "it is there until its thread ends");
         all.begin("b").unwrap();
-        assert!(all.begin("c").unwrap_err().contains("2 models"));
+        assert!(all.begin("c").unwrap_err().to_string().contains("2 models"));
         let mut watch = DownloadProgress(all.clone(), "a".to_owned());
         watch.start("file", Some(100), 10);
         watch.advance(5);

@@ -4,7 +4,12 @@ use std::error::Error as StdError;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use paceline_auth::keys;
+use paceline_serve::CallbackError;
+use paceline_store::Error as StoreError;
 use paceline_text::tokenizer;
+
+use crate::downloads::reason;
 
 /// Why a node cannot report on itself, or cannot load a model.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +42,52 @@ impl Error {
                 source,
             },
         }
+    }
+}
+
+/// Why a command of a node fails.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    #[error("the node is starting")]
+    Starting,
+    #[error("the node is stopping")]
+    Stopping,
+    #[error("the node has no command {command:?}")]
+    UnknownCommand { command: String },
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
+    #[error("missing field `model`")]
+    NoModel,
+    #[error("no other machine could take over {}", models.join(", "))]
+    NotMoved { models: Vec<String> },
+    /// Each of `users` is an instance with its machines.
+    #[error("{model} is loaded: {}", users.join("; "))]
+    Loaded { model: String, users: Vec<String> },
+    #[error("{model} is on this machine")]
+    OnMachine { model: String },
+    #[error("{model} is being fetched")]
+    Downloading { model: String },
+    #[error("{limit} models are being fetched: wait for one")]
+    TooManyDownloads { limit: usize },
+    #[error("no machine has the id {id:?}")]
+    UnknownNode { id: String },
+    #[error("the node does not send its lines")]
+    NoLines,
+    /// The text has all causes.
+    #[error("{}", reason(.0))]
+    Store(StoreError),
+    /// The text has all causes.
+    #[error("{}", chain(.0))]
+    Keys(keys::Error),
+    /// From another crate, or from the program around the node.
+    #[error(transparent)]
+    Other(#[from] CallbackError),
+}
+
+impl CommandError {
+    /// An error of another crate.
+    pub(crate) fn other(error: impl Into<CallbackError>) -> Self {
+        Self::Other(error.into())
     }
 }
 

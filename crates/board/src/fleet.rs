@@ -9,7 +9,7 @@ use paceline_node::fleet::Fleet;
 use paceline_store::Home;
 use serde_json::json;
 
-use crate::{Dashboard, commands, figures};
+use crate::{CommandError, Dashboard, commands, figures};
 
 /// Timeout of traffic counts from an instance's ranks. Ranks answer between two messages, and the
 /// dashboard must stay responsive when one is gone.
@@ -28,8 +28,8 @@ impl Dashboard {
         }));
         let own = Arc::downgrade(fleet);
         self.set_stages(Box::new(move |id| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            fleet.stages(id).map(|stages| json!(stages))
+            let fleet = own.upgrade().ok_or(CommandError::Stopping)?;
+            Ok(json!(fleet.stages(id)?))
         }));
         let own = Arc::downgrade(fleet);
         self.set_figures(Box::new(move || {
@@ -50,8 +50,9 @@ impl Dashboard {
         }));
         let (own, agent) = (Arc::downgrade(fleet), agent.clone());
         self.set_manage(Box::new(move |command, arguments| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            commands::manage((&agent, &fleet), (&home, &keys), command, arguments)
+            let fleet = own.upgrade().ok_or(CommandError::Stopping)?;
+            let node = (&agent, &*fleet);
+            Ok(commands::manage(node, (&home, &keys), command, arguments)?)
         }));
     }
 }

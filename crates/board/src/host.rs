@@ -8,8 +8,10 @@ use std::time::Duration;
 use paceline_base::lock;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
+use paceline_serve::CallbackError;
 use serde::{Deserialize, Serialize};
 
+use crate::CommandError;
 use crate::commands::unix_s;
 use crate::dashboard::Inner;
 use crate::doctor::HealthCheck;
@@ -35,8 +37,8 @@ const LIMIT: Duration = Duration::from_secs(3);
 pub struct HostProbes(Arc<Probes>);
 
 struct Probes {
-    rates: Box<dyn Fn() -> Result<MeasuredRates, String> + Send + Sync>,
-    health: Box<dyn Fn() -> Result<Vec<HealthCheck>, String> + Send + Sync>,
+    rates: Box<dyn Fn() -> Result<MeasuredRates, CallbackError> + Send + Sync>,
+    health: Box<dyn Fn() -> Result<Vec<HealthCheck>, CallbackError> + Send + Sync>,
     lines: &'static LogLines,
 }
 
@@ -50,8 +52,8 @@ impl HostProbes {
     /// Probes by callbacks: `rates` measures the memory and the processor for half a second,
     /// `health` runs the checks of `doctor`.
     pub fn new(
-        rates: impl Fn() -> Result<MeasuredRates, String> + Send + Sync + 'static,
-        health: impl Fn() -> Result<Vec<HealthCheck>, String> + Send + Sync + 'static,
+        rates: impl Fn() -> Result<MeasuredRates, CallbackError> + Send + Sync + 'static,
+        health: impl Fn() -> Result<Vec<HealthCheck>, CallbackError> + Send + Sync + 'static,
         lines: &'static LogLines,
     ) -> Self {
         let (rates, health) = (Box::new(rates), Box::new(health));
@@ -63,12 +65,12 @@ impl HostProbes {
     }
 
     /// Bandwidth and integer operations of this machine.
-    pub(crate) fn rates(&self) -> Result<MeasuredRates, String> {
+    pub(crate) fn rates(&self) -> Result<MeasuredRates, CallbackError> {
         (self.0.rates)()
     }
 
     /// Checks of this machine.
-    pub(crate) fn health(&self) -> Result<Vec<HealthCheck>, String> {
+    pub(crate) fn health(&self) -> Result<Vec<HealthCheck>, CallbackError> {
         (self.0.health)()
     }
 
@@ -126,14 +128,14 @@ pub(crate) fn answer(inner: &Weak<Inner>, channel: &ServiceChannel) {
 }
 
 /// The lines of another node.
-pub(crate) fn lines_of(agent: &Agent, node: NodeId) -> Result<Vec<LogLine>, String> {
+pub(crate) fn lines_of(agent: &Agent, node: NodeId) -> Result<Vec<LogLine>, CommandError> {
     let channel = agent.open(node, LINES, LIMIT);
-    let channel = channel.map_err(|error| error.to_string())?;
+    let channel = channel.map_err(CommandError::other)?;
     let told = channel.recv(TOLD_BYTES_MAX, LIMIT);
     channel.close();
-    let told = told.map_err(|error| error.to_string())?;
-    let told = told.ok_or("the node does not send its lines")?;
-    serde_json::from_slice(&told).map_err(|error| error.to_string())
+    let told = told.map_err(CommandError::other)?;
+    let told = told.ok_or(CommandError::NoLines)?;
+    Ok(serde_json::from_slice(&told)?)
 }
 
 #[cfg(test)]
@@ -147,7 +149,7 @@ mod tests {
             KEPT.put(&i.to_string());
         }
         KEPT.put(&"é".repeat(LINE_BYTES_MAX));
-        let host = HostProbes::new(|| Err(String::new()), || Ok(Vec::new()), &KEPT);
+        let host = HostProbes::new(|| Err("".into()), || Ok(Vec::new()), &KEPT);
         let lines = host.lines();
         assert_eq!(lines.len(), LINES_MAX);
         assert_eq!(lines[0].text, "1");

@@ -91,7 +91,7 @@ use std::sync::Arc;
 
 pub use dashboard::{Dashboard, DashboardOutputs, DashboardThreads, InstanceSource, TrafficSource};
 pub use downloads::PullSource;
-pub use error::{Error, chain};
+pub use error::{CommandError, Error, chain};
 pub use removal::{model_users, remover};
 
 /// Receives lines for people; must not block.

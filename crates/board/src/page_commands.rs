@@ -15,16 +15,15 @@ use paceline_store::{
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::downloads::reason;
 use crate::own_cluster::{own_cluster, this_machine};
-use crate::{Dashboard, chain, fits, host, lookup, model_users};
+use crate::{CommandError, Dashboard, fits, host, lookup, model_users};
 
 impl Dashboard {
     /// Runs a command of the page.
     ///
     /// # Errors
-    /// A reason for people.
-    pub(crate) fn command(&self, command: &str, arguments: &Value) -> Result<Value, String> {
+    /// Any [`CommandError`].
+    pub(crate) fn command(&self, command: &str, arguments: &Value) -> Result<Value, CommandError> {
         let inner = &self.0;
         let text = |name: &str| arguments[name].as_str().unwrap_or_default();
         match command {
@@ -37,7 +36,7 @@ impl Dashboard {
             "search" => {
                 let (_, options) = inner.downloads.store()?;
                 let found = paceline_store::search(text("query"), &options, &Cancel::default());
-                let found = found.map_err(|error| reason(&error))?;
+                let found = found.map_err(CommandError::Store)?;
                 Ok(json!({ "models": found }))
             }
             "describe" => describe(text("model"), &inner.downloads.store()?, &self.cluster()?),
@@ -45,19 +44,19 @@ impl Dashboard {
             "doctor" => Ok(json!({ "checks": self.host()?.health()? })),
             "logs" => self.lines(text("node")),
             _ => match inner.manage.get() {
-                Some(manage) => manage(command, arguments),
-                None => Err("the node is starting".to_owned()),
+                Some(manage) => Ok(manage(command, arguments)?),
+                None => Err(CommandError::Starting),
             },
         }
     }
 
-    fn host(&self) -> Result<&host::HostProbes, String> {
+    fn host(&self) -> Result<&host::HostProbes, CommandError> {
         let host = self.0.host.get();
-        host.ok_or_else(|| "the node is starting".to_owned())
+        host.ok_or(CommandError::Starting)
     }
 
     /// The cluster's live machines for the planner. Measures this machine the first time.
-    fn cluster(&self) -> Result<Cluster, String> {
+    fn cluster(&self) -> Result<Cluster, CommandError> {
         let rates = match self.0.rates.get() {
             Some(rates) => *rates,
             None => {
@@ -69,16 +68,15 @@ impl Dashboard {
             Some(agent) => own_cluster(&json!(agent.nodes_and_ways()), None, rates),
             None => this_machine(rates),
         };
-        cluster.map_err(|error| error.to_string())
+        cluster.map_err(CommandError::other)
     }
 
     /// The known models with their fit, the free disk space, and the machines that it is for.
-    fn catalogue(&self) -> Result<Value, String> {
-        let failed = |error: paceline_plan::Error| error.to_string();
+    fn catalogue(&self) -> Result<Value, CommandError> {
         let (home, _) = self.0.downloads.store()?;
         let cluster = self.cluster()?;
-        let (catalogue, calibration) = planner().map_err(failed)?;
-        let rows = fits::rows(&cluster, &catalogue, &calibration).map_err(failed)?;
+        let (catalogue, calibration) = planner().map_err(CommandError::other)?;
+        let rows = fits::rows(&cluster, &catalogue, &calibration).map_err(CommandError::other)?;
         let mut told = fits::json(&cluster, &rows);
         for (model, of) in fits::recommended(&rows) {
             let name = json!(model);
@@ -92,26 +90,29 @@ impl Dashboard {
     }
 
     /// Removes a model from this node's store, unless an instance computes with it.
-    fn remove(&self, model: &str) -> Result<Value, String> {
+    fn remove(&self, model: &str) -> Result<Value, CommandError> {
         let (home, _) = self.0.downloads.store()?;
         let (instances, _) = self.0.instances();
         let users = model_users(&home, model, &instances.into());
         if !users.is_empty() {
-            return Err(format!("{model} is loaded: {}", users.join("; ")));
+            let model = model.to_owned();
+            return Err(CommandError::Loaded { model, users });
         }
-        let removed = paceline_store::remove(&home, model).map_err(|error| reason(&error))?;
+        let removed = paceline_store::remove(&home, model).map_err(CommandError::Store)?;
         Ok(json!({ "name": removed.name.as_str(), "freed_bytes": removed.bytes.0 }))
     }
 
     /// The printed lines of the node with this id; of this one without.
-    fn lines(&self, node: &str) -> Result<Value, String> {
+    fn lines(&self, node: &str) -> Result<Value, CommandError> {
         let agent = self.0.agent.get().filter(|_| !node.is_empty());
         let lines = match agent {
             None => self.host()?.lines(),
             Some(agent) => {
                 let all = agent.nodes().into_iter();
                 let found = all.map(|it| it.id).find(|id| id.to_string() == node);
-                let id = found.ok_or_else(|| format!("no machine has the id {node:?}"))?;
+                let id = found.ok_or_else(|| CommandError::UnknownNode {
+                    id: node.to_owned(),
+                })?;
                 match id == agent.id() {
                     true => self.host()?.lines(),
                     false => host::lines_of(agent, id)?,
@@ -174,8 +175,8 @@ fn describe(
     model: &str,
     (home, options): &(Home, PullOptions),
     cluster: &Cluster,
-) -> Result<Value, String> {
-    let plan = match resolve(home, model).map_err(|error| reason(&error))? {
+) -> Result<Value, CommandError> {
+    let plan = match resolve(home, model).map_err(CommandError::Store)? {
         Resolution::Path(found) => {
             return Ok(json!({ "name": model, "is_here": true, "path": found.path }));
         }
@@ -210,7 +211,7 @@ fn describe(
             });
             Ok(json!({ "name": repo, "choices": choices.collect::<Vec<_>>() }))
         }
-        Err(error) => Err(chain(&error)),
+        Err(error) => Err(CommandError::Store(error)),
     }
 }
 
@@ -269,11 +270,13 @@ mod tests {
         assert_eq!(told["fit"]["is_of_known_shape"], true, "{told}");
         let unknown = board
             .command("describe", &json!({ "model": "smolm2" }))
-            .unwrap_err();
+            .unwrap_err()
+            .to_string();
         assert!(unknown.contains("did you mean smollm2"), "{unknown}");
         let unreached = board
             .command("search", &json!({ "query": "a/b" }))
-            .unwrap_err();
+            .unwrap_err()
+            .to_string();
         assert!(unreached.contains("127.0.0.1:1"), "{unreached}");
     }
 
@@ -290,7 +293,8 @@ mod tests {
         }));
         let loaded = board
             .command("remove", &json!({ "model": "mine" }))
-            .unwrap_err();
+            .unwrap_err()
+            .to_string();
         assert!(loaded.starts_with("mine is loaded"), "{loaded}");
         assert!(at.exists());
         let other = dashboard(folder.path());

@@ -441,13 +441,13 @@ pub fn puller(home: Home, options: PullOptions, say: MessageSink) -> Puller {
             Ok(Resolution::NeedsDownload(plan)) => plan,
             // Does not reveal which files exist here.
             Err(Error::UnknownModel { .. } | Error::NoSuchPath { .. }) => return Ok(false),
-            Err(error) => return Err(error.to_string()),
+            Err(error) => return Err(error.into()),
         };
         let cancel = Cancel::from_flag(Arc::clone(over));
         let mut steps = PullSteps::new(tell, &say, cancel.clone());
         let now = SystemTime::now();
         let pulled = pull(&home, &plan, &options, &cancel, &mut steps, now);
-        pulled.map(|_| true).map_err(|error| error.to_string())
+        pulled.map(|_| true).map_err(Into::into)
     };
     Puller(Arc::new(pull))
 }

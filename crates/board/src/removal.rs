@@ -21,7 +21,7 @@ pub fn remover(home: Home) -> Remover {
         match paceline_store::remove(&home, name) {
             Ok(_) => Ok(Removal::Done),
             Err(StoreError::NotInStore { .. }) => Ok(Removal::NotKept),
-            Err(error) => Err(error.to_string()),
+            Err(error) => Err(error.into()),
         }
     };
     Remover(Arc::new(remove))

@@ -10,6 +10,7 @@ use paceline_store::{Error as StoreError, State, StoreEntry, find_for_removal, f
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::CommandError;
 use crate::commands::NodeSettings;
 
 /// The local store, for this machine's node, with the limits of `spec`.
@@ -71,7 +72,7 @@ fn holding(entry: &StoreEntry, now: SystemTime) -> Holding {
 }
 
 /// Handles `stores`: the inventory of each node.
-pub(crate) fn ask_stores(fleet: &Fleet, upstreams: Vec<Value>) -> Result<Value, String> {
+pub(crate) fn ask_stores(fleet: &Fleet, upstreams: Vec<Value>) -> Result<Value, CommandError> {
     let stores = fleet.stores();
     Ok(json!({ "nodes": stores, "upstreams": upstreams }))
 }
@@ -86,10 +87,9 @@ struct TransferArguments {
 }
 
 /// Handles `remove`: the result on each node.
-pub(crate) fn ask_remove(fleet: &Fleet, arguments: &Value) -> Result<Value, String> {
-    let TransferArguments { model, nodes } =
-        TransferArguments::deserialize(arguments).map_err(|error| error.to_string())?;
-    let removed = fleet.remove(&model, &nodes)?;
+pub(crate) fn ask_remove(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
+    let TransferArguments { model, nodes } = TransferArguments::deserialize(arguments)?;
+    let removed = fleet.remove(&model, &nodes).map_err(CommandError::other)?;
     told(&removed)
 }
 
@@ -98,14 +98,15 @@ pub(crate) fn ask_send(
     fleet: &Fleet,
     arguments: &Value,
     progress: &mut CommandProgress<'_>,
-) -> Result<Value, String> {
-    let TransferArguments { model, nodes } =
-        TransferArguments::deserialize(arguments).map_err(|error| error.to_string())?;
+) -> Result<Value, CommandError> {
+    let TransferArguments { model, nodes } = TransferArguments::deserialize(arguments)?;
     let mut say = |done: u64, of: u64| {
         // Continues without the client.
         let _ = progress(json!([done, of]));
     };
-    let sent = fleet.send(&model, &nodes, &mut say)?;
+    let sent = fleet
+        .send(&model, &nodes, &mut say)
+        .map_err(CommandError::other)?;
     told(&sent)
 }
 
@@ -115,13 +116,15 @@ pub(crate) fn ask_mend(
     fleet: &Fleet,
     arguments: &Value,
     progress: &mut CommandProgress<'_>,
-) -> Result<Value, String> {
-    let file = StoredFile::deserialize(arguments).map_err(|error| error.to_string())?;
-    let mended = fleet.mend(&file, &mut |done| progress(json!(done)))?;
-    serde_json::to_value(mended).map_err(|error| error.to_string())
+) -> Result<Value, CommandError> {
+    let file = StoredFile::deserialize(arguments)?;
+    let mended = fleet
+        .mend(&file, &mut |done| progress(json!(done)))
+        .map_err(CommandError::other)?;
+    Ok(serde_json::to_value(mended)?)
 }
 
-fn told(outcomes: &[CopyOutcome]) -> Result<Value, String> {
-    let outcomes = serde_json::to_value(outcomes).map_err(|error| error.to_string())?;
+fn told(outcomes: &[CopyOutcome]) -> Result<Value, CommandError> {
+    let outcomes = serde_json::to_value(outcomes)?;
     Ok(json!({ "nodes": outcomes }))
 }

@@ -22,7 +22,7 @@ use paceline_board::{
 use paceline_engine::StepTimeTarget;
 use paceline_node::fleet::{Fleet, LoadRequest};
 use paceline_node::tunnel;
-use paceline_serve::{DEFAULT_PORT, HttpServer, StatusSource, UpstreamArg};
+use paceline_serve::{CallbackError, DEFAULT_PORT, HttpServer, StatusSource, UpstreamArg};
 use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
 use serde_json::json;
 
@@ -487,7 +487,7 @@ impl Args {
 
 /// Rates, health and printed lines of this machine, for the dashboard.
 fn host_probes() -> HostProbes {
-    let failed = |error: anyhow::Error| format!("{error:#}");
+    let failed = |error: anyhow::Error| CallbackError::from(format!("{error:#}"));
     HostProbes::new(
         move || plan::own_rates().map_err(failed),
         move || doctor::own_checks().map_err(failed),
@@ -496,7 +496,7 @@ fn host_probes() -> HostProbes {
 }
 
 /// Settings of the dashboard's downloads.
-fn downloads() -> Result<(Home, PullOptions), String> {
+fn downloads() -> Result<(Home, PullOptions), CallbackError> {
     let settings = home::StoreSettings::from_env().map_err(|error| format!("{error:#}"))?;
     Ok((settings.home, settings.options))
 }

@@ -17,8 +17,8 @@ use crate::journal::{JournalBounds, Journals};
 use crate::limits::ApiLimits;
 use crate::live_requests::LiveRequests;
 use crate::tally::EventTally;
-use paceline_auth::tls::ServerProtocol;
 use crate::upstream::Upstreams;
+use paceline_auth::tls::ServerProtocol;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;
@@ -157,14 +157,16 @@ impl Default for Timeouts {
     }
 }
 
+/// An error of the program around the server. Clients see its text.
+pub type CallbackError = Box<dyn std::error::Error + Send + Sync>;
+
 /// Removes a model from the machine's store, by name. The second argument has all names of all
-/// served models. The file of a served model stays, under any of its names. An error is a reason
-/// for the client.
+/// served models. The file of a served model stays, under any of its names.
 #[derive(Clone)]
 pub struct Remover(pub Arc<RemoveCallback>);
 
 /// See [`Remover`].
-type RemoveCallback = dyn Fn(&str, &[String]) -> Result<Removal, String> + Send + Sync;
+type RemoveCallback = dyn Fn(&str, &[String]) -> Result<Removal, CallbackError> + Send + Sync;
 
 /// Result of a removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,13 +199,13 @@ pub struct PullStep {
 /// Fetches a model into the machine's store, by name, and blocks until it is complete. The second
 /// argument receives each step; it returns false when the client has left. The third flag is set
 /// then as well, for phases without steps, such as a wait for another process. The pull should end
-/// soon after either. Returns false for an unknown name; an error is a reason for the client.
+/// soon after either. Returns false for an unknown name.
 #[derive(Clone)]
 pub struct Puller(pub Arc<PullCallback>);
 
 /// See [`Puller`].
 type PullCallback =
-    dyn Fn(&str, OnStep<'_>, &Arc<AtomicBool>) -> Result<bool, String> + Send + Sync;
+    dyn Fn(&str, OnStep<'_>, &Arc<AtomicBool>) -> Result<bool, CallbackError> + Send + Sync;
 
 /// Receives each step of a pull; false stops it.
 type OnStep<'a> = &'a mut dyn FnMut(PullStep) -> bool;
@@ -224,13 +226,12 @@ impl fmt::Debug for StatusSource {
     }
 }
 
-/// Runs a dashboard command with its arguments; an error is a reason for people.
+/// Runs a dashboard command with its arguments.
 pub type CommandHandler =
-    dyn Fn(&str, &serde_json::Value) -> Result<serde_json::Value, String> + Send + Sync;
+    dyn Fn(&str, &serde_json::Value) -> Result<serde_json::Value, CallbackError> + Send + Sync;
 
-/// Measures where an instance's ranks spend their time, by its id. Takes some seconds; an error is
-/// a reason for people.
-pub type StageProbe = dyn Fn(&str) -> Result<serde_json::Value, String> + Send + Sync;
+/// Measures where an instance's ranks spend their time, by its id. Takes some seconds.
+pub type StageProbe = dyn Fn(&str) -> Result<serde_json::Value, CallbackError> + Send + Sync;
 
 /// Data and commands of a node's dashboard. All are called on blocking threads.
 #[derive(Clone)]

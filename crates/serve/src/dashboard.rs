@@ -286,7 +286,7 @@ impl DashboardState {
         let told = blocking(watch).await;
         let told = told.ok_or(Rejection::Broken { what: "look" })?;
         told.map(|stages| json(&stages))
-            .map_err(|reason| Rejection::Invalid { reason })
+            .map_err(|error| Rejection::of_callback(&error))
     }
 
     /// Checks the right to send commands, for a client admitted with `key`.
@@ -339,7 +339,7 @@ impl DashboardState {
         let done = blocking(move || manage(&command, &arguments)).await;
         let done = done.ok_or(Rejection::Broken { what: "do this" })?;
         done.map(|answer| json(&answer))
-            .map_err(|reason| Rejection::Invalid { reason })
+            .map_err(|error| Rejection::of_callback(&error))
     }
 
     fn events(&self, request: &Request) -> Result<Response, Rejection> {

@@ -88,8 +88,8 @@ pub use api::no_model::Loading;
 pub use api::registry::ModelRegistry;
 pub use clock::TimeSource;
 pub use config::{
-    CommandHandler, Config, DEFAULT_PORT, DashboardConfig, PullStep, Puller, Removal, Remover,
-    StageProbe, StatusSource, Timeouts,
+    CallbackError, CommandHandler, Config, DEFAULT_PORT, DashboardConfig, PullStep, Puller,
+    Removal, Remover, StageProbe, StatusSource, Timeouts,
 };
 pub use error::Error;
 pub use facts::{MetricSample, ProcessMetrics};

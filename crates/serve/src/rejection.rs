@@ -16,6 +16,8 @@ use paceline_text::chat;
 use paceline_text::tokenizer;
 use serde_json::json;
 
+use crate::config::CallbackError;
+
 /// A rejection. Its display text is the `message` of the body.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Rejection {
@@ -298,6 +300,12 @@ const fn class(status: StatusCode, kind: &'static str, code: &'static str) -> Er
 }
 
 impl Rejection {
+    /// From the program around the server.
+    pub(crate) fn of_callback(error: &CallbackError) -> Self {
+        let reason = error.to_string();
+        Self::Invalid { reason }
+    }
+
     #[expect(clippy::too_many_lines, reason = "one line for each kind of rejection")]
     fn class(&self) -> ErrorClass {
         use StatusCode as S;

@@ -519,7 +519,7 @@ pub(super) async fn remove(
         }
         Ok(Removal::NotKept) => Err(Rejection::NotKept { model }),
         Ok(Removal::InUse) => Err(Rejection::InUse { model }),
-        Err(reason) => Err(Rejection::Invalid { reason }),
+        Err(error) => Err(Rejection::of_callback(&error)),
     }
 }
 

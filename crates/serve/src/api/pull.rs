@@ -25,7 +25,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use super::handlers::{check_admin, client, client_key, named};
 use super::no_model::Idle;
 use super::{App, json_response};
-use crate::config::{Config, PULLS_MAX, PullStep, Puller};
+use crate::config::{CallbackError, Config, PULLS_MAX, PullStep, Puller};
 use crate::rejection::Rejection;
 use crate::request::ollama::NamedModel;
 use paceline_auth::keys::{ClientKey, revoked};
@@ -36,7 +36,7 @@ const UNREAD_STEPS: usize = 16;
 /// Message from the pull's thread to the response.
 enum PullMessage {
     Step(PullStep),
-    End(Result<bool, String>),
+    End(Result<bool, CallbackError>),
     /// The last message: the client's key was revoked.
     Revoked,
 }
@@ -127,7 +127,7 @@ impl PullStream {
     }
 
     async fn next(&mut self) -> PullMessage {
-        let broken = || PullMessage::End(Err("the pull ended without a result".to_owned()));
+        let broken = || PullMessage::End(Err("the pull ended without a result".into()));
         tokio::select! {
             // Checked first: steps may arrive faster than the client reads.
             biased;
@@ -148,13 +148,13 @@ fn ended(told: PullMessage, model: &str) -> Option<Result<(), Rejection>> {
 
 /// # Errors
 /// [`Rejection::NoSuchModel`] for an unknown name, else [`Rejection::Invalid`].
-fn checked(end: Result<bool, String>, model: &str) -> Result<(), Rejection> {
+fn checked(end: Result<bool, CallbackError>, model: &str) -> Result<(), Rejection> {
     match end {
         Ok(true) => Ok(()),
         Ok(false) => Err(Rejection::NoSuchModel {
             model: crate::schema::clip(model),
         }),
-        Err(reason) => Err(Rejection::Invalid { reason }),
+        Err(error) => Err(Rejection::of_callback(&error)),
     }
 }
 

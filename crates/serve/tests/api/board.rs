@@ -109,11 +109,11 @@ fn board() -> DashboardConfig {
         status: StatusSource(Arc::new(|| json!({"name": "mini", "nodes": []}))),
         stages: Some(Arc::new(|id: &str| match id {
             "7" => Ok(json!({ "split": "pipeline", "steps": 3 })),
-            _ => Err(format!("no instance of {id:?} is loaded")),
+            _ => Err(format!("no instance of {id:?} is loaded").into()),
         })),
         manage: Some(Arc::new(|command: &str, arguments: &Value| match command {
             "load" => Ok(json!({ "id": arguments["model"] })),
-            _ => Err(format!("no {command} here")),
+            _ => Err(format!("no {command} here").into()),
         })),
     }
 }

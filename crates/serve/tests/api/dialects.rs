@@ -291,7 +291,7 @@ fn models_are_removed_where_that_was_allowed() {
     let remove = move |name: &str, served: &[String]| {
         let mut kept = shelf.lock().unwrap();
         match name {
-            "held" => Err("another process reads it".to_owned()),
+            "held" => Err("another process reads it".into()),
             "tiny-on-the-hub" if served.contains(&"tiny".to_owned()) => Ok(Removal::InUse),
             name => Ok(match kept.iter().position(|k| k == name) {
                 Some(i) => {
@@ -339,11 +339,11 @@ fn models_are_fetched_where_that_was_allowed() {
                 assert!(tell(step("b.json", None, 3)));
                 match name {
                     "new" => Ok(true),
-                    _ => Err("the disk is full".to_owned()),
+                    _ => Err("the disk is full".into()),
                 }
             }
             "here" => Ok(true),
-            "wrong" => Err("the hub cannot be reached".to_owned()),
+            "wrong" => Err("the hub cannot be reached".into()),
             _ => Ok(false),
         }
     };
@@ -422,7 +422,7 @@ fn a_pull_ends_with_its_client() {
         };
         while tell(step.clone()) {}
         over.lock().unwrap().send(()).unwrap();
-        Err("cancelled".to_owned())
+        Err("cancelled".into())
     };
     let rig = Rig::with(|config| config.puller = Some(Puller(Arc::new(pull))));
     drop(rig.post("/api/pull", r#"{"model":"new"}"#));
@@ -449,7 +449,7 @@ fn a_pull_ends_with_its_key() {
         while !over.load(Ordering::Relaxed) {
             std::thread::park_timeout(Duration::from_millis(1));
         }
-        Err("cancelled".to_owned())
+        Err("cancelled".into())
     };
     let rig = Rig::with(|config| {
         config.access.keys = Some(path);
@@ -488,7 +488,7 @@ fn pulls_that_wait_are_bounded_and_end_with_their_clients() {
             std::thread::park_timeout(Duration::from_millis(1));
         }
         say.lock().unwrap().send("ends").unwrap();
-        Err("cancelled".to_owned())
+        Err("cancelled".into())
     };
     let rig = Rig::with(|config| config.puller = Some(Puller(Arc::new(pull))));
     let body = r#"{"model":"new"}"#;
