@@ -687,9 +687,17 @@ fn furthest(a: &[Vec<f32>], b: &[Vec<f32>]) -> f64 {
     common::compare::largest(a.iter().zip(b).map(|(a, b)| relative_rms(a, b)))
 }
 
+/// Class `mlx-f32` shows faults of every family's splits: its sums differ by their order alone.
 #[test]
 fn splits_agree_with_one_rank() {
     use KernelClass::{Cpu, Mlx, MlxF32};
+    /// Stages compute the bits of one rank.
+    const SAME: f64 = 0.0;
+    /// Of sums in f32 in another order, relative to the logits' size: 3.5e-6 seen over all families.
+    const SUMS: f64 = 1e-5;
+    /// Class `mlx` rounds the ranks' parts to f16 before it adds them: 3e-3 (granite) to 2.2e-2
+    /// (olmo2) seen where class `mlx-f32` is within 4e-6.
+    const HALVES: f64 = 3e-2;
     let Some(library) = library("splits of mlx agree with one rank") else {
         return;
     };
@@ -697,41 +705,35 @@ fn splits_agree_with_one_rank() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    for family in [
-        ModelFamily::Llama,
-        ModelFamily::Qwen2,
-        ModelFamily::Qwen3,
-        ModelFamily::Gemma3,
-    ] {
-        let path = dir.path().join(family.name());
+    for family in ModelFamily::DENSE {
+        let (path, name) = (dir.path().join(family.name()), family.name());
         Tiny::new(family, BlockType::Q8_0).write(&path);
         let run = |kind: &str, classes: &[KernelClass]| split(&path, kind, classes, &library);
-        let both = family == ModelFamily::Llama || long();
-        for class in [Mlx, MlxF32].into_iter().take(if both { 2 } else { 1 }) {
+        let agree = |class: KernelClass, splits: &[(&str, usize, f64)]| {
             let alone = run("pipeline", &[class]);
-            let stages = run("pipeline", &[class; 2]);
-            assert_eq!(stages, alone, "{}: {class}, pipeline of 2", family.name());
-            // Ranks' parts are rounded to the type of activations before they are added: halves,
-            // but for gemma.
-            let tolerance = if class == Mlx { 3e-2 } else { 1e-4 };
-            let all = [("tensor", 2), ("tensor", 3), ("2x2", 4)];
-            let some = if family == ModelFamily::Llama { 3 } else { 1 };
-            for (kind, ranks) in all.into_iter().take(some) {
-                let far = furthest(&run(kind, &vec![class; ranks]), &alone);
-                println!("{} {class} {kind} of {ranks}: {far:.1e}", family.name());
-                assert!(
-                    far <= tolerance,
-                    "{} {class} {kind}: {far:.1e}",
-                    family.name()
-                );
+            for (kind, ranks, tolerance) in splits {
+                let far = furthest(&run(kind, &vec![class; *ranks]), &alone);
+                println!("{name} {class} {kind} of {ranks}: {far:.1e}");
+                assert!(far <= *tolerance, "{name} {class} {kind}: {far:.1e}");
             }
+        };
+        let (stages, tensor) = (("pipeline", 2, SAME), ("tensor", 2, SUMS));
+        let more = [("tensor", 3, SUMS), ("2x2", 4, SUMS)];
+        if family == ModelFamily::Llama {
+            agree(MlxF32, &[stages, tensor, more[0], more[1]]);
+            agree(Mlx, &[stages, ("tensor", 2, HALVES)]);
+        } else if family == ModelFamily::Gemma3 || long() {
+            agree(MlxF32, &[stages, tensor]);
+        } else {
+            agree(MlxF32, &[tensor]);
+            continue;
         }
         let naive = run("pipeline", &[KernelClass::CpuF32]);
         let orders = [[Cpu, MlxF32], [MlxF32, Cpu]];
         for classes in orders.into_iter().take(if long() { 2 } else { 1 }) {
             let far = furthest(&run("pipeline", &classes), &naive);
-            println!("{} {classes:?}: {far:.1e} from cpu-f32", family.name());
-            assert!(far <= 5e-3, "{} {classes:?}: {far:.1e}", family.name());
+            println!("{name} {classes:?}: {far:.1e} from cpu-f32");
+            assert!(far <= 5e-3, "{name} {classes:?}: {far:.1e}");
         }
     }
 }

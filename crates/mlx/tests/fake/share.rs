@@ -1,15 +1,20 @@
 //! MLX on a slow device whose time is that of the weights it reads. It is slow while the file of
-//! `PACELINE_SLOW` exists. The file has two numbers: nanoseconds for each KiB of weights in
-//! products, and nanoseconds from the end of a submission until the host knows of it. Each wait for
-//! a submission adds a byte to the file `PACELINE_SLOW_LOG`: `1` where the host had begun the graph
-//! of the next one. All else is from the library that this one is linked with.
+//! `PACELINE_SLOW` exists. The file has nanoseconds for each KiB of weights in products, nanoseconds
+//! from the end of a submission until the host knows of it, and this process's ranks, 1 if left out.
+//! A rank's wait for a submission ends when all of them have submitted theirs: ranks that compute one
+//! after the other fail. All else is from the library that this one is linked with.
+//!
+//! Each wait adds a line to the file `PACELINE_SLOW_LOG`. It begins with `1` where the host had begun
+//! the graph of the next submission, with `0` where it had not, with `-` without an exchange. Then
+//! it has the time of the device's own clock in ns, which counts submissions alone. So no load of
+//! this machine changes it.
 
 mod real;
 
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_ulong, c_void};
 use std::io::Write;
-use std::sync::OnceLock;
+use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use real::Handle;
@@ -31,34 +36,71 @@ struct Device {
     known: Option<Instant>,
     /// Whether a submission has no wait yet.
     outstanding: bool,
+    /// The time of the end of the last submission, in ns.
+    clock: f64,
 }
+
+/// The ranks of an exchange, which are threads of this process.
+struct Exchange {
+    /// When their parts are computed, by their clocks.
+    ends: Vec<f64>,
+    /// Ranks that wait no longer.
+    left: usize,
+}
+
+static EXCHANGE: Mutex<Exchange> = Mutex::new(Exchange {
+    ends: Vec::new(),
+    left: 0,
+});
+static SUBMITTED: Condvar = Condvar::new();
+
+/// Longest wait for another rank's submission: that of the tests for another rank's part.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 thread_local! {
     static DEVICE: RefCell<Device> = RefCell::default();
 }
 
-/// Times of a KiB and of a wait, while the device is slow.
-fn times() -> Option<(f64, Duration)> {
-    static TIMES: OnceLock<(f64, Duration)> = OnceLock::new();
-    let path = std::env::var_os("PACELINE_SLOW")?;
-    if !std::fs::exists(&path).ok()? {
-        return None;
-    }
-    Some(*TIMES.get_or_init(|| {
-        let text = std::fs::read_to_string(path).unwrap();
-        let numbers: Vec<f64> = text
-            .split_whitespace()
-            .map(|it| it.parse().unwrap())
-            .collect();
-        (numbers[0], Duration::from_nanos(numbers[1] as u64))
-    }))
+/// How slow the device is.
+#[derive(Clone, Copy)]
+struct Slow {
+    kib_ns: f64,
+    crossing: Duration,
+    ranks: usize,
+}
+
+fn slow() -> Option<Slow> {
+    let text = std::fs::read_to_string(std::env::var_os("PACELINE_SLOW")?).ok()?;
+    let numbers: Vec<f64> = text.split_whitespace().map(|it| it.parse().unwrap()).collect();
+    Some(Slow {
+        kib_ns: numbers[0],
+        crossing: Duration::from_nanos(numbers[1] as u64),
+        ranks: numbers.get(2).map_or(1, |n| *n as usize),
+    })
 }
 
 impl Device {
-    fn submit(&mut self, (kib_ns, crossing): (f64, Duration)) {
-        let work = self.noted as f64 / 1024.0 * kib_ns;
+    fn submit(&mut self, slow: Slow) {
+        let work = Duration::from_nanos((self.noted as f64 / 1024.0 * slow.kib_ns) as u64);
+        let takes = work + slow.crossing;
         self.noted = 0;
-        self.known = Some(Instant::now() + Duration::from_nanos(work as u64) + crossing);
+        self.known = Some(Instant::now() + takes);
+        self.clock += takes.as_nanos() as f64;
+    }
+
+    /// Waits until all ranks have submitted their parts.
+    fn meet(&mut self, ranks: usize) {
+        let exchange = EXCHANGE.lock().unwrap();
+        let some_miss = |it: &mut Exchange| it.ends.len() < ranks;
+        let waited = SUBMITTED.wait_timeout_while(exchange, PATIENCE, some_miss);
+        let (mut exchange, waited) = waited.unwrap();
+        assert!(!waited.timed_out(), "no rank computes beside this one");
+        self.clock = exchange.ends.iter().copied().fold(0.0, f64::max);
+        exchange.left += 1;
+        if exchange.left == ranks {
+            exchange.ends.clear();
+            exchange.left = 0;
+        }
     }
 
     fn wait(&mut self) {
@@ -118,10 +160,12 @@ pub extern "C" fn mlx_quantized_matmul(
 
 #[unsafe(no_mangle)]
 pub extern "C" fn mlx_async_eval(arrays: Handle) -> c_int {
-    match times() {
-        Some(times) => DEVICE.with_borrow_mut(|device| {
-            device.submit(times);
+    match slow() {
+        Some(slow) => DEVICE.with_borrow_mut(|device| {
+            device.submit(slow);
             device.outstanding = true;
+            EXCHANGE.lock().unwrap().ends.push(device.clock);
+            SUBMITTED.notify_all();
         }),
         None => DEVICE.set(Device::default()),
     }
@@ -132,24 +176,37 @@ pub extern "C" fn mlx_async_eval(arrays: Handle) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn mlx_eval(arrays: Handle) -> c_int {
-    let Some(times) = times() else {
+    let Some(slow) = slow() else {
         DEVICE.set(Device::default());
         return real::eval(arrays);
     };
     DEVICE.with_borrow_mut(|device| {
-        if !device.outstanding {
-            device.submit(times);
-        } else if let Some(path) = std::env::var_os("PACELINE_SLOW_LOG") {
-            let log = std::fs::File::options()
-                .append(true)
-                .create(true)
-                .open(path);
-            let byte = if device.noted > 0 { b"1" } else { b"0" };
-            log.unwrap().write_all(byte).unwrap();
+        let mark = match (device.outstanding, device.noted) {
+            (false, _) => '-',
+            (true, 0) => '0',
+            (true, _) => '1',
+        };
+        if device.outstanding {
+            device.meet(slow.ranks);
+        } else {
+            device.submit(slow);
         }
         device.outstanding = false;
+        log(mark, device.clock);
     });
     let evaluated = real::eval(arrays); // the device's own time has room for it
     DEVICE.with_borrow_mut(Device::wait);
     evaluated
+}
+
+fn log(mark: char, clock: f64) {
+    let Some(path) = std::env::var_os("PACELINE_SLOW_LOG") else {
+        return;
+    };
+    let file = std::fs::File::options()
+        .append(true)
+        .create(true)
+        .open(path);
+    let line = format!("{mark} {clock}\n");
+    file.unwrap().write_all(line.as_bytes()).unwrap();
 }
