@@ -106,8 +106,8 @@ impl TreeBuilder {
                 self.close();
             }
             Event::SoftBreak => self.text("\n"),
-            Event::HardBreak => self.put(Node::Element(Element::new("br"))),
-            Event::Rule => self.put(Node::Element(Element::new("hr"))),
+            Event::HardBreak => self.empty("br"),
+            Event::Rule => self.empty("hr"),
             Event::TaskListMarker(done) => self.text(if done { "☑ " } else { "☐ " }),
             // Not enabled.
             Event::FootnoteReference(text) | Event::InlineMath(text) | Event::DisplayMath(text) => {
@@ -167,6 +167,14 @@ impl TreeBuilder {
         }
         for child in element.children {
             self.put(child);
+        }
+    }
+
+    /// Adds an element without children; a line's end in a tree of the greatest depth.
+    fn empty(&mut self, tag: &'static str) {
+        match self.open.len() < DEPTH_MAX {
+            true => self.put(Node::Element(Element::new(tag))),
+            false => self.text("\n"),
         }
     }
 
@@ -293,8 +301,10 @@ mod tests {
             };
             nodes.iter().map(of).max().unwrap_or(0)
         }
-        let deep = tree(&format!("{}x", "> ".repeat(2_000))).unwrap();
-        assert_eq!(depth(&deep), DEPTH_MAX);
+        for inner in ["x", "x  \ny"] {
+            let deep = tree(&format!("{}{inner}", "> ".repeat(2_000))).unwrap();
+            assert_eq!(depth(&deep), DEPTH_MAX, "{inner:?}");
+        }
         assert_eq!(tree(&"*a* ".repeat(NODES_MAX)), None);
         assert_eq!(tree(&"x\n".repeat(TEXT_BYTES_MAX / 2 + 1)), None);
         assert_eq!(tree(&"x".repeat(LINE_BYTES_MAX + 1)), None);
