@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Tensor splits wait for a GPU twice a layer. The system wakes a waiting processor some 150 us
-//! late; without it a wait takes 4 us, but GPUs have hung until a restart of the machine.
+//! late. Without it a wait takes 4 us, but GPUs have hung until a restart of the machine.
 //!
 //! [`FAST_SYNC`]: paceline_mlx::FAST_SYNC
 

@@ -89,7 +89,7 @@ impl fmt::Debug for GraphGroup {
 }
 
 impl GraphGroup {
-    /// A group of `size` ranks, of which this is `rank`. `exchange` is called by a thread of MLX's
+    /// A group of `size` ranks for its member `rank`. `exchange` is called by a thread of MLX's
     /// while arrays are evaluated. `None` if the layer has no such groups.
     pub fn new(
         library: &Library,

@@ -211,8 +211,8 @@ impl ModelSource {
         }
     }
 
-    /// A weight within a joined matrix of queries, keys and values, or of gate and up; of DBRX also
-    /// of a layer's experts in folders not written by MLX. `None` for other weights.
+    /// A weight within a joined matrix of queries, keys and values, or of gate and up. In DBRX's
+    /// folders that MLX did not write, experts are joined too. `None` for other weights.
     fn joined(&self, family: ModelFamily, role: Role) -> Result<Option<Tensor>, Error> {
         if let Some((parts, own)) = self.joined_parts(family, role)? {
             let name = self.name(family, role);

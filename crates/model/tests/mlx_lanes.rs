@@ -1,4 +1,4 @@
-//! Sequences whose pages interleave: nothing is gathered, the decoding rows of a layer are one call
+//! Sequences whose pages interleave. Nothing is gathered, the decoding rows of a layer are one call
 //! of attention, and the last layer computes the rows with logits.
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]

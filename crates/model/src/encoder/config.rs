@@ -370,7 +370,11 @@ const fn missing(field: &'static str) -> Error {
     Error::MissingField { field }
 }
 
-pub(super) fn wrong(field: &'static str, got: impl ToString, expected: impl Into<Cow<'static, str>>) -> Error {
+pub(super) fn wrong(
+    field: &'static str,
+    got: impl ToString,
+    expected: impl Into<Cow<'static, str>>,
+) -> Error {
     Error::Value {
         field,
         got: got.to_string(),

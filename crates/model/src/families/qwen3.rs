@@ -1,6 +1,7 @@
 //! Qwen 3, dense, and the text part of Qwen3-VL. It is Llama without biases, with an RMS norm on
 //! every query and key head before the rotation of halves. The head size is a separate field.
-//! Source: Yang et al. 2025; `src/models/qwen3.cpp` of llama.cpp, `modeling_qwen3_vl.py` of transformers.
+//! Source: Yang et al. 2025; `src/models/qwen3.cpp` of llama.cpp, `modeling_qwen3_vl.py` of
+//! transformers.
 
 use paceline_tensor::RopePairs;
 

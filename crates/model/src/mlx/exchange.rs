@@ -10,9 +10,9 @@
 //! exchange itself takes place before the next evaluation: see [`Step::settle`]. So the device
 //! computes a segment while the host makes the graph of the next one.
 //!
-//! On CUDA the exchanges are operations of MLX's graph instead, where the C layer has groups. A step
-//! is then submitted whole. Metal keeps the cut: it ends a command buffer that waits for a peer
-//! for some 5 s.
+//! On CUDA the exchanges are operations of MLX's graph instead, where the C layer has groups. A
+//! step is then submitted whole. Metal keeps the cut: it ends a command buffer that waits for a
+//! peer for some 5 s.
 //!
 //! Values travel in the type of activations. They are copied for the exchange only where an array
 //! is not one run of rows, or where the device has memory of its own. The driver copies that
