@@ -13,7 +13,7 @@ use std::time::Duration;
 use crate::common::places::places;
 use crate::common::tiny::Tiny;
 use crate::mlx_hang::build;
-use crate::mlx_slow::FILE;
+use crate::mlx_slow::{FILE, LOG};
 use crate::{library, rank};
 use paceline_base::testing::Stopwatch;
 use paceline_base::{BlockType, KernelClass};
@@ -22,9 +22,6 @@ use paceline_model::{
     ModelSource, Split,
 };
 use paceline_tensor::PAGE;
-
-/// The file with a line for each wait for a device.
-const LOG: &str = "PACELINE_SLOW_LOG";
 
 /// Time of a step on one machine in ms, and ns of a crossing.
 const USUAL: (f64, f64) = (5.0, 5000.0);

@@ -71,7 +71,10 @@ struct Slow {
 
 fn slow() -> Option<Slow> {
     let text = std::fs::read_to_string(std::env::var_os("PACELINE_SLOW")?).ok()?;
-    let numbers: Vec<f64> = text.split_whitespace().map(|it| it.parse().unwrap()).collect();
+    let numbers: Vec<f64> = text
+        .split_whitespace()
+        .map(|it| it.parse().unwrap())
+        .collect();
     Some(Slow {
         kib_ns: numbers[0],
         crossing: Duration::from_nanos(numbers[1] as u64),
