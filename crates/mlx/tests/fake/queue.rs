@@ -1,37 +1,27 @@
-//! MLX on a slow device with a queue, while the file exists which `PACELINE_SLOW` names. Each
-//! submission takes the device 100 ms after the one before, and an evaluation of submitted arrays
-//! waits for the oldest submission. All else is from the library that this one is linked with.
+//! MLX on a device with a queue, while the file exists which `PACELINE_SLOW` names. An evaluation
+//! waits for the oldest submission and adds a byte to the file `PACELINE_SLOW_LOG`: `1` where
+//! another one is queued, so that the device computes when the host works, else `0`. All else is from
+//! the library that this one is linked with.
 
 mod real;
 
-use std::collections::VecDeque;
 use std::ffi::c_int;
-use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::io::Write;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use real::Handle;
 
-const STEP: Duration = Duration::from_millis(100);
-
-/// When the device ends each submission that nobody waited for, and the last one.
-static QUEUE: Mutex<(VecDeque<Instant>, Option<Instant>)> = Mutex::new((VecDeque::new(), None));
+/// Submissions that nobody waited for.
+static QUEUED: AtomicUsize = AtomicUsize::new(0);
 
 fn is_slow() -> bool {
     std::env::var_os("PACELINE_SLOW").is_some_and(|file| std::fs::exists(file).is_ok_and(|it| it))
 }
 
-fn submit() {
-    let mut queue = QUEUE.lock().unwrap();
-    let now = Instant::now();
-    let end = queue.1.map_or(now, |last| last.max(now)) + STEP;
-    queue.0.push_back(end);
-    queue.1 = Some(end);
-}
-
 #[unsafe(no_mangle)]
 pub extern "C" fn mlx_async_eval(arrays: Handle) -> c_int {
     if is_slow() {
-        submit();
+        QUEUED.fetch_add(1, Ordering::Relaxed);
     }
     type Submit = extern "C" fn(Handle) -> c_int;
     let real: Submit = unsafe { std::mem::transmute(real::function(c"mlx_async_eval")) };
@@ -41,11 +31,13 @@ pub extern "C" fn mlx_async_eval(arrays: Handle) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn mlx_eval(arrays: Handle) -> c_int {
     if is_slow() {
-        if QUEUE.lock().unwrap().0.is_empty() {
-            submit();
-        }
-        let end = QUEUE.lock().unwrap().0.pop_front().unwrap();
-        std::thread::sleep(end.saturating_duration_since(Instant::now()));
+        // Arrays that were not submitted are, and waited for.
+        let queued = QUEUED.load(Ordering::Relaxed).saturating_sub(1);
+        QUEUED.store(queued, Ordering::Relaxed);
+        let log = std::env::var_os("PACELINE_SLOW_LOG").unwrap();
+        let log = std::fs::File::options().append(true).create(true).open(log);
+        let byte = if queued > 0 { b"1" } else { b"0" };
+        log.unwrap().write_all(byte).unwrap();
     }
     real::eval(arrays)
 }
