@@ -9,8 +9,8 @@
 //! restart                        ->
 //!                                <- draining, any number; the node then executes its new program
 //! ```
-//! Messages are JSON, one a line. The receiver demands the signature of the key that its own
-//! installation has, so no member can run a program of its own on another machine. It refuses an
+//! Messages are JSON, one a line. The receiver demands the signature of its own
+//! installation's key. So no member can run a program of its own on another machine. It refuses an
 //! older release. The leader waits until a machine is back and all instances answer. Then it
 //! continues with the next.
 

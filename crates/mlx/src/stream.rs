@@ -10,8 +10,8 @@ use crate::{Array, Error, Library};
 
 /// Longest polling for a GPU before [`Stream::wait`] blocks. A blocked thread wakes up some 150 us
 /// late on Metal (mlx #4438). A segment between exchanges is half a layer, which two Macs compute
-/// in 0.2 ms for a 70B model in 4 bits. On MLX's CPU build a blocked wait takes 14 us and a polled
-/// one 26 us (2 cores, November 2026), so that it is not polled.
+/// in 0.2 ms for a 70B model in 4 bits. MLX's CPU build is not polled: a
+/// blocked wait takes 14 us and a polled one 26 us (2 cores, November 2026).
 const POLLED: Duration = Duration::from_millis(1);
 
 /// Where MLX computes.

@@ -39,7 +39,6 @@ use crate::concurrency::ConcurrencyLimit;
 use crate::config::Config;
 use crate::connection::ConnectionHandle;
 use crate::endpoint::{ENDPOINTS, Endpoint};
-use paceline_auth::keys::WatchedKeys;
 use crate::metrics::Metrics;
 use crate::model::ServedModel;
 use crate::phase::ServerPhase;
@@ -47,6 +46,7 @@ use crate::rejection::{ErrorStyle, Rejection};
 use crate::store::ResponseStore;
 use crate::tool_support::ToolSupport;
 use crate::{Error, openapi};
+use paceline_auth::keys::WatchedKeys;
 
 /// Longest path and query. Eight times what common servers allow.
 const MAX_TARGET_BYTES: usize = 32 << 10;

@@ -11,6 +11,7 @@ use tokio::sync::Semaphore;
 use crate::Error;
 use crate::access::Access;
 use crate::clock::TimeSource;
+use crate::error::CallbackError;
 use crate::events::EventLog;
 use crate::facts::ProcessMetrics;
 use crate::journal::{JournalBounds, Journals};
@@ -156,9 +157,6 @@ impl Default for Timeouts {
         }
     }
 }
-
-/// An error of the program around the server. Clients see its text.
-pub type CallbackError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Removes a model from the machine's store, by name. The second argument has all names of all
 /// served models. The file of a served model stays, under any of its names.

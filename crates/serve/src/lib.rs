@@ -88,10 +88,10 @@ pub use api::no_model::Loading;
 pub use api::registry::ModelRegistry;
 pub use clock::TimeSource;
 pub use config::{
-    CallbackError, CommandHandler, Config, DEFAULT_PORT, DashboardConfig, PullStep, Puller,
-    Removal, Remover, StageProbe, StatusSource, Timeouts,
+    CommandHandler, Config, DEFAULT_PORT, DashboardConfig, PullStep, Puller, Removal, Remover,
+    StageProbe, StatusSource, Timeouts,
 };
-pub use error::Error;
+pub use error::{CallbackError, Error};
 pub use facts::{MetricSample, ProcessMetrics};
 pub use journal::{
     JournalMatch, JournalPart, Journals, MIRROR_LIMIT, Mirror, MirrorCallback, MirrorOutcome,

@@ -223,7 +223,7 @@ fn address(url: &str) -> Option<String> {
         start.is_some_and(|start| start.eq_ignore_ascii_case(scheme))
     };
     let has_control = url.contains(char::is_control);
-    (!has_control && SCHEMES.iter().any(|it| is_known(it))).then(|| url.to_owned())
+    (!has_control && SCHEMES.iter().any(is_known)).then(|| url.to_owned())
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use paceline_text::chat;
 use paceline_text::tokenizer;
 use serde_json::json;
 
-use crate::config::CallbackError;
+use crate::error::CallbackError;
 
 /// A rejection. Its display text is the `message` of the body.
 #[derive(Debug, thiserror::Error)]

@@ -20,10 +20,10 @@ use paceline_engine::{GenerationRequest, Reply, RequestFailure, Service, Sink, T
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Sleep;
 
-use paceline_auth::keys::{ClientKey, revoked};
 use crate::metrics::Metrics;
 use crate::phase::{ServerPhase, reach};
 use crate::rejection::Rejection;
+use paceline_auth::keys::{ClientKey, revoked};
 
 /// Replies per choice that carry no token: the prompt's, the last, and one for a dropped sink.
 const BESIDE_TOKENS: usize = 3;

@@ -16,9 +16,9 @@ use crate::api::registry::ModelRegistry;
 use crate::config::{Config, StatusSource, Timeouts};
 use crate::connection::Acceptor;
 use crate::phase::{ServerPhase, reach};
-use paceline_auth::tls::ServerProtocol;
 use crate::upstream::Upstreams;
 use crate::{Error, ServedModel, api, dashboard};
+use paceline_auth::tls::ServerProtocol;
 
 /// Threads for HTTP. Parsing and templates have threads of their own; the cores are for the model.
 const THREADS: usize = 2;

@@ -16,9 +16,9 @@ use paceline_text::tools::{
 use serde_json::{Value, json};
 
 use crate::conversation::{AnswerFormat, Conversation, Tool, ToolChoice};
-use crate::schema::FieldWarnings;
 use crate::model::ServedModel;
 use crate::rejection::Rejection;
+use crate::schema::FieldWarnings;
 
 /// Parses and constrains one model's output.
 pub(crate) struct ToolSupport {

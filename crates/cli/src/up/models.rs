@@ -262,7 +262,7 @@ impl Args {
         wrong.map_or(Ok(()), |with| Err(Error::DraftOf { with }))
     }
 
-    /// Rejects drafts of answers on MLX, which checks no guesses: several rows are not faster there.
+    /// Rejects drafts of answers on MLX, which verifies none: several rows are not faster there.
     ///
     /// # Errors
     /// [`Error::CpuOnly`].

@@ -1,13 +1,14 @@
 //! MLX on a slow device whose time is that of the weights it reads. It is slow while the file of
-//! `PACELINE_SLOW` exists. The file has nanoseconds for each KiB of weights in products, nanoseconds
-//! from the end of a submission until the host knows of it, and this process's ranks, 1 if left out.
-//! A rank's wait for a submission ends when all of them have submitted theirs: ranks that compute one
-//! after the other fail. All else is from the library that this one is linked with.
+//! `PACELINE_SLOW` exists. The file has three numbers: nanoseconds for each KiB of weights in
+//! products, nanoseconds from the end of a submission until the host knows of it, and this
+//! process's ranks, 1 if left out. A rank's wait for a submission ends when all of them have
+//! submitted theirs: ranks that compute one after the other fail. All else is from the library that
+//! this one is linked with.
 //!
-//! Each wait adds a line to the file `PACELINE_SLOW_LOG`. It begins with `1` where the host had begun
-//! the graph of the next submission, with `0` where it had not, with `-` without an exchange. Then
-//! it has the time of the device's own clock in ns, which counts submissions alone. So no load of
-//! this machine changes it.
+//! Each wait adds a line to the file `PACELINE_SLOW_LOG`. It begins with `1` where the host had
+//! begun the graph of the next submission, with `0` where it had not, with `-` without an exchange.
+//! Then it has the time of the device's own clock in ns, which counts submissions alone. So no load
+//! of this machine changes it.
 
 mod real;
 

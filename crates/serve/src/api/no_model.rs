@@ -19,10 +19,10 @@ use crate::Error;
 use crate::access::{ClientIdentity, check_origin};
 use crate::config::{Config, StatusSource};
 use crate::connection::ConnectionHandle;
-use paceline_auth::keys::WatchedKeys;
 use crate::metrics::{OPEN_METRICS, facts_text};
 use crate::rejection::{ErrorStyle, Rejection};
 use crate::unserved::UnservedModels;
+use paceline_auth::keys::WatchedKeys;
 
 /// State shared by these requests.
 #[derive(Debug)]

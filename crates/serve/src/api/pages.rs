@@ -14,13 +14,13 @@ use serde_json::{Value, json};
 use super::{App, OneOfSeveral, handlers, json_response, resumption};
 use crate::access::ClientIdentity;
 use crate::facts::ProcessMetrics;
-use crate::schema::clip;
 use crate::metrics::OPEN_METRICS;
 use crate::model::ServedModel;
 use crate::openapi;
 use crate::phase::ServerPhase;
 use crate::rejection::Rejection;
 use crate::render::ollama::rfc3339;
+use crate::schema::clip;
 
 /// The version of Ollama's API reported to its clients; it decides which features they use.
 const OLLAMA_VERSION: &str = "0.13.5";

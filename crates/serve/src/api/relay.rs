@@ -36,19 +36,19 @@ use super::no_model::{self, Idle};
 use super::{ENDPOINTS, json_response, shares};
 use crate::access::ClientIdentity;
 use crate::concurrency::{ConcurrencyLimit, ConcurrencyPermit};
-use crate::schema::clip;
-use paceline_auth::keys::revoked;
 use crate::live_requests::ProgressUpdater;
 use crate::phase::{ServerPhase, reach};
 use crate::rejection::{ErrorStyle, Rejection};
 use crate::render::StreamFraming;
 use crate::render::ollama::rfc3339;
+use crate::schema::clip;
 use crate::stream::KeepAliveRequest;
 use crate::upstream::client::{ReplyBody, send};
 use crate::upstream::{
     Hops, RunningRequest, Upstream, UpstreamFailure, UpstreamModel, UpstreamReply, UpstreamRequest,
     Upstreams,
 };
+use paceline_auth::keys::revoked;
 
 /// Header of relayed responses: host and port of the upstream.
 const UPSTREAM: HeaderName = HeaderName::from_static("x-paceline-upstream");

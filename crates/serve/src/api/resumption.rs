@@ -17,7 +17,6 @@ use super::handlers::{RequestMeta, parse_body, response_builder, streamed};
 use super::{App, ENDPOINTS, Endpoint};
 use crate::access::ClientIdentity;
 use crate::concurrency::ConcurrencyPermit;
-use crate::schema::clip;
 use crate::journal::{
     ChoiceReply, Journal, JournalAbsence, JournalHead, JournalReader, Mirror, key_of,
 };
@@ -25,6 +24,7 @@ use crate::rejection::Rejection;
 use crate::render::ResponseBuilder;
 use crate::request::{ModelRequest, ParsedRequest};
 use crate::response_stream::{RequestContext, ResponseStream};
+use crate::schema::clip;
 use crate::store::StoredResponse;
 use crate::stream::{KeepAliveRequest, Recorder, SseStream};
 
