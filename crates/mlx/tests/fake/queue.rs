@@ -22,6 +22,8 @@ fn is_slow() -> bool {
 pub extern "C" fn mlx_async_eval(arrays: Handle) -> c_int {
     if is_slow() {
         QUEUED.fetch_add(1, Ordering::Relaxed);
+        // At once: MLX that computes while its process ends has aborted with a broken heap.
+        return real::eval(arrays);
     }
     type Submit = extern "C" fn(Handle) -> c_int;
     let real: Submit = unsafe { std::mem::transmute(real::function(c"mlx_async_eval")) };
