@@ -8,7 +8,6 @@ mod plan;
 
 use crate::interrupt::Signals;
 
-
 /// What to measure.
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {

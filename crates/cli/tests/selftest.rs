@@ -120,7 +120,9 @@ fn ten_thousand_waits_qualify_a_gpu_for_fast_sync() {
         let rows = text(&output.stdout);
         let rows = rows.lines().map(|line| serde_json::from_str(line).unwrap());
         let mut evaluations = rows.filter(|row: &Value| row["figure"]["unit"] == "us");
-        evaluations.next().unwrap()["figure"]["value"].as_f64().unwrap()
+        evaluations.next().unwrap()["figure"]["value"]
+            .as_f64()
+            .unwrap()
     };
     let kept = world.path("home/engine-rates.json");
     let usual = crossing("mlx");

@@ -693,7 +693,7 @@ fn splits_agree_with_one_rank() {
     use KernelClass::{Cpu, Mlx, MlxF32};
     /// Stages compute the bits of one rank.
     const SAME: f64 = 0.0;
-    /// Of sums in f32 in another order, relative to the logits' size: 3.5e-6 seen over all families.
+    /// Of sums in f32 in another order, relative to the logits' size: 3.5e-6 over all families.
     const SUMS: f64 = 1e-5;
     /// Class `mlx` rounds the ranks' parts to f16 before it adds them: 3e-3 (granite) to 2.2e-2
     /// (olmo2) seen where class `mlx-f32` is within 4e-6.

@@ -93,8 +93,8 @@ fn read(path: &Path, stages: u32, device: &Path, file: &Path) -> Vec<f32> {
     })
 }
 
-/// Two stages of a prompt in 10 chunks take 11 of the 20 half steps that one machine takes: only the
-/// first chunk of the first stage and the last one of the second are computed alone.
+/// Two stages of a prompt in 10 chunks take 11 of the 20 half steps that one machine takes. Only
+/// the first chunk of the first stage and the last one of the second are computed alone.
 #[test]
 fn a_prompt_fills_the_stages_of_slow_devices() {
     let test = "a prompt fills the stages of slow devices";

@@ -406,7 +406,12 @@ impl RankWorker<'_> {
         // too.
         let stamp = WeightsStamp::of(&job.model).ok()?;
         let mut identity = format!("{}/{stamp:?}", job.identity);
-        if weights.config().ropes.iter().any(|rope| rope.long.is_some()) {
+        if weights
+            .config()
+            .ropes
+            .iter()
+            .any(|rope| rope.long.is_some())
+        {
             // The context decides how keys are rotated.
             identity += &format!("/{}", job.engine.context);
         }

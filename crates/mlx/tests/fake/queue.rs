@@ -1,7 +1,7 @@
-//! MLX on a device with a queue, while the file exists which `PACELINE_SLOW` names. An evaluation
-//! waits for the oldest submission and adds a byte to the file `PACELINE_SLOW_LOG`: `1` where
-//! another one is queued, so that the device computes when the host works, else `0`. All else is from
-//! the library that this one is linked with.
+//! MLX on a device with a queue, while the file of `PACELINE_SLOW` exists. An evaluation waits for
+//! the oldest submission and adds a byte to the file `PACELINE_SLOW_LOG`. It is `1` where another
+//! submission is queued, so that the device computes while the host works, else `0`. All else is
+//! from the library that this one is linked with.
 
 mod real;
 

@@ -1,6 +1,6 @@
 //! MLX on a slow device whose time is that of the weights it reads. It is slow while the file of
-//! `PACELINE_SLOW` exists. The file has three numbers: nanoseconds for each KiB of weights in
-//! products, nanoseconds from the end of a submission until the host knows of it, and this
+//! `PACELINE_SLOW` exists. The file has three numbers. They are nanoseconds for each KiB of weights
+//! in products, nanoseconds from the end of a submission until the host knows of it, and this
 //! process's ranks, 1 if left out. A rank's wait for a submission ends when all of them have
 //! submitted theirs: ranks that compute one after the other fail. All else is from the library that
 //! this one is linked with.

@@ -1,7 +1,7 @@
-//! MLX on the devices of two stages that compute at the same time or not at all, while the file
-//! exists which `PACELINE_SLOW` names. The file has the chunks of a prompt. The first stage computes
-//! a chunk while the second one computes the chunk before: each waits in its evaluation until the
-//! other one has begun. All else is from the library that this one is linked with.
+//! MLX on the devices of two stages that compute at the same time or not at all, while the file of
+//! `PACELINE_SLOW` exists. The file has the chunks of a prompt. The first stage computes a chunk
+//! while the second one computes the chunk before: each waits in its evaluation until the other one
+//! has begun. All else is from the library that this one is linked with.
 
 mod real;
 

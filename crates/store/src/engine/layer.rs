@@ -84,7 +84,10 @@ pub(super) fn build(
         None => fetch(&tools.cargo, &work, cancel)?,
     };
     let unity = work.join("mlxc.cpp");
-    write(&unity, &(one_file(&sources)? + "#include \"mlx-group.cpp\"\n"))?;
+    write(
+        &unity,
+        &(one_file(&sources)? + "#include \"mlx-group.cpp\"\n"),
+    )?;
     write(&work.join("mlx-group.cpp"), GROUP)?;
     write(&work.join("shim.h"), SHIM)?;
     let mut compile = command(&tools.compiler, &sources, folder, &work, target);

@@ -101,9 +101,7 @@ fn is_known(family: ModelFamily, name: &str) -> bool {
         true => name.starts_with(*known),
         false => name == *known,
     };
-    lists
-        .iter()
-        .any(|list| list.iter().any(&is_listed))
+    lists.iter().any(|list| list.iter().any(&is_listed))
 }
 
 /// Keys that the readers of one family know.
