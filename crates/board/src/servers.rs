@@ -29,10 +29,11 @@ pub enum Error {
     /// The key file's existence is unknown.
     #[error("cannot look for API keys")]
     Keys(#[source] std::io::Error),
-    /// Unusable settings or certificate.
+    /// Unusable settings.
     #[error("{0}")]
     Serve(#[from] paceline_serve::Error),
-    #[error(transparent)]
+    /// An unusable certificate.
+    #[error("{0}")]
     Tls(#[from] paceline_auth::tls::Error),
     /// An unusable upstream.
     #[error("an upstream's settings")]

@@ -62,6 +62,9 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if let Some(error) = cause.downcast_ref() {
             return server::hint_of_load(error).into_iter().collect();
         }
+        if let Some(error) = cause.downcast_ref() {
+            return server::hint_of_tls(error).into_iter().collect();
+        }
         if let Some(hint) = crate::member::hint(cause) {
             return vec![hint];
         }

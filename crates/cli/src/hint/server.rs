@@ -31,18 +31,26 @@ pub(super) fn hint(error: &Error) -> Option<String> {
             }
             _ => return None,
         },
-        Error::Tls(tls::Error::Pem { what, .. }) => format!(
-            "a {what} in PEM form is text with lines of dashes; `openssl x509 -inform der` or \
-             `openssl pkcs12` make it out of other forms"
-        ),
-        Error::Tls(tls::Error::Pair { .. }) => {
-            "--tls-cert has the server's own certificate first, and --tls-key is its key".into()
-        }
-        Error::Keys(_) | Error::SetUp(_) | Error::Tls(_) => return None,
+        Error::Tls(error) => return hint_of_tls(error),
+        Error::Keys(_) | Error::SetUp(_) => return None,
         Error::NoAddress | Error::Limit { .. } | Error::Name { .. } => {
             "`paceline up --help` explains the options".into()
         }
     })
+}
+
+/// The hint for an error of a certificate.
+pub(super) fn hint_of_tls(error: &tls::Error) -> Option<String> {
+    match error {
+        tls::Error::Pem { what, .. } => Some(format!(
+            "a {what} in PEM form is text with lines of dashes; `openssl x509 -inform der` or \
+             `openssl pkcs12` make it out of other forms"
+        )),
+        tls::Error::Pair { .. } => Some(
+            "--tls-cert has the server's own certificate first, and --tls-key is its key".into(),
+        ),
+        _ => None,
+    }
 }
 
 /// The hint for an error of the load generator.

@@ -24,7 +24,7 @@ fn help_is_short_and_has_examples() {
     ] {
         assert!(help.contains(part), "{part:?} in {help}");
     }
-    assert!(help.lines().count() < 50, "{help}");
+    assert!(help.lines().count() <= 50, "{help}");
 }
 
 /// Greedy: the tiny model's answer is known then.

@@ -245,7 +245,7 @@ torch.gguf | torch.gguf is not a model | \\nhint: it looks like a PyTorch checkp
 empty.gguf | empty.gguf is not a model | \\nhint: the file holds no data
 header.gguf | header.gguf: | truncated, or the header lies\\nhint: the file is incomplete
 half.gguf | half.gguf: | truncated, or the header lies\\nhint: the file is incomplete
-mamba.gguf | cannot load mamba.gguf: | \"mamba\" is not supported, expected one of llama,
+mamba.gguf | cannot load mamba.gguf: | \"mamba\" is not supported, expected one of dbrx,
 experts.gguf | cannot load experts.gguf: number of experts is 8 | \\nhint:
 twice.gguf | twice.gguf: | occurs twice\\nhint:
 folder | folder is not a model: the folder has neither a .gguf file nor a config.json | \\nhint:
