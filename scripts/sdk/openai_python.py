@@ -401,7 +401,7 @@ def wrong_fields_are_named(server):
          "stream_options.foo", "unknown_parameter"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]},
          "tools", "unsupported_parameter"),
-        ({"response_format": {"type": "xml"}}, "response_format", "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_parameter"),
         ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
         ({"temperature": 2.5}, "temperature", "invalid_value"),
         ({"top_p": -1}, "top_p", "invalid_value"),
