@@ -78,7 +78,7 @@ async function oneNode() {
     await page.locator("#instances .pill.good").waitFor();
     check((await page.locator("#instances .shards span").count()) === 2, "two shards are expected");
     await page.click("nav >> text=Machines");
-    check((await page.locator("#nodes li").count()) >= 1, "no machine is shown");
+    await page.locator("#nodes li").first().waitFor();
     await page.getByText("CPU", { exact: true }).first().waitFor();
   });
   await run("dashboard: no error in the console and no other server", () => check(page.wrong.length === 0, page.wrong.join("; ")));
