@@ -268,7 +268,7 @@ const cases = {
   async wrong_fields_are_named() {
     for (const [options, param, code] of [
       [{ foo: 1 }, "foo", "unknown_parameter"],
-      [{ response_format: { type: "xml" } }, "response_format", "unsupported_parameter"],
+      [{ response_format: { type: "xml" } }, "response_format.type", "unsupported_parameter"],
       [
         { tools: [{ type: "function", function: { name: "f" } }] },
         "tools",
