@@ -1,9 +1,9 @@
 //! MLX on a slow device whose time is that of the weights it reads. It is slow while the file of
-//! `PACELINE_SLOW` exists. The file has three numbers. They are nanoseconds for each KiB of weights
-//! in products, nanoseconds from the end of a submission until the host knows of it, and this
-//! process's ranks, 1 if left out. A rank's wait for a submission ends when all of them have
-//! submitted theirs: ranks that compute one after the other fail. All else is from the library that
-//! this one is linked with.
+//! `PACELINE_SLOW` exists. The file has three numbers. The first is nanoseconds for each KiB of
+//! weights in products. The second is nanoseconds from the end of a submission until the host knows
+//! of it. The third is this process's ranks, 1 if left out. A rank's wait for a submission ends
+//! when all of them have submitted theirs: ranks that compute one after the other fail. All else is
+//! from the library that this one is linked with.
 //!
 //! Each wait adds a line to the file `PACELINE_SLOW_LOG`. It begins with `1` where the host had
 //! begun the graph of the next submission, with `0` where it had not, with `-` without an exchange.
