@@ -4,7 +4,7 @@
     PACELINE=PROGRAM python scripts/bars/bar62_answers.py [schemas] [warm]
 
 schemas  36 schemas at temperatures 0, 1 and 1.3, 220 tokens at most: none may end in white space, none may be invalid. Those that
-         end at the limit are told, since a small model may write long strings.
+         end at the limit are counted, since a small model may write long strings.
 warm     a prompt of 40 to 1900 tokens twice: at most a page of 64 tokens and one are computed again.
 """
 from concurrent.futures import ThreadPoolExecutor

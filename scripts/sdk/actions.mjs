@@ -159,7 +159,7 @@ export function actions({ first }) {
       await page.locator("#chats li button:last-child").first().click();
       await page.locator("#no-chats").waitFor();
     }],
-    ["requests and events are told", async (page) => {
+    ["requests and events are shown", async (page) => {
       await view(page, "activity");
       await page.locator("#events b", { hasText: "complete" }).first().waitFor();
       await page.locator("#events b", { hasText: "stopped" }).first().waitFor();

@@ -160,7 +160,7 @@ pub struct Latent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Selection {
     All,
-    /// Those that the layer's indexer chooses.
+    /// The choice of the layer's indexer.
     Own(Indexer),
     /// The choice of the last indexer before.
     Before,

@@ -32,7 +32,7 @@ const TIMES: &str = "PACELINE_SLOW_TIMES";
 /// Steps of a run. The fastest is printed: a busy machine lengthens steps, and shortens none.
 const STEPS: usize = 3;
 
-/// What a run of [`STEPS`] decode steps took.
+/// Times of a run of [`STEPS`] decode steps.
 struct Run {
     /// The least time of a step.
     least: Duration,

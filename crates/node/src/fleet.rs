@@ -1,6 +1,6 @@
 //! Control plane: the instances of a cluster, as each node reconciles them with the shared map.
 //!
-//! One thread of each node observes the cluster and performs the actions that the rules of
+//! The control loop of each node observes the cluster and performs the actions that the rules of
 //! `paceline_fleet` decide. The node's commands and its HTTP server call [`Fleet`]. It computes
 //! nothing itself: that is [`Instance`](crate::Instance) and its workers.
 //!

@@ -32,7 +32,7 @@ function codeBlock(node) {
     el("pre", { tabindex: "0", role: "region", "aria-label": `Code${node.lang ? `, ${node.lang}` : ""}` }, el("code", {}, words)));
 }
 
-// Sets the blocks of a text, of which it keeps those that are the same. Takes several frames for many.
+// Sets the blocks of a text and keeps equal ones. Takes several frames for many.
 async function fill(body, tree) {
   const blocks = tree.map((node) => JSON.stringify(node));
   if (!body.blocks) { body.replaceChildren(); body.blocks = []; }

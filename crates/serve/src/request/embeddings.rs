@@ -23,7 +23,7 @@ pub(crate) struct OpenAiEmbeddings {
     /// float for numbers, base64 for little-endian f32. Default float.
     #[schemars(extend(
         "enum" = ["float", "base64", null],
-        "x-why" = "vectors are told as float or base64",
+        "x-why" = "vectors are float or base64",
     ))]
     encoding_format: Option<String>,
     /// First numbers of a vector to keep, scaled to length 1 again. Default: all.

@@ -74,8 +74,8 @@ struct OllamaFields {
 }
 
 no_effect!(SharedNoEffect { keep_alive, truncate, shift } only {
-    logprobs = [false] "they are told at /v1/chat/completions",
-    top_logprobs = [0] "they are told at /v1/chat/completions"
+    logprobs = [false] "they are in answers of /v1/chat/completions",
+    top_logprobs = [0] "they are in answers of /v1/chat/completions"
 });
 
 #[derive(Debug, Deserialize, JsonSchema)]

@@ -81,7 +81,7 @@ no_effect!(Other {
     service_tier, user
 } only {
     truncation = ["disabled", "auto"] "the specification has \"disabled\" and \"auto\"",
-    top_logprobs = [0] "log-probabilities are told at /v1/chat/completions",
+    top_logprobs = [0] "log-probabilities are in answers of /v1/chat/completions",
     background = [false] "nothing is computed after a client has gone",
     conversation = [] "use previous_response_id",
     prompt = [] "no prompts are kept here"
