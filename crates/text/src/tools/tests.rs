@@ -110,8 +110,7 @@ fn weather() -> (&'static str, Json) {
     ("get_weather", json!({"city": "Ham\"burg\n", "days": 2}))
 }
 
-#[expect(clippy::too_many_lines, reason = "a table of answers")]
-fn tagged_cases() -> Vec<Case> {
+fn hermes_texts() -> Vec<Case> {
     let none = Vec::new;
     vec![
         (HERMES, "", "Hello.\n", "Hello.\n", "", none(), 0),
@@ -145,6 +144,30 @@ fn tagged_cases() -> Vec<Case> {
         (
             HERMES,
             "",
+            "a <tool_call>{\"name\": \"run\", \"arguments\": {\"x\" 1}}</tool_call> b",
+            "a <tool_call>{\"name\": \"run\", \"arguments\": {\"x\" 1}}</tool_call> b",
+            "",
+            none(),
+            1,
+        ),
+        (
+            HERMES,
+            "",
+            "<tool_call>{\"name\": \"run\", \"arguments\": {\"x\": 1",
+            "<tool_call>{\"name\": \"run\", \"arguments\": {\"x\": 1",
+            "",
+            none(),
+            1,
+        ),
+        (HERMES, "", "1 < 2 <tool", "1 < 2 <tool", "", none(), 0),
+    ]
+}
+
+fn hermes_calls() -> Vec<Case> {
+    vec![
+        (
+            HERMES,
+            "",
             "I look.\n<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Ham\\\"burg\n\", \"days\": 2}}\n</tool_call>",
             "I look.",
             "",
@@ -169,25 +192,12 @@ fn tagged_cases() -> Vec<Case> {
             vec![("run", json!({"days": 1}))],
             0,
         ),
-        (
-            HERMES,
-            "",
-            "a <tool_call>{\"name\": \"run\", \"arguments\": {\"x\" 1}}</tool_call> b",
-            "a <tool_call>{\"name\": \"run\", \"arguments\": {\"x\" 1}}</tool_call> b",
-            "",
-            none(),
-            1,
-        ),
-        (
-            HERMES,
-            "",
-            "<tool_call>{\"name\": \"run\", \"arguments\": {\"x\": 1",
-            "<tool_call>{\"name\": \"run\", \"arguments\": {\"x\": 1",
-            "",
-            none(),
-            1,
-        ),
-        (HERMES, "", "1 < 2 <tool", "1 < 2 <tool", "", none(), 0),
+    ]
+}
+
+fn qwen_cases() -> Vec<Case> {
+    let none = Vec::new;
+    vec![
         (
             QWEN,
             "<think>\n",
@@ -227,6 +237,11 @@ fn tagged_cases() -> Vec<Case> {
             none(),
             1,
         ),
+    ]
+}
+
+fn glm_cases() -> Vec<Case> {
+    vec![
         (
             GLM,
             "",
@@ -245,58 +260,72 @@ fn tagged_cases() -> Vec<Case> {
             vec![("noop", json!({})), ("run", json!({"deep": {"a": []}}))],
             0,
         ),
-        (
-            MINIMAX,
-            "<think>\n",
-            "t</think>\n<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter name=\"city\">Ham\"burg\n</parameter>\n<parameter name=\"days\">2</parameter>\n</invoke>\n<invoke name=\"noop\">\n</invoke>\n</minimax:tool_call>",
-            "",
-            "t",
-            vec![weather(), ("noop", json!({}))],
-            0,
-        ),
-        (
-            DSML,
-            "",
-            "Go\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"get_weather\">\n<｜DSML｜parameter name=\"city\" string=\"true\">Ham\"burg\n</｜DSML｜parameter>\n<｜DSML｜parameter name=\"days\" string=\"false\">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
-            "Go",
-            "",
-            vec![weather()],
-            0,
-        ),
-        (
-            V4,
-            "",
-            "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"noop\">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
-            "",
-            "",
-            vec![("noop", json!({}))],
-            0,
-        ),
     ]
 }
 
-#[expect(clippy::too_many_lines, reason = "a table of answers")]
-fn named_cases() -> Vec<Case> {
+fn minimax_cases() -> Vec<Case> {
+    vec![(
+        MINIMAX,
+        "<think>\n",
+        "t</think>\n<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter name=\"city\">Ham\"burg\n</parameter>\n<parameter name=\"days\">2</parameter>\n</invoke>\n<invoke name=\"noop\">\n</invoke>\n</minimax:tool_call>",
+        "",
+        "t",
+        vec![weather(), ("noop", json!({}))],
+        0,
+    )]
+}
+
+fn dsml_cases() -> Vec<Case> {
+    vec![(
+        DSML,
+        "",
+        "Go\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"get_weather\">\n<｜DSML｜parameter name=\"city\" string=\"true\">Ham\"burg\n</｜DSML｜parameter>\n<｜DSML｜parameter name=\"days\" string=\"false\">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "Go",
+        "",
+        vec![weather()],
+        0,
+    )]
+}
+
+fn v4_cases() -> Vec<Case> {
+    vec![(
+        V4,
+        "",
+        "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"noop\">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "",
+        "",
+        vec![("noop", json!({}))],
+        0,
+    )]
+}
+
+fn kimi_cases() -> Vec<Case> {
+    vec![(
+        KIMI,
+        "",
+        "Sure.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}<|tool_call_end|><|tool_call_begin|>functions.noop:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "Sure.",
+        "",
+        vec![weather(), ("noop", json!({}))],
+        0,
+    )]
+}
+
+fn v3_cases() -> Vec<Case> {
+    vec![(
+        V3,
+        "",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>noop\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        "",
+        vec![weather(), ("noop", json!({}))],
+        0,
+    )]
+}
+
+fn v31_cases() -> Vec<Case> {
     let none: Vec<(&'static str, Json)> = Vec::new();
     vec![
-        (
-            KIMI,
-            "",
-            "Sure.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}<|tool_call_end|><|tool_call_begin|>functions.noop:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
-            "Sure.",
-            "",
-            vec![weather(), ("noop", json!({}))],
-            0,
-        ),
-        (
-            V3,
-            "",
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>noop\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-            "",
-            "",
-            vec![weather(), ("noop", json!({}))],
-            0,
-        ),
         (
             V31,
             "<think>",
@@ -315,6 +344,11 @@ fn named_cases() -> Vec<Case> {
             none.clone(),
             1,
         ),
+    ]
+}
+
+fn mistral_cases() -> Vec<Case> {
+    vec![
         (
             MISTRAL,
             "",
@@ -333,6 +367,12 @@ fn named_cases() -> Vec<Case> {
             vec![weather(), ("noop", json!({}))],
             0,
         ),
+    ]
+}
+
+fn llama_cases() -> Vec<Case> {
+    let none: Vec<(&'static str, Json)> = Vec::new();
+    vec![
         (
             LLAMA,
             "",
@@ -378,6 +418,12 @@ fn named_cases() -> Vec<Case> {
             none.clone(),
             0,
         ),
+    ]
+}
+
+fn gemma_cases() -> Vec<Case> {
+    let none: Vec<(&'static str, Json)> = Vec::new();
+    vec![
         (
             GEMMA,
             "",
@@ -402,6 +448,12 @@ fn named_cases() -> Vec<Case> {
             none.clone(),
             1,
         ),
+    ]
+}
+
+fn harmony_cases() -> Vec<Case> {
+    let none: Vec<(&'static str, Json)> = Vec::new();
+    vec![
         (
             HARMONY,
             "<|start|>assistant",
@@ -451,9 +503,23 @@ fn named_cases() -> Vec<Case> {
 }
 
 fn cases() -> Vec<Case> {
-    let mut cases = tagged_cases();
-    cases.extend(named_cases());
-    cases
+    [
+        hermes_texts(),
+        hermes_calls(),
+        qwen_cases(),
+        glm_cases(),
+        minimax_cases(),
+        dsml_cases(),
+        v4_cases(),
+        kimi_cases(),
+        v3_cases(),
+        v31_cases(),
+        mistral_cases(),
+        llama_cases(),
+        gemma_cases(),
+        harmony_cases(),
+    ]
+    .concat()
 }
 
 #[test]
