@@ -59,6 +59,7 @@ class Hub:
         self.cut: int | None = None
         self.sent = 0
         hub, size = self, model.stat().st_size
+        self.size = size
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def log_message(self, *_) -> None:
@@ -339,7 +340,8 @@ def before_any_node(hub: Hub, one: Machine) -> None:
         before = hub.sent
         one.run("paceline pull smollm2")
         assert "bytes=" in hub.asked[-1], hub.asked
-        assert hub.sent - before < 93 << 20, f"{hub.sent - before} bytes again"
+        # Up to half of the 8 MiB may lie unread in sockets when the signal arrives.
+        assert hub.sent - before <= hub.size - (4 << 20), f"{hub.sent - before} bytes again of {hub.size}"
         one.run("paceline rm smollm2")
     with Check("F18: plans by usual names, links of their own, names that are near"):
         has(one.run("paceline plan qwen3:32b --cluster '2 x mac-studio-m3-ultra-256'"), "@ 10gbe")
