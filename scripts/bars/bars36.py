@@ -1,4 +1,4 @@
-"""Shared by bar36_*.py: files in /tmp/bars/data36, jobs with their processor seconds, bars.
+"""What bar36_sort.py uses: files in /tmp/bars/data36, jobs with their processor seconds, bars.
 
 Peers: `python3 -m venv /tmp/bars/venv36 && /tmp/bars/venv36/bin/pip install numpy duckdb polars datafusion pyarrow`;
 run the scripts with /tmp/bars/venv36/bin/python.
