@@ -14,6 +14,7 @@
 //! - [`assignment`]: nodes for the replicas of a model.
 //! - [`replica_names`]: names that instances answer by, and the numbers of replicas.
 //! - [`choice`]: the replica for a request.
+//! - [`ServiceStarts`]: the models that are being registered at a node's server.
 
 pub mod assignment;
 pub mod choice;
@@ -23,6 +24,7 @@ pub mod ownership;
 pub mod replica_names;
 mod report;
 pub mod rules;
+mod service_starts;
 mod spec;
 
 pub use observed::{
@@ -32,6 +34,7 @@ pub use paceline_cluster::nodes::RecordId as InstanceId;
 pub use paceline_cluster::nodes::registers::EPOCH_UNWANTED;
 pub use report::{Report, State, has_failed, report, specs};
 pub use rules::{Action, History, ResumeReason, UnloadReason, WriteReason, reconcile};
+pub use service_starts::ServiceStarts;
 pub use spec::{
     ADAPTERS_MAX, AdapterFile, AdapterNaming, DraftOf, InstanceOptions, InstanceSpec,
     MachineOptions, NODES_MAX, NotWeights, SMALL_BYTES, SPARE_AUTO, SPLIT_ANY, WeightDistribution,

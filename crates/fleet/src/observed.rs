@@ -8,7 +8,9 @@ use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_cluster::nodes::{NodeId, Registers};
 
-use crate::{InstanceId, InstanceSpec, Report, State, memory, report, specs};
+use crate::replica_names::Name;
+use crate::rules::route::ModelRoute;
+use crate::{InstanceId, InstanceSpec, Report, ServiceStarts, State, memory, report, specs};
 
 /// Bytes available on each node for an instance.
 pub type NodeMemory = BTreeMap<NodeId, u64>;
@@ -91,6 +93,8 @@ pub struct OwnedInstance {
     pub spec: InstanceSpec,
     /// State of its workers, once they answered by this record.
     pub status: Option<WorkerStatus>,
+    /// Whether it answers by this record, by workers or as an encoder.
+    pub answers: bool,
     /// Whether workers answer, by this record or the one before.
     pub serves: bool,
     /// The node of each rank, where it is known.
@@ -139,6 +143,14 @@ pub struct Observed {
     pub is_evaluating: bool,
     /// The battery, if it was read since the last round.
     pub battery: Option<BatteryReading>,
+    /// The models that this node's server answers with.
+    pub routes: BTreeMap<Name, ModelRoute>,
+    /// The models that are being registered at this node's server.
+    pub starts: ServiceStarts,
+    /// By instance: time and number of attempts to fetch or sign the file needed to answer with it.
+    pub tried: BTreeMap<InstanceId, (Instant, u32)>,
+    /// SHA-256 of this node's models whose roots a trusted node has signed. Read once a round.
+    pub rooted: BTreeSet<String>,
 }
 
 impl Observed {
@@ -156,6 +168,10 @@ impl Observed {
             leased: BTreeSet::new(),
             is_evaluating: false,
             battery: None,
+            routes: BTreeMap::new(),
+            starts: ServiceStarts::default(),
+            tried: BTreeMap::new(),
+            rooted: BTreeSet::new(),
         }
     }
 

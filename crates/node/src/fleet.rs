@@ -23,7 +23,6 @@
 //! - `copies`, `tree`, and the modules of byte ranges, partial files and signed roots: distribution
 //!   of model files between nodes. `hub`: bytes that no node has.
 //! - `stores`: the models on each node's disk, and their limits.
-//! - Service starts: registration of a model at this node, which may read all of a file.
 //! - [`journals`]: copies of streamed answers, for clients that reconnect to another node.
 
 mod answer_traces;
@@ -57,14 +56,12 @@ mod preview;
 mod proposals;
 mod replicas;
 mod roots;
-mod service_starts;
 mod services;
 mod speed;
 mod spread;
 mod stale_records;
 mod standby;
 mod stores;
-mod unserved;
 mod unused_nodes;
 mod whole_copy;
 
@@ -79,7 +76,7 @@ use paceline_base::lock;
 use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
 use paceline_cluster::nodes::{NodeId, RegisterKey};
 use paceline_engine::{EncoderService, EngineConfig, Service};
-use paceline_fleet::{AdapterFile, InstanceId, InstanceSpec, NODES_MAX, specs};
+use paceline_fleet::{AdapterFile, InstanceId, InstanceSpec, NODES_MAX, ServiceStarts, specs};
 use paceline_model::Config;
 use paceline_tensor::Kernels;
 use serde::Serialize;
@@ -103,12 +100,13 @@ pub use paceline_fleet::memory::{lent_devices, placed_bytes};
 use paceline_fleet::replica_names::Name;
 pub use paceline_fleet::replica_names::Replica;
 use paceline_fleet::rules::collect::IdleRecords;
+use paceline_fleet::rules::route::ModelRoute;
+pub use paceline_fleet::rules::route::{UnservedModel, UnservedState};
+use paceline_fleet::rules::sign::ATTEMPT_EVERY;
 use paceline_worker::CollectiveTraffic;
 pub use preview::{Preview, Proposal};
 use replicas::{Preferred, Replicas};
-use service_starts::ServiceStarts;
 pub use stores::{CopyOutcome, Holding, NodeStore, OwnStore};
-pub use unserved::{UnservedModel, UnservedState};
 pub use whole_copy::whole_copy;
 
 /// Names of a node's services, as peers open them.
@@ -124,10 +122,6 @@ const SPEED: &str = "speed";
 
 /// Interval of reconciliation when nothing has changed.
 const LOOK_EVERY: Duration = paceline_fleet::ROUND;
-
-/// Interval between attempts to fetch the beginning of a model file, 4 MB and more. The root of a
-/// large file is signed some time after it was loaded.
-const PART_EVERY: Duration = Duration::from_secs(5);
 
 /// Longest wait for the beginning of a model's file that a command needs: two attempts.
 const BEGINNING_LIMIT: Duration = Duration::from_secs(10);
@@ -164,8 +158,7 @@ pub trait ModelRegistrar: Send + Sync {
     /// Removes the registration `key`.
     fn close(&self, key: &str);
 
-    /// Receives all models of the cluster that this node does not answer with; called about once a
-    /// second.
+    /// Receives all models of the cluster that this node does not answer with, when they change.
     fn set_unserved(&self, models: Vec<UnservedModel>);
 
     /// Returns the journal of a streamed answer of this node and ends the stream. Its client, the
@@ -257,10 +250,7 @@ struct Inner {
 struct FleetState {
     owned: BTreeMap<InstanceId, RunningInstance>,
     open: BTreeMap<Name, RoutedModel>,
-    opening: ServiceStarts,
-    /// Instances that were ready at the last update of this node's services; it answers with them
-    /// if it can.
-    seen: BTreeSet<InstanceId>,
+    starts: ServiceStarts,
     /// Instances leased to programs of this machine.
     leased: BTreeSet<InstanceId>,
     /// By instance: time and number of attempts to fetch the files needed to answer with it. Also
@@ -286,6 +276,16 @@ enum RoutedModel {
     Encoder,
     /// The instance that this node leases for its own life, without a detour by an ingress.
     Own(InstanceId),
+}
+
+impl RoutedModel {
+    const fn route(&self) -> ModelRoute {
+        match self {
+            Self::Replicas(_) => ModelRoute::Replicas,
+            Self::Encoder => ModelRoute::Encoder,
+            Self::Own(id) => ModelRoute::Own(*id),
+        }
+    }
 }
 
 /// An instance of this node, by the epoch of its record.
@@ -706,35 +706,12 @@ impl Inner {
         all.find(|all| all.has(id)).cloned()
     }
 
-    /// Signs the roots of models that this node owns, once it is not alone. Others then fetch the
-    /// beginning of the file to answer with it.
-    fn sign_owned(&self) {
-        if self.agent.nodes().len() < 2 {
-            return;
-        }
-        let map = self.agent.map();
-        let is_open = |it: &&RunningInstance| {
-            it.answers.is_some() && roots::of(&map, &it.owned.wanted.sha256).is_err()
-        };
-        let owned: Vec<OwnedInstance> = lock(&self.state)
-            .owned
-            .values()
-            .filter(is_open)
-            .map(|it| it.owned.clone())
-            .collect();
-        for it in owned {
-            if let (Ok(path), Some(_)) = (owner::path_of(self, &it.wanted), self.attempt(it.id)) {
-                self.sign_meanwhile(&it.wanted, &path);
-            }
-        }
-    }
-
     /// Number of the next attempt to get or sign a file of an instance, from 1; `None` so shortly
     /// after the last.
     fn attempt(&self, id: InstanceId) -> Option<u32> {
         let (now, mut state) = (Instant::now(), lock(&self.state));
         let last = state.tried.get(&id).copied();
-        let is_early = |(at, _): (Instant, u32)| now.saturating_duration_since(at) < PART_EVERY;
+        let is_early = |(at, _): (Instant, u32)| now.saturating_duration_since(at) < ATTEMPT_EVERY;
         if last.is_some_and(is_early) {
             return None;
         }

@@ -158,7 +158,14 @@ impl SimWorld {
                         writes.push((id, epoch + 1, widened(&it.spec, nodes)));
                     }
                 }
-                Action::KeepPlacement { .. } | Action::Readmit { .. } | Action::Collect { .. } => {}
+                Action::KeepPlacement { .. }
+                | Action::Readmit { .. }
+                | Action::Collect { .. }
+                | Action::Open { .. }
+                | Action::Route { .. }
+                | Action::Close { .. }
+                | Action::TellUnserved { .. }
+                | Action::Sign { .. } => {}
                 Action::Load { .. }
                 | Action::Unload { .. }
                 | Action::Drain

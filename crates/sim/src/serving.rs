@@ -429,6 +429,7 @@ impl Serving {
         OwnedInstance {
             epoch: run.epoch,
             spec: run.spec.clone(),
+            answers: status.is_some(),
             status,
             serves: own().any(|(_, it)| it.was_ready),
             ranks: current.map_or_else(Vec::new, |(_, it)| it.seats.iter().map(at).collect()),

@@ -6,7 +6,9 @@ mod own;
 mod readmit;
 pub mod relocate;
 pub mod retire;
+pub mod route;
 mod scale;
+pub mod sign;
 #[cfg(test)]
 mod testing;
 mod widen;
@@ -16,7 +18,9 @@ use std::time::Instant;
 
 use paceline_cluster::nodes::NodeId;
 
+use crate::replica_names::Name;
 use crate::{InstanceId, InstanceSpec, Observed, Specs};
+use route::{ReadyReplica, UnservedModel};
 
 /// A change that a node makes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,6 +72,25 @@ pub enum Action {
     Resume { reason: ResumeReason },
     /// Look for records that no instance uses. `removes`: delete those found twice.
     Collect { removes: bool },
+    /// Register a model at this node's server, over an instance that is ready.
+    Open {
+        name: Name,
+        id: InstanceId,
+        spec: InstanceSpec,
+    },
+    /// Answer requests for a registered model by its `ready` instances. Those that are not of `all`
+    /// are gone.
+    Route {
+        name: Name,
+        ready: Vec<ReadyReplica>,
+        all: BTreeSet<InstanceId>,
+    },
+    /// Remove a model from this node's server.
+    Close { name: Name },
+    /// Tell this node's server which models it does not answer with.
+    TellUnserved { models: Vec<UnservedModel> },
+    /// Sign the root of the file of an instance.
+    Sign { id: InstanceId, spec: InstanceSpec },
 }
 
 /// Why a record is replaced.
@@ -106,6 +129,7 @@ pub struct History {
     battery: drain::BatteryHistory,
     named: readmit::NamedLoads,
     collected: Option<Instant>,
+    unserved: Vec<UnservedModel>,
 }
 
 impl History {
@@ -118,6 +142,7 @@ impl History {
             battery: drain::BatteryHistory::default(),
             named: readmit::NamedLoads::default(),
             collected: None,
+            unserved: Vec::new(),
         }
     }
 }
@@ -131,7 +156,7 @@ struct Round<'a> {
 }
 
 /// The rules, first to last.
-const RULES: [fn(&mut Round<'_>) -> Vec<Action>; 8] = [
+const RULES: [fn(&mut Round<'_>) -> Vec<Action>; 10] = [
     retire::rule,
     relocate::rule,
     own::rule,
@@ -140,6 +165,8 @@ const RULES: [fn(&mut Round<'_>) -> Vec<Action>; 8] = [
     drain::rule,
     readmit::rule,
     collect::rule,
+    route::rule,
+    sign::rule,
 ];
 
 /// The actions of a node by what it observes, in the order in which it is to perform them. Call it

@@ -75,6 +75,7 @@ pub(super) fn runs(observed: &mut Observed, id: u64, epoch: u64, nodes: &[u8]) {
             is_ready: true,
             open: 0,
         }),
+        answers: true,
         serves: true,
         excluded: Vec::new(),
         is_cramped: false,

@@ -16,8 +16,8 @@ use paceline_fleet::{
     reconcile,
 };
 
-use super::owner::OwnedInstance;
-use super::{Inner, LOOK_EVERY, RunningInstance};
+use super::owner::{self, OwnedInstance};
+use super::{Inner, LOOK_EVERY, RunningInstance, roots};
 use crate::Instance;
 
 /// Interval of readings of the battery: three small files each. Short, because the battery may
@@ -42,11 +42,11 @@ impl Inner {
                 battery_read = Some(now);
                 observed.battery = Some(telemetry::battery("/"));
             }
+            observed.rooted = self.rooted(&observed);
             for action in reconcile(&observed, &specs, now, &mut history) {
                 self.act(action);
             }
-            self.update_services();
-            self.sign_owned();
+            self.forget_unloaded(&specs);
             self.publish();
             let _ = self.has_lost_some(); // records each death at its start
             let began = Instant::now();
@@ -77,14 +77,22 @@ impl Inner {
         let state = lock(&self.state);
         let running = state.owned.iter();
         let running: Vec<_> = running
-            .map(|(id, it)| (*id, it.owned.clone(), it.own_instance(), it.any_instance()))
+            .map(|(id, it)| {
+                let (own, any) = (it.own_instance(), it.any_instance());
+                (*id, it.owned.clone(), it.answers.is_some(), own, any)
+            })
             .collect();
         let (leased, drained) = (state.leased.clone(), state.drained);
         let (is_evaluating, slower) = (state.is_evaluating, state.slower.clone());
+        let routes = state.open.iter();
+        let routes = routes.map(|(name, to)| (name.clone(), to.route()));
+        let (routes, starts) = (routes.collect(), state.starts.clone());
+        let tried = state.tried.clone();
         drop(state);
-        let owned = running.into_iter().map(|(id, owned, own, any)| {
+        let owned = running.into_iter().map(|(id, owned, answers, own, any)| {
             let observation = Observation {
                 is_slower: slower.contains(&id),
+                answers,
                 status: own.map(|it| status(&it)),
                 serves: any.is_some(),
                 ..observation(owned)
@@ -103,6 +111,9 @@ impl Inner {
             owned: owned.collect(),
             leased,
             is_evaluating,
+            routes,
+            starts,
+            tried,
             ..Observed::new(self.agent.id())
         };
         (observed, specs)
@@ -111,6 +122,16 @@ impl Inner {
     fn all_broken(&self, observed: &Observed) -> paceline_cluster::nodes::reach::BrokenPairs {
         let all: Vec<NodeId> = observed.lives.keys().copied().collect();
         self.agent.broken_pairs(&all)
+    }
+
+    /// The files of this node's instances whose roots are signed.
+    fn rooted(&self, observed: &Observed) -> BTreeSet<String> {
+        let map = self.agent.map();
+        let files = observed.owned.values().map(|it| &it.spec.sha256);
+        files
+            .filter(|sha256| roots::of(&map, sha256).is_ok())
+            .cloned()
+            .collect()
     }
 
     fn act(self: &Arc<Self>, action: Action) {
@@ -175,6 +196,15 @@ impl Inner {
                 }
             }
             Action::Collect { removes } => self.collect_stale(removes),
+            Action::Open { name, id, spec } => self.open(name, id, spec),
+            Action::Route { name, ready, all } => self.route(&name, &ready, &all),
+            Action::Close { name } => self.close(&name),
+            Action::TellUnserved { models } => self.spec.doors.set_unserved(models),
+            Action::Sign { id, spec } => {
+                if let (Ok(path), Some(_)) = (owner::path_of(self, &spec), self.attempt(id)) {
+                    self.sign_meanwhile(&spec, &path);
+                }
+            }
         }
     }
 
@@ -233,6 +263,7 @@ fn observation(owned: OwnedInstance) -> Observation {
     Observation {
         epoch: owned.epoch,
         status: None,
+        answers: false,
         serves: false,
         ranks: ranks.map(|(rank, _)| owned.flaps.node_of(rank)).collect(),
         excluded: owned.flaps.out(Instant::now()),

@@ -1,9 +1,8 @@
 //! The list of instances, as users see it.
 
-use paceline_base::lock;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::{NodeId, RegisterKey};
-use paceline_fleet::replica_names::{self, Replica};
+use paceline_fleet::replica_names::{self, Name, Replica};
 use paceline_fleet::{InstanceId, InstanceSpec, Report, State, has_failed, report, specs};
 use serde::Serialize;
 
@@ -77,7 +76,9 @@ impl Inner {
             let split = report.as_ref().and_then(|report| report.split.clone());
             let (state, progress, reason) = match self.told(&wanted, report, &name) {
                 // A request now would be answered with `no such model`.
-                ("ready", ..) if !lock(&self.state).seen.contains(&id) => ("loading", None, None),
+                ("ready", ..) if !self.is_settled(&Name::of(&wanted), id) => {
+                    ("loading", None, None)
+                }
                 told => told,
             };
             let usage = self.replicas_with(id).map(|all| all.usage(id));

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
+use paceline_fleet::rules::route::api_of;
 use paceline_fleet::{InstanceId, InstanceSpec, specs};
 
 use super::ingress::{self, LOOK_EVERY, ToOwner};
@@ -77,8 +78,7 @@ impl Inner {
         let is_away = owner != self.agent.id() && self.agent.life(owner) == Life::Alive;
         let name = (is_away && self.is_cut_off(owner)).then(|| self.name(owner))?;
         let reason = format!("no path from this node to {name}, which owns the model, answers");
-        let at: Vec<String> = self
-            .api_of(&wanted)
+        let at: Vec<String> = api_of(&self.agent.nodes(), &wanted)
             .iter()
             .map(|at| format!("http://{at}"))
             .collect();

@@ -18,7 +18,8 @@ use paceline_base::lock;
 use paceline_engine::{
     GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
 };
-use paceline_fleet::{InstanceId, InstanceSpec};
+use paceline_fleet::InstanceId;
+use paceline_fleet::rules::route::ReadyReplica;
 
 use super::Inner;
 use super::ingress::{Ingress, IngressRequest, IngressService, RequestFailover, UNKNOWN};
@@ -89,9 +90,11 @@ impl Replicas {
         Self { routes }
     }
 
-    /// Adds an instance; does nothing if it is already there.
-    pub(super) fn admit(&self, inner: &Arc<Inner>, id: InstanceId, wanted: &InstanceSpec) {
-        if self.has(id) {
+    /// Adds an instance, or stores the name of its numbers.
+    pub(super) fn admit(&self, inner: &Arc<Inner>, ready: &ReadyReplica) {
+        let id = ready.id;
+        if let Some(member) = lock(&self.routes.members).get_mut(&id) {
+            member.numbers.clone_from(&ready.numbers);
             return;
         }
         let routes = Arc::downgrade(&self.routes);
@@ -102,9 +105,9 @@ impl Replicas {
         };
         let member = ReplicaHandle {
             remote: Arc::new(remote),
-            parallel: usize::from(wanted.options.parallel.max(1)),
+            parallel: usize::from(ready.spec.options.parallel.max(1)),
             asked: Arc::default(),
-            numbers: None,
+            numbers: ready.numbers.clone(),
         };
         lock(&self.routes.members).insert(id, member);
     }
@@ -112,13 +115,6 @@ impl Replicas {
     /// Keeps these instances only. Open requests of the others move to them.
     pub(super) fn retain(&self, wanted: &BTreeSet<InstanceId>) {
         lock(&self.routes.members).retain(|id, _| wanted.contains(id));
-    }
-
-    /// Stores the name of an instance's numbers.
-    pub(super) fn set_numbers(&self, id: InstanceId, numbers: Option<String>) {
-        if let Some(member) = lock(&self.routes.members).get_mut(&id) {
-            member.numbers = numbers;
-        }
     }
 
     /// The name of the numbers, if it is the same for all replicas: that of a request is not known
