@@ -335,20 +335,24 @@ impl Cluster {
         let over = Arc::new(AtomicBool::new(false));
         let is_over = over.clone();
         let thread = thread::spawn(move || {
-            while !is_over.load(Ordering::Relaxed) {
+            loop {
+                let is_last = is_over.load(Ordering::Relaxed);
                 // A node without a timely reply reports nothing, and is polled again.
                 let told = local::ask(&home, "ps", json!({}), ASK_LIMIT, |_| {});
                 let differs = |now: &Value| {
-                    ["state", "epoch", "nodes"]
+                    // The last catches a state that ended between two polls.
+                    ["state", "epoch", "nodes", "since_unix_s"]
                         .iter()
                         .any(|name| now[name] != before[name])
                 };
                 if told.is_ok_and(|told| differs(&told[0])) {
                     return Some(Instant::now());
                 }
+                if is_last {
+                    return None;
+                }
                 thread::sleep(ASK_EVERY / 4);
             }
-            None
         });
         Ok(FaultWatch { thread, over })
     }

@@ -213,9 +213,10 @@ fn play(
     }
     let [first, other] = victims;
     let clients = cluster.clients(requests);
-    let (mut watch, mut missed) = (None, false);
+    // Before the answers: on a busy machine they could end while a node is asked.
+    let watch = cluster.watch(&victims)?;
+    let mut missed = false;
     let (hit, found) = answers_at(&clients, round.at_token, || {
-        watch = Some(cluster.watch(&victims)?);
         let begun = Instant::now();
         match round.second {
             Some((second, after)) if after.is_zero() => {
@@ -232,9 +233,8 @@ fn play(
             None => cluster.hit(round.fault, victims),
         }
     })?;
-    let detected = watch.context("no answer got as far as the fault's token")?;
     let at = hit.context("no answer got as far as the fault's token")?;
-    let detected = detected.since(at);
+    let detected = watch.since(at);
     let told = detected.map(|after| at + after);
     let longest = |has_moved: bool| {
         let those = found
