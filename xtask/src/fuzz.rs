@@ -43,7 +43,7 @@ pub(crate) struct Options {
     pub(crate) seconds: u32,
 }
 
-/// Checks that all targets compile.
+/// Checks that all targets compile, but those that need feature `peers`.
 ///
 /// # Errors
 /// When cargo cannot be run.
@@ -134,6 +134,7 @@ fn build(show: &mut dyn FnMut(&str)) -> Result<PathBuf> {
     let mut command = cargo("build");
     // With a target, flags are for what runs there, and not for build scripts.
     command.args(["--profile", "fuzz", "--target", &host]);
+    command.args(["--features", "peers"]);
     command.args(["--target-dir", "target/fuzz"]);
     command.env("RUSTFLAGS", COVERAGE);
     let built = process::stream(command, &process::log_path("fuzz-build"), |line| {
