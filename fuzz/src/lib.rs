@@ -4,13 +4,12 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use paceline_auth::tls::ServerProtocol;
 use paceline_engine::{
-    Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+    Finish, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Submission, Ticket,
     TokenLogprobs,
 };
 use paceline_serve::{Config, HttpServer, ModelDetails, ServedModel, TimeSource, default_sampling};
@@ -111,16 +110,12 @@ pub fn tools() -> Vec<Value> {
 }
 
 /// Answers each request by one token.
-#[derive(Debug, Default)]
-struct Ready(AtomicU64);
+#[derive(Debug)]
+struct Ready;
 
 impl Service for Ready {
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        _tokens: Vec<u32>,
-        mut sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
+    fn accept(&self, submission: Submission, mut sink: Sink) -> Result<(), RequestFailure> {
+        let request = submission.request;
         thread::spawn(move || {
             let row = |n: usize| TokenLogprobs {
                 logprob: -0.5,
@@ -143,7 +138,7 @@ impl Service for Ready {
                 reason: Finish::EndOfText,
             });
         });
-        Ok(Ticket(self.0.fetch_add(1, Ordering::Relaxed)))
+        Ok(())
     }
 
     fn cancel(&self, _ticket: Ticket) {}
@@ -185,7 +180,7 @@ pub fn serve(wire: ServerProtocol) -> SocketAddr {
     let mut config = Config::new(0, clock);
     config.wire = wire;
     let server =
-        HttpServer::bind(config, model(), Arc::new(Ready::default())).expect("a free port");
+        HttpServer::bind(config, model(), Arc::new(Ready)).expect("a free port");
     let addr = server.addresses()[0];
     thread::spawn(move || server.run());
     addr

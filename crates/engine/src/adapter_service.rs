@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::{GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, Ticket};
+use crate::{RequestFailure, Service, ServiceStatus, Sink, Submission, Ticket};
 
 /// Wraps another service and sets the adapter of each request. Both share one engine, its batches
 /// and its memory.
@@ -23,15 +23,9 @@ impl AdaptedService {
 }
 
 impl Service for AdaptedService {
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        let adapter = Some(self.adapter.clone());
-        let request = GenerationRequest { adapter, ..request };
-        self.base.submit_after(request, tokens, sink)
+    fn accept(&self, mut submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
+        submission.request.adapter = Some(self.adapter.clone());
+        self.base.accept(submission, sink)
     }
 
     fn cancel(&self, ticket: Ticket) {

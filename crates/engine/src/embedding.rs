@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use paceline_model::encoder::Encoder;
 
-use crate::{GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, State, Ticket};
+use crate::{RequestFailure, Service, ServiceStatus, Sink, State, Submission, Ticket};
 
 /// Computes embedding vectors. A vector depends on the model and its own text only.
 pub trait Embedder: Send + Sync + Debug {
@@ -126,12 +126,7 @@ impl Embedder for EncoderService {
 }
 
 impl Service for EncoderService {
-    fn submit_after(
-        &self,
-        _request: GenerationRequest,
-        _tokens: Vec<u32>,
-        _sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
+    fn accept(&self, _submission: Submission, _sink: Sink) -> Result<(), RequestFailure> {
         let reason = "the model makes embeddings and generates no text".to_owned();
         Err(RequestFailure::Invalid { reason })
     }

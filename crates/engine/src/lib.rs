@@ -102,5 +102,7 @@ pub use request::{
 };
 pub use runner::{Runner, StepClock};
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams, TemperatureOrder};
-pub use service::{Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket};
+pub use service::{
+    Reply, RequestFailure, RequestMessage, Service, ServiceStatus, Sink, State, Submission, Ticket,
+};
 pub use snapshot::Snapshot;

@@ -21,9 +21,7 @@ use std::time::{Duration, Instant};
 
 use paceline_model::{Split, numbers_name};
 
-use crate::{
-    Engine, GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, Snapshot, Ticket,
-};
+use crate::{Engine, RequestFailure, Service, ServiceStatus, Sink, Snapshot, Submission, Ticket};
 
 mod core;
 mod driver;
@@ -114,38 +112,11 @@ impl Runner {
     pub fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, RequestFailure> {
         self.driver.resume(snapshot, sink)
     }
-
-    /// Continues a request after the caller's `tokens`, with the same further tokens as without the
-    /// interruption; see [`Engine::resume`]. Errors of the request arrive as
-    /// [`Reply::Failed`](crate::Reply::Failed).
-    ///
-    /// # Errors
-    /// [`RequestFailure::Unavailable`] if the engine is gone.
-    pub fn resume_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        self.driver.resume_after(request, tokens, sink)
-    }
 }
 
 impl Service for Runner {
-    fn submit(&self, request: GenerationRequest, sink: Sink) -> Result<Ticket, RequestFailure> {
-        self.driver.submit(request, sink)
-    }
-
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        match tokens.is_empty() {
-            true => self.driver.submit(request, sink),
-            false => self.driver.resume_after(request, tokens, sink),
-        }
+    fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
+        self.driver.accept(submission, sink)
     }
 
     fn cancel(&self, ticket: Ticket) {

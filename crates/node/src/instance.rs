@@ -16,7 +16,6 @@ mod spares;
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -27,8 +26,8 @@ use paceline_cluster::Error as ClusterError;
 use paceline_cluster::workers::Event as CrewEvent;
 use paceline_comm::Backend;
 use paceline_engine::{
-    EngineConfig, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State,
-    Ticket,
+    EngineConfig, Reply, RequestFailure, RequestMessage, Service, ServiceStatus, Sink, State,
+    Submission, Ticket,
 };
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split, numbers_name};
@@ -272,11 +271,10 @@ struct InstanceShared {
     /// Locked while ranks are measured; `traces` while they are traced.
     measures: Mutex<()>,
     traces: Mutex<()>,
-    last_ticket: AtomicU64,
 }
 
 enum Command {
-    Submit(Ticket, Box<GenerationRequest>, Vec<u32>, Sink),
+    Accept(Submission, Sink),
     Cancel(Ticket),
     Measure(Sender<(Rank, RankMeasurements)>),
     Trace,
@@ -334,7 +332,6 @@ impl Instance {
             view: Mutex::new(view),
             measures: Mutex::default(),
             traces: Mutex::default(),
-            last_ticket: AtomicU64::new(0),
         });
         let (first, started) = channel();
         let (cuts, together) = (spec.cuts.clone(), spec.together());
@@ -512,25 +509,15 @@ impl Instance {
 }
 
 impl Service for Instance {
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
+    fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
         lock(&self.shared.view).door.clone()?;
-        let ticket = Ticket(self.shared.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        let request = Box::new(request);
         // The prefill ranks have no adapters, and an adapter's pages differ.
-        let prompts = self.prompts.as_ref().filter(|_| request.adapter.is_none());
-        match prompts {
-            Some(prompts) => prompts.submit(ticket, request, tokens, sink),
-            None => {
-                let submit = Command::Submit(ticket, request, tokens, sink);
-                self.shared.command(submit);
-            }
+        let is_adapted = submission.request.adapter.is_some();
+        match self.prompts.as_ref().filter(|_| !is_adapted) {
+            Some(prompts) => prompts.accept(submission, sink),
+            None => self.shared.command(Command::Accept(submission, sink)),
         }
-        Ok(ticket)
+        Ok(())
     }
 
     fn cancel(&self, ticket: Ticket) {
@@ -733,15 +720,10 @@ impl Shell {
             let command = lock(&self.shared.commands).pop_front();
             match command {
                 None => return,
-                Some(Command::Submit(ticket, request, tokens, sink)) => {
-                    self.sinks.insert(ticket, sink);
-                    self.step(Event::Submit {
-                        ticket,
-                        request,
-                        tokens,
-                    });
+                Some(Command::Accept(submission, sink)) => self.accept(submission, sink),
+                Some(Command::Cancel(ticket)) => {
+                    self.step(Event::Request(RequestMessage::Cancel(ticket)));
                 }
-                Some(Command::Cancel(ticket)) => self.step(Event::Cancel(ticket)),
                 Some(Command::Measure(asker)) => {
                     self.measuring.push(asker);
                     self.broadcast(&ToWorker::Measure);
@@ -755,6 +737,17 @@ impl Shell {
                 Some(Command::End) => self.step(Event::End),
             }
         }
+    }
+
+    /// Only a bad node submits a ticket twice: the request that has it goes on.
+    fn accept(&mut self, submission: Submission, mut sink: Sink) {
+        let ticket = submission.ticket;
+        if self.sinks.contains_key(&ticket) {
+            let reason = format!("request {} is computed already", ticket.0);
+            return sink(Reply::Failed(RequestFailure::Invalid { reason }));
+        }
+        self.sinks.insert(ticket, sink);
+        self.step(Event::Request(RequestMessage::Submit(submission)));
     }
 
     /// Sends a message to every rank; a lost rank is detected elsewhere.
@@ -815,16 +808,7 @@ impl Shell {
             Action::Join { rank, addrs } => return self.send(rank, &ToWorker::Join { addrs }),
             Action::Leave(rank) => return self.send(rank, &ToWorker::Leave),
             Action::Stop(rank) => self.shared.crew.stop(rank),
-            Action::Submit {
-                rank,
-                ticket,
-                request,
-                tokens,
-            } => return self.submit(rank, ticket, request, tokens),
-            Action::Cancel { rank, ticket } => {
-                // A lost leader has nothing to cancel.
-                let _ = self.send(rank, &ToWorker::Cancel { ticket });
-            }
+            Action::Request { rank, message } => return self.request(rank, message),
             Action::Deliver(ticket, reply) => self.deliver(ticket, reply),
             Action::Forget(ticket) => drop(self.sinks.remove(&ticket)),
             Action::Learn { way, tok_s } => self.learn(way, tok_s),
@@ -853,19 +837,14 @@ impl Shell {
         unsent(rank, &error)
     }
 
-    fn submit(
-        &self,
-        rank: Rank,
-        ticket: Ticket,
-        request: Box<GenerationRequest>,
-        tokens: Vec<u32>,
-    ) -> Option<Event> {
-        let message = ToWorker::Submit {
-            ticket,
-            request,
-            tokens,
+    fn request(&self, rank: Rank, message: RequestMessage) -> Option<Event> {
+        let submitted = match &message {
+            RequestMessage::Submit(submission) => Some(submission.ticket),
+            RequestMessage::Cancel(_) => None,
         };
-        let error = self.shared.crew.send(rank, &message).err()?;
+        let sent = self.shared.crew.send(rank, &ToWorker::Request(message));
+        let error = sent.err()?;
+        let ticket = submitted?; // a lost leader has nothing to cancel
         if error.is_of_message() {
             let reason = error.to_string();
             return Some(Event::Unsendable { ticket, reason });
@@ -925,12 +904,14 @@ impl Shell {
             }
             Action::Join { rank, .. } => debug!(model, rank = rank.0, "join ranks"),
             Action::Leave(rank) => debug!(model, rank = rank.0, "leave epoch"),
-            Action::Submit { rank, ticket, .. } => {
-                debug!(model, rank = rank.0, ticket = ticket.0, "submit request");
-            }
-            Action::Cancel { rank, ticket } => {
-                debug!(model, rank = rank.0, ticket = ticket.0, "cancel request");
-            }
+            Action::Request { rank, message } => match message {
+                RequestMessage::Submit(Submission { ticket, .. }) => {
+                    debug!(model, rank = rank.0, ticket = ticket.0, "submit request");
+                }
+                RequestMessage::Cancel(ticket) => {
+                    debug!(model, rank = rank.0, ticket = ticket.0, "cancel request");
+                }
+            },
             Action::Learn { tok_s, .. } => debug!(model, tok_s, "measured decode speed"),
             Action::Loaded { took, .. } => {
                 info!(model, seconds = took.as_secs_f64(), "shards are loaded");

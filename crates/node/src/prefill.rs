@@ -54,7 +54,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(30);
 pub enum Event {
     /// A request arrived. The decode ranks have not cached `tokens` tokens of its prompt, which the
     /// prefill ranks may compute.
-    Submit {
+    Prompt {
         ticket: Ticket,
         tokens: u32,
     },
@@ -281,7 +281,7 @@ impl PrefillScheduler {
     /// Takes in an event; returns the actions.
     pub fn step(&mut self, now: Duration, event: Event) -> Vec<PrefillAction> {
         match event {
-            Event::Submit { ticket, tokens } => self.submit(ticket, tokens),
+            Event::Prompt { ticket, tokens } => self.prompt(ticket, tokens),
             Event::Cancel(ticket) => self.cancel(ticket),
             Event::Read(ticket, outcome) => self.read(now, ticket, outcome),
             Event::Arrived(ticket, rank) => self.arrived(now, ticket, rank),
@@ -318,7 +318,7 @@ impl PrefillScheduler {
         std::mem::take(&mut self.out)
     }
 
-    fn submit(&mut self, ticket: Ticket, tokens: u32) {
+    fn prompt(&mut self, ticket: Ticket, tokens: u32) {
         let waiting = self.prompts.len().saturating_sub(UNDER_WAY_MAX);
         let ahead = self.prompts.iter().map(|prompt| prompt.tokens);
         let ahead = ahead.fold(0, u32::saturating_add);

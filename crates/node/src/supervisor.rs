@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use paceline_base::Rank;
 use paceline_cluster::workers::Event as CrewEvent;
-use paceline_engine::{GenerationRequest, Reply, RequestFailure, Ticket};
+use paceline_engine::{Reply, RequestFailure, RequestMessage, Ticket};
 use paceline_plan::split_selection::{self, KEYS, SplitChange, SplitSelector};
 
 pub use change::ChangeRecord;
@@ -141,16 +141,8 @@ impl Policy {
 pub enum Event {
     /// Start the first epoch.
     Begin,
-    /// A caller's request, by its ticket.
-    Submit {
-        /// A new, unique ticket.
-        ticket: Ticket,
-        request: Box<GenerationRequest>,
-        /// Tokens of the answer that the caller has, from another owner of the instance.
-        tokens: Vec<u32>,
-    },
-    /// The caller cancelled it.
-    Cancel(Ticket),
+    /// A caller's message.
+    Request(RequestMessage),
     /// An event of a worker.
     Worker(CrewEvent<FromWorker>),
     /// A worker did not start or is unreachable.
@@ -203,16 +195,8 @@ pub enum Action {
     Leave(Rank),
     /// Kill a rank's worker.
     Stop(Rank),
-    /// Submit a request to the leader, with the tokens answered so far.
-    Submit {
-        rank: Rank,
-        ticket: Ticket,
-        request: Box<GenerationRequest>,
-        /// Tokens of the answer that the caller has.
-        tokens: Vec<u32>,
-    },
-    /// Make the leader drop a request.
-    Cancel { rank: Rank, ticket: Ticket },
+    /// Submit a request to the leader with the tokens answered so far, or make it drop one.
+    Request { rank: Rank, message: RequestMessage },
     /// Deliver a reply to the request's caller.
     Deliver(Ticket, Reply),
     /// Drop the sink of a cancelled request.
@@ -527,12 +511,8 @@ impl Supervisor {
     pub fn step(&mut self, now: Duration, event: Event) -> Vec<Action> {
         match event {
             Event::Begin => self.first(now),
-            Event::Submit {
-                ticket,
-                request,
-                tokens,
-            } => self.submit(now, ticket, request, tokens),
-            Event::Cancel(ticket) => self.cancel(now, ticket),
+            Event::Request(RequestMessage::Submit(submission)) => self.submit(now, submission),
+            Event::Request(RequestMessage::Cancel(ticket)) => self.cancel(now, ticket),
             Event::Worker(event) => self.crew(now, event),
             Event::Unreachable { .. } if matches!(self.phase, Phase::Ended { .. }) => {}
             Event::Unreachable { rank, reason } => {

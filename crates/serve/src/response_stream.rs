@@ -16,7 +16,9 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use paceline_engine::{GenerationRequest, Reply, RequestFailure, Service, Sink, Ticket};
+use paceline_engine::{
+    GenerationRequest, Reply, RequestFailure, Service, Sink, Submission, Ticket,
+};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Sleep;
 
@@ -107,7 +109,9 @@ impl ResponseStream {
                 meter: metrics.meter(terms.asked, request.prompt.len(), service.cut()),
                 now: terms.now,
             };
-            let ticket = service.submit_after(request, tokens, outlet.into_sink())?;
+            let submission = Submission::new(request, tokens);
+            let ticket = submission.ticket;
+            service.accept(submission, outlet.into_sink())?;
             answer.running.tickets()[choice] = Some(ticket);
         }
         answer.outcome = if answer.left == 0 {

@@ -25,7 +25,9 @@ use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_cluster::workers::Event as CrewEvent;
-use paceline_engine::{Finish, GenerationRequest, Reply, RequestFailure, Ticket};
+use paceline_engine::{
+    Finish, GenerationRequest, Reply, RequestFailure, RequestMessage, Submission, Ticket,
+};
 use paceline_fleet::{InstanceId, InstanceSpec, OwnedInstance, Report, State, WorkerStatus, specs};
 use paceline_node::supervisor::{
     Action, Event, HELD_LIMIT, Health, Notice, Policy, SplitCandidate, Supervisor,
@@ -198,7 +200,6 @@ struct SimOwner {
     seats: Vec<SimWorker>,
     /// The requests by their tickets here.
     tickets: BTreeMap<Ticket, usize>,
-    last_ticket: u64,
     was_ready: bool,
 }
 
@@ -228,6 +229,8 @@ struct SimIngress {
 #[derive(Debug)]
 struct SimRequest {
     id: InstanceId,
+    /// Of its last submission.
+    ticket: Ticket,
     length: usize,
     since: Duration,
     /// `None` while the client looks for a node.
@@ -484,7 +487,6 @@ impl Serving {
             begun: net.now,
             tick: None,
             tickets: BTreeMap::new(),
-            last_ticket: 0,
             was_ready: false,
         };
         self.owners.insert(life, owner);
@@ -560,22 +562,23 @@ impl Serving {
                 (rank, PendingOrder::Join)
             }
             Action::Leave(rank) => (rank, PendingOrder::Leave),
-            Action::Submit {
-                rank,
-                ticket,
-                request,
-                tokens,
-            } => {
-                let number = request.prompt[0] as usize;
-                let expected = (0..tokens.len()).map(|i| token(number, i));
-                if !tokens.iter().copied().eq(expected) {
-                    let said = format!("answer {number} goes on after other tokens: {tokens:?}");
-                    self.violations.push(said);
-                    return;
+            Action::Request { rank, message } => match message {
+                RequestMessage::Submit(it) => {
+                    let number = it.request.prompt[0] as usize;
+                    let expected = (0..it.tokens.len()).map(|i| token(number, i));
+                    if !it.tokens.iter().copied().eq(expected) {
+                        let said = format!(
+                            "answer {number} goes on after other tokens: {:?}",
+                            it.tokens
+                        );
+                        self.violations.push(said);
+                        return;
+                    }
+                    let count = it.tokens.len();
+                    (rank, PendingOrder::Submit(it.ticket, number, count))
                 }
-                (rank, PendingOrder::Submit(ticket, number, tokens.len()))
-            }
-            Action::Cancel { rank, ticket } => (rank, PendingOrder::Cancel(ticket)),
+                RequestMessage::Cancel(ticket) => (rank, PendingOrder::Cancel(ticket)),
+            },
             Action::Forget(_)
             | Action::ShrinkSteps
             | Action::Tell(_)
@@ -927,6 +930,7 @@ impl Serving {
         let length = [0, 5, 40, 90][self.random.below(4) as usize];
         self.asked.push(SimRequest {
             id,
+            ticket: Ticket((number as u64) << 8),
             length,
             since: net.now,
             entry: Some(SimIngress::new(*node, 0)),
@@ -1104,7 +1108,8 @@ impl Serving {
             line.cut = None;
         } else if net.now - *line.cut.get_or_insert(net.now) >= SILENCE {
             (entry.line, entry.given_back) = (None, None);
-            self.step(life, Event::Cancel(ticket), net, later);
+            let cancel = RequestMessage::Cancel(ticket);
+            self.step(life, Event::Request(cancel), net, later);
             return;
         }
         let Some((at, refused)) = entry.given_back else {
@@ -1144,8 +1149,8 @@ impl Serving {
             |owner: &SimOwner| owner.node == node && owner.id == asked.id && owner.was_ready;
         let found = self.owners.iter_mut().find(|(_, owner)| is_it(owner));
         let Some((life, owner)) = found else { return };
-        owner.last_ticket += 1;
-        let (life, ticket) = (*life, Ticket(owner.last_ticket));
+        asked.ticket = asked.ticket.again();
+        let (life, ticket) = (*life, asked.ticket);
         owner.tickets.insert(ticket, number);
         let tokens: Vec<u32> = (0..entry.tokens).map(|i| token(number, i)).collect();
         self.resumed += u64::from(!tokens.is_empty());
@@ -1160,11 +1165,12 @@ impl Serving {
             max_tokens: asked.length,
             ..GenerationRequest::default()
         });
-        let submit = Event::Submit {
+        let submission = Submission {
             ticket,
             request,
             tokens,
         };
+        let submit = Event::Request(RequestMessage::Submit(submission));
         self.step(life, submit, net, later);
     }
 

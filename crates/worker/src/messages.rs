@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 use paceline_cluster::nodes::NodeId;
 use paceline_comm::tcp::KEY_BYTES;
-use paceline_engine::{DraftCounts, EngineConfig, GenerationRequest, Reply, Ticket};
+use paceline_engine::{DraftCounts, EngineConfig, Reply, RequestMessage, Ticket};
 use paceline_model::trace::RankTrace;
 use paceline_model::{ComputeTime, ExpertUses, Split};
 use serde::{Deserialize, Serialize};
@@ -32,16 +32,8 @@ pub enum ToWorker {
     Prepare(Box<RankAssignment>),
     /// The addresses of all ranks, in rank order; the second message of an epoch.
     Join { addrs: Vec<SocketAddr> },
-    /// A request, to the leader.
-    Submit {
-        ticket: Ticket,
-        /// The request to compute.
-        request: Box<GenerationRequest>,
-        /// Tokens of the answer that the caller already has.
-        tokens: Vec<u32>,
-    },
-    /// Stop a request, to the leader.
-    Cancel { ticket: Ticket },
+    /// About a request, to the leader.
+    Request(RequestMessage),
     /// Report bytes sent and expert counts so far.
     Measure,
     /// Report step times. Sent only if shares are rebalanced by them.
@@ -71,8 +63,8 @@ impl ToWorker {
             Self::Assign(_) => "Assign",
             Self::Prepare(_) => "Prepare",
             Self::Join { .. } => "Join",
-            Self::Submit { .. } => "Submit",
-            Self::Cancel { .. } => "Cancel",
+            Self::Request(RequestMessage::Submit(_)) => "Submit",
+            Self::Request(RequestMessage::Cancel(_)) => "Cancel",
             Self::Measure => "Measure",
             Self::Look => "Look",
             Self::Trace { .. } => "Trace",

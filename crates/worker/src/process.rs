@@ -9,7 +9,6 @@ mod cables;
 mod draft;
 mod epoch;
 mod kv_transfer;
-mod tickets;
 mod watchdog;
 
 use std::io;
@@ -564,15 +563,9 @@ impl RankWorker<'_> {
             (ToWorker::Expect { number, page }, _) => {
                 epoch.handing.expect(&self.channel, number, page)?;
             }
-            (
-                ToWorker::Submit {
-                    ticket,
-                    request,
-                    tokens,
-                },
-                EpochRole::Leads(leader),
-            ) => leader.submit(&self.channel, ticket, *request, tokens)?,
-            (ToWorker::Cancel { ticket }, EpochRole::Leads(leader)) => leader.cancel(ticket),
+            (ToWorker::Request(message), EpochRole::Leads(leader)) => {
+                leader.request(&self.channel, message)?;
+            }
             (other, _) => {
                 self.report_error(&unexpected(Some(&other), "Submit, Measure, Trace or Leave"))?
             }

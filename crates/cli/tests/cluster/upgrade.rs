@@ -145,8 +145,8 @@ fn three_machines_get_a_release_while_they_answer() {
     let files = tempfile::tempdir_in(hosts[0].home.path()).unwrap();
     let [former, next] = ["former", "next"].map(|name| files.path().join(name));
     let own = env!("CARGO_PKG_VERSION");
-    release_program(&former, own, 4);
-    release_program(&next, "9.1.0", 5);
+    release_program(&former, own, 5);
+    release_program(&next, "9.1.0", 6);
     let [back, folder] = ["back", "release"].map(|name| files.path().join(name));
     release(&folder, &next, "9.1.0");
     for host in &mut hosts {

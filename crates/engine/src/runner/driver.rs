@@ -10,21 +10,22 @@ use paceline_base::lock;
 use super::core::{Core, EngineLoad, RequestLimits};
 use super::worker::EngineWorker;
 use super::{Now, StepClock};
-use crate::{GenerationRequest, RequestFailure, ServiceStatus, Sink, Snapshot, State, Ticket};
+use crate::{
+    GenerationRequest, RequestFailure, ServiceStatus, Sink, Snapshot, State, Submission, Ticket,
+};
 
 /// A sequence to start in the engine.
-pub(super) struct Submission {
+pub(super) struct QueuedSequence {
     pub(super) ticket: Ticket,
-    pub(super) work: SubmissionKind,
+    pub(super) start: SequenceStart,
     pub(super) sink: Sink,
 }
 
-/// How a submission starts.
-pub(super) enum SubmissionKind {
-    Begin(GenerationRequest),
+/// How a sequence starts.
+pub(super) enum SequenceStart {
+    /// With the tokens that the caller has.
+    Request(Box<GenerationRequest>, Vec<u32>),
     Restore(Box<Snapshot>),
-    /// With tokens that the caller has.
-    Resume(GenerationRequest, Vec<u32>),
 }
 
 /// Reply channel of a caller that takes all sequences out of the engine.
@@ -38,7 +39,7 @@ pub(super) struct Inbox<C> {
     pub(super) state: State,
     /// The runner is being dropped.
     pub(super) stop: bool,
-    pub(super) submissions: VecDeque<Submission>,
+    pub(super) submissions: VecDeque<QueuedSequence>,
     /// Requests to cancel, each at most once.
     pub(super) cancels: Vec<Ticket>,
     pub(super) questions: Vec<EngineQuery<C>>,
@@ -47,7 +48,6 @@ pub(super) struct Inbox<C> {
     pub(super) open: BTreeSet<Ticket>,
     /// Load of the engine, including what it has taken out of the inbox.
     pub(super) load: EngineLoad,
-    last_ticket: u64,
 }
 
 /// The inbox, and the condition that wakes the engine's thread.
@@ -69,7 +69,6 @@ impl<C> SharedInbox<C> {
             takers: Vec::new(),
             open: BTreeSet::new(),
             load: EngineLoad::default(),
-            last_ticket: 0,
         };
         Self {
             inbox: Mutex::new(inbox),
@@ -122,56 +121,58 @@ impl<C: Core> Driver<C> {
         Self { shared, thread }
     }
 
-    pub(super) fn submit(
-        &self,
-        request: GenerationRequest,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
+    /// A request that continues an answer passes the bound of waiting requests: the engine has a
+    /// separate one.
+    pub(super) fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
         let limits = self.shared.limits;
-        request.check(limits.vocab, limits.context)?;
+        let Submission {
+            ticket,
+            request,
+            tokens,
+        } = submission;
+        let is_new = tokens.is_empty();
+        if is_new {
+            request.check(limits.vocab, limits.context)?;
+        }
         let inbox = self.shared.lock();
         inbox.check_ready()?;
         let waiting = inbox.load.waiting + inbox.submissions.len();
-        if waiting >= limits.max_waiting {
+        if is_new && waiting >= limits.max_waiting {
             return Err(RequestFailure::Busy { waiting });
         }
-        Ok(self.enqueue(inbox, SubmissionKind::Begin(request), sink))
+        let start = SequenceStart::Request(request, tokens);
+        self.enqueue(
+            inbox,
+            QueuedSequence {
+                ticket,
+                start,
+                sink,
+            },
+        );
+        Ok(())
     }
 
-    /// The bound of waiting requests does not apply: the engine has a separate one.
+    /// As a request that continues an answer.
     pub(super) fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, RequestFailure> {
         let inbox = self.shared.lock();
         inbox.check_ready()?;
-        Ok(self.enqueue(inbox, SubmissionKind::Restore(Box::new(snapshot)), sink))
+        let (ticket, start) = (Ticket::draw(), SequenceStart::Restore(Box::new(snapshot)));
+        self.enqueue(
+            inbox,
+            QueuedSequence {
+                ticket,
+                start,
+                sink,
+            },
+        );
+        Ok(ticket)
     }
 
-    /// As [`resume`](Self::resume).
-    pub(super) fn resume_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        let inbox = self.shared.lock();
-        inbox.check_ready()?;
-        Ok(self.enqueue(inbox, SubmissionKind::Resume(request, tokens), sink))
-    }
-
-    fn enqueue(
-        &self,
-        mut inbox: MutexGuard<'_, Inbox<C>>,
-        work: SubmissionKind,
-        sink: Sink,
-    ) -> Ticket {
-        inbox.last_ticket += 1;
-        let ticket = Ticket(inbox.last_ticket);
-        inbox.open.insert(ticket);
-        inbox
-            .submissions
-            .push_back(Submission { ticket, work, sink });
+    fn enqueue(&self, mut inbox: MutexGuard<'_, Inbox<C>>, sequence: QueuedSequence) {
+        inbox.open.insert(sequence.ticket);
+        inbox.submissions.push_back(sequence);
         drop(inbox);
         self.shared.wake.notify_one();
-        ticket
     }
 
     pub(super) fn take_all(&self) -> Result<Vec<(Ticket, Snapshot)>, RequestFailure> {

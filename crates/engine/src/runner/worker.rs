@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use super::Now;
 use super::core::{Core, EngineLoad};
-use super::driver::{EngineQuery, SharedInbox, SnapshotSender, Submission, SubmissionKind};
+use super::driver::{EngineQuery, QueuedSequence, SequenceStart, SharedInbox, SnapshotSender};
 use crate::{
     Error, Event, Reply, RequestFailure, ResumeOutcome, SequenceId, Sink, Snapshot, State, Ticket,
 };
 
 /// Contents of the inbox since the last step.
 struct InboxBatch<C> {
-    submissions: Vec<Submission>,
+    submissions: Vec<QueuedSequence>,
     cancels: Vec<Ticket>,
     questions: Vec<EngineQuery<C>>,
     takers: Vec<SnapshotSender>,
@@ -149,18 +149,20 @@ impl<C: Core> EngineWorker<C> {
         taken
     }
 
-    fn submit(&mut self, submission: Submission) {
-        let Submission {
+    fn submit(&mut self, sequence: QueuedSequence) {
+        let QueuedSequence {
             ticket,
-            work,
+            start,
             mut sink,
-        } = submission;
-        let taken = match work {
-            SubmissionKind::Begin(request) => self.core.submit(request).map(ResumeOutcome::Running),
-            SubmissionKind::Restore(snapshot) => {
+        } = sequence;
+        let taken = match start {
+            SequenceStart::Request(request, tokens) if tokens.is_empty() => {
+                self.core.submit(*request).map(ResumeOutcome::Running)
+            }
+            SequenceStart::Request(request, tokens) => self.core.resume(*request, &tokens),
+            SequenceStart::Restore(snapshot) => {
                 self.core.restore(*snapshot).map(ResumeOutcome::Running)
             }
-            SubmissionKind::Resume(request, tokens) => self.core.resume(request, &tokens),
         };
         let last = match taken {
             Ok(ResumeOutcome::Running(id)) => {

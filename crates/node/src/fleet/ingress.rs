@@ -1,7 +1,7 @@
 //! Ingress: requests on one node for an instance that another node owns, and the owner's side.
 //!
 //! ```text
-//! entry -> Submit(ticket, request, tokens), Cancel(ticket)
+//! entry -> Request(submission, or cancel)
 //! owner -> Reply(ticket, reply), Stand(how its instance is), Split(how the model is cut): the last
 //!          two when they change
 //! ```
@@ -9,16 +9,16 @@
 //! instance does not answer, [`RequestFailover`] moves the requests to another replica. Without one
 //! they go to the next owner. Either way the answer continues after those tokens.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use paceline_engine::{
-    GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+    Reply, RequestFailure, RequestMessage, Service, ServiceStatus, Sink, State, Submission, Ticket,
 };
 use paceline_fleet::InstanceId;
 use serde::{Deserialize, Serialize};
@@ -61,12 +61,7 @@ pub(super) enum ToOwner {
     Instance(u64),
     /// The first message to a third node, which passes the others on to the owner.
     Through(u64),
-    Submit {
-        ticket: Ticket,
-        request: Box<GenerationRequest>,
-        tokens: Vec<u32>,
-    },
-    Cancel(Ticket),
+    Request(RequestMessage),
 }
 
 #[derive(Serialize, Deserialize)]
@@ -120,7 +115,7 @@ fn serve(
     let mut split = String::new();
     send_split(&**line, instance, &mut split)?;
     let (replies, queue) = sync_channel::<ToIngress>(REPLIES_MAX);
-    let open: Mutex<BTreeMap<Ticket, Ticket>> = Mutex::default();
+    let open: Mutex<BTreeSet<Ticket>> = Mutex::default();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             for message in queue {
@@ -137,8 +132,8 @@ fn serve(
             }
         });
         let ended = listen(line, (instance, answers), &open, &replies);
-        for own in lock(&open).values() {
-            instance.cancel(*own);
+        for ticket in &*lock(&open) {
+            instance.cancel(*ticket);
         }
         drop(replies);
         ended
@@ -163,7 +158,7 @@ fn send_split(
 fn listen(
     line: &Arc<dyn MessageConnection>,
     (instance, answers): (&Instance, &dyn Fn() -> bool),
-    open: &Mutex<BTreeMap<Ticket, Ticket>>,
+    open: &Mutex<BTreeSet<Ticket>>,
     replies: &SyncSender<ToIngress>,
 ) -> Result<(), ConnectionError> {
     let mut told = None;
@@ -179,14 +174,12 @@ fn listen(
             return Err(ConnectionError::new("the instance is another one now"));
         }
         match heard {
-            Some(ToOwner::Submit {
-                ticket,
-                request,
-                tokens,
-            }) => submit(line, instance, open, replies, (ticket, *request, tokens)),
-            Some(ToOwner::Cancel(ticket)) => {
-                if let Some(own) = lock(open).remove(&ticket) {
-                    instance.cancel(own);
+            Some(ToOwner::Request(RequestMessage::Submit(submission))) => {
+                submit(line, instance, open, replies, submission);
+            }
+            Some(ToOwner::Request(RequestMessage::Cancel(ticket))) => {
+                if lock(open).remove(&ticket) {
+                    instance.cancel(ticket);
                 }
             }
             Some(ToOwner::Instance(_) | ToOwner::Through(_)) => {
@@ -201,10 +194,11 @@ fn listen(
 fn submit(
     line: &Arc<dyn MessageConnection>,
     instance: &Instance,
-    open: &Mutex<BTreeMap<Ticket, Ticket>>,
+    open: &Mutex<BTreeSet<Ticket>>,
     replies: &SyncSender<ToIngress>,
-    (ticket, request, tokens): (Ticket, GenerationRequest, Vec<u32>),
+    submission: Submission,
 ) {
+    let ticket = submission.ticket;
     let refuse = |failure| {
         // A full queue has closed the connection.
         let _: Result<(), _> = replies.try_send(ToIngress::Reply(ticket, Reply::Failed(failure)));
@@ -218,9 +212,10 @@ fn submit(
             close.close(); // too far behind, or gone
         }
     });
-    match instance.submit_after(request, tokens, sink) {
-        Ok(own) => drop(lock(open).insert(ticket, own)),
-        Err(failure) => refuse(failure),
+    lock(open).insert(ticket);
+    if let Err(failure) = instance.accept(submission, sink) {
+        lock(open).remove(&ticket);
+        refuse(failure);
     }
 }
 
@@ -261,13 +256,13 @@ pub(super) struct IngressService {
 pub(super) struct Ingress {
     id: InstanceId,
     relief: Option<Weak<dyn RequestFailover>>,
-    last_ticket: AtomicU64,
     state: Mutex<IngressState>,
     over: AtomicBool,
 }
 
 #[derive(Default)]
 struct IngressState {
+    /// By the tickets of their first submissions.
     requests: BTreeMap<Ticket, IngressRequest>,
     /// To the owner, while there is one.
     line: Option<Arc<dyn MessageConnection>>,
@@ -305,7 +300,7 @@ impl IngressState {
         let is_refused = matches!(failure, RequestFailure::Unavailable { .. });
         if is_refused && answers && asked.again < AGAIN_MAX {
             asked.again += 1;
-            return Some(IngressOutcome::Again(asked.submit(ticket)));
+            return Some(IngressOutcome::Again(asked.submit()));
         }
         let asked = self.requests.remove(&ticket)?;
         Some(IngressOutcome::Over(asked, failure))
@@ -314,8 +309,8 @@ impl IngressState {
 
 /// A request and its answer so far.
 pub(super) struct IngressRequest {
-    request: Box<GenerationRequest>,
-    tokens: Vec<u32>,
+    /// The last one.
+    submission: Submission,
     prompt_read: bool,
     sink: Option<Sink>,
     /// When the owner returned it, and its reason.
@@ -333,12 +328,10 @@ enum IngressOutcome {
 }
 
 impl IngressRequest {
-    /// A request whose caller already has `tokens` of the answer.
-    pub(super) fn new(request: GenerationRequest, tokens: Vec<u32>, sink: Sink) -> Self {
+    pub(super) fn new(submission: Submission, sink: Sink) -> Self {
         Self {
-            request: Box::new(request),
-            prompt_read: !tokens.is_empty(),
-            tokens,
+            prompt_read: !submission.tokens.is_empty(),
+            submission,
             sink: Some(sink),
             given_back: None,
             again: 0,
@@ -357,20 +350,22 @@ impl IngressRequest {
 
     /// Tokens of the prompt.
     pub(super) fn prompt(&self) -> &[u32] {
-        &self.request.prompt
+        &self.submission.request.prompt
     }
 
     /// Whether its answer has begun: then only an instance with the same numerics can continue it.
     pub(super) const fn has_begun(&self) -> bool {
-        !self.tokens.is_empty()
+        !self.submission.tokens.is_empty()
     }
 
-    fn submit(&self, ticket: Ticket) -> ToOwner {
-        ToOwner::Submit {
-            ticket,
-            request: self.request.clone(),
-            tokens: self.tokens.clone(),
-        }
+    /// The next submission. No reply to an earlier one is for it.
+    fn submit(&mut self) -> ToOwner {
+        self.submission.ticket = self.submission.ticket.again();
+        ToOwner::Request(RequestMessage::Submit(self.submission.clone()))
+    }
+
+    const fn cancel(&self) -> ToOwner {
+        ToOwner::Request(RequestMessage::Cancel(self.submission.ticket))
     }
 }
 
@@ -387,7 +382,6 @@ impl IngressService {
         let entry = Arc::new(Ingress {
             id,
             relief,
-            last_ticket: AtomicU64::new(0),
             state: Mutex::default(),
             over: AtomicBool::new(false),
         });
@@ -423,15 +417,16 @@ impl Ingress {
 
     /// Accepts a request of a client or of another ingress. Returns it at [`OPEN_MAX`] open
     /// requests, or after the end.
-    pub(super) fn take(&self, ticket: Ticket, asked: IngressRequest) -> Result<(), IngressRequest> {
+    pub(super) fn take(&self, mut asked: IngressRequest) -> Result<(), IngressRequest> {
         let mut state = lock(&self.state);
         if state.is_over || state.requests.len() >= OPEN_MAX {
             return Err(asked);
         }
-        let mut asked = asked;
         (asked.given_back, asked.again) = (None, 0);
-        let submit = asked.submit(ticket);
-        state.requests.insert(ticket, asked);
+        let submit = asked.submit();
+        state
+            .requests
+            .insert(asked.submission.ticket.first(), asked);
         state.send_to_owner(&submit);
         Ok(())
     }
@@ -452,19 +447,20 @@ impl Ingress {
     /// Drops a request; ignores one that is not open here.
     pub(super) fn cancel(&self, ticket: Ticket) {
         let mut state = lock(&self.state);
-        if state.requests.remove(&ticket).is_some() {
-            state.send_to_owner(&ToOwner::Cancel(ticket));
+        if let Some(asked) = state.requests.remove(&ticket.first()) {
+            state.send_to_owner(&asked.cancel());
         }
     }
 
     /// Removes and returns all open requests, for a [`RequestFailover`]. It returns unplaced ones
     /// by [`keep`](Self::keep).
-    pub(super) fn give_up(&self) -> BTreeMap<Ticket, IngressRequest> {
-        std::mem::take(&mut lock(&self.state).requests)
+    pub(super) fn give_up(&self) -> impl Iterator<Item = IngressRequest> + use<> {
+        std::mem::take(&mut lock(&self.state).requests).into_values()
     }
 
     /// Puts a request back that [`give_up`](Self::give_up) removed.
-    pub(super) fn keep(&self, ticket: Ticket, asked: IngressRequest) {
+    pub(super) fn keep(&self, asked: IngressRequest) {
+        let ticket = asked.submission.ticket.first();
         lock(&self.state).requests.insert(ticket, asked);
     }
 
@@ -521,9 +517,9 @@ impl Ingress {
             state.split = split;
         }
         (state.stand, state.others, state.numbers) = (Some(State::Ready), 0, numbers);
-        for (ticket, asked) in &mut state.requests {
+        for asked in state.requests.values_mut() {
             (asked.given_back, asked.again) = (None, 0);
-            send_message(&*line, &asked.submit(*ticket)).ok()?;
+            send_message(&*line, &asked.submit()).ok()?;
         }
         state.line = Some(Arc::clone(&line));
         drop(state);
@@ -580,7 +576,7 @@ impl Ingress {
             match state.settle(ticket) {
                 Some(IngressOutcome::Again(submit)) => state.send_to_owner(&submit),
                 Some(IngressOutcome::Over(asked, failure)) => {
-                    state.send_to_owner(&ToOwner::Cancel(ticket)); // the owner forgets it
+                    state.send_to_owner(&asked.cancel()); // the owner forgets it
                     over.push((asked, failure));
                 }
                 None => {}
@@ -596,13 +592,14 @@ impl Ingress {
 
     fn deliver(&self, ticket: Ticket, reply: Reply) {
         let mut state = lock(&self.state);
-        let Some(asked) = state.requests.get_mut(&ticket) else {
+        let of_it = |asked: &&mut IngressRequest| asked.submission.ticket == ticket;
+        let Some(asked) = state.requests.get_mut(&ticket.first()).filter(of_it) else {
             return;
         };
         match &reply {
             Reply::PromptRead { .. } if std::mem::replace(&mut asked.prompt_read, true) => return,
             Reply::Token { token, .. } => {
-                asked.tokens.push(*token);
+                asked.submission.tokens.push(*token);
                 asked.again = 0;
             }
             // A departing owner sends the same failure; then the next owner continues.
@@ -613,8 +610,9 @@ impl Ingress {
                 return;
             }
             Reply::Finished { .. } | Reply::Failed(_) => {
-                let asked = state.requests.remove(&ticket);
-                state.send_to_owner(&ToOwner::Cancel(ticket)); // the owner forgets it
+                let forget = asked.cancel();
+                let asked = state.requests.remove(&ticket.first());
+                state.send_to_owner(&forget);
                 drop(state);
                 if let Some(mut sink) = asked.and_then(|asked| asked.sink) {
                     sink(reply);
@@ -629,7 +627,7 @@ impl Ingress {
         };
         drop(state);
         sink(reply);
-        if let Some(asked) = lock(&self.state).requests.get_mut(&ticket) {
+        if let Some(asked) = lock(&self.state).requests.get_mut(&ticket.first()) {
             asked.sink = Some(sink);
         }
     }
@@ -684,16 +682,9 @@ impl Ingress {
 }
 
 impl Service for IngressService {
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        let entry = &self.entry;
-        let ticket = Ticket(entry.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        let taken = entry.take(ticket, IngressRequest::new(request, tokens, sink));
-        taken.map(|()| ticket).map_err(|_| entry.refusal())
+    fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
+        let taken = self.entry.take(IngressRequest::new(submission, sink));
+        taken.map_err(|_| self.entry.refusal())
     }
 
     fn cancel(&self, ticket: Ticket) {
@@ -724,6 +715,8 @@ impl fmt::Debug for IngressService {
 /// An ingress without a thread, for tests of its callers.
 #[cfg(test)]
 pub(super) mod testing {
+    use paceline_engine::GenerationRequest;
+
     use super::*;
     use crate::workers::connection::MemoryConnection;
 
@@ -734,10 +727,14 @@ pub(super) mod testing {
         /// The ingress's next message, such as `submit 1 after [7]`, if there is one.
         pub(in crate::fleet) fn heard(&self) -> Option<String> {
             match receive_message(&self.0, Duration::ZERO) {
-                Ok(Some(ToOwner::Submit { ticket, tokens, .. })) => {
-                    Some(format!("submit {} after {tokens:?}", ticket.0))
+                Ok(Some(ToOwner::Request(RequestMessage::Submit(it)))) => Some(format!(
+                    "submit {} after {:?}",
+                    number(it.ticket),
+                    it.tokens
+                )),
+                Ok(Some(ToOwner::Request(RequestMessage::Cancel(ticket)))) => {
+                    Some(format!("cancel {}", number(ticket)))
                 }
-                Ok(Some(ToOwner::Cancel(ticket))) => Some(format!("cancel {}", ticket.0)),
                 Ok(Some(ToOwner::Instance(_) | ToOwner::Through(_))) => Some("instance".to_owned()),
                 Ok(None) => None,
                 Err(_) => Some("closed".to_owned()),
@@ -751,7 +748,6 @@ pub(super) mod testing {
         let entry = Ingress {
             id: InstanceId(id),
             relief: None,
-            last_ticket: AtomicU64::new(0),
             state: Mutex::new(IngressState {
                 line: Some(Arc::new(line)),
                 stand: Some(State::Ready),
@@ -764,15 +760,33 @@ pub(super) mod testing {
         (IngressService { entry }, FakeOwner(there))
     }
 
+    /// The request with this number, which is not 0.
+    pub(in crate::fleet) fn numbered(number: u64, request: GenerationRequest) -> Submission {
+        Submission {
+            ticket: Ticket(number << 8),
+            ..Submission::new(request, Vec::new())
+        }
+    }
+
+    const fn number(ticket: Ticket) -> u64 {
+        ticket.0 >> 8
+    }
+
+    /// The owner replies to the last submission of a request.
+    fn reply(entry: &Ingress, ticket: Ticket, reply: Reply) {
+        let ticket = lock(&entry.state).requests[&ticket].submission.ticket;
+        entry.deliver(ticket, reply);
+    }
+
     /// The owner generates a token.
     pub(in crate::fleet) fn generate(entry: &Ingress, ticket: Ticket, token: u32) {
         let text = String::new();
-        let reply = Reply::Token {
+        let generated = Reply::Token {
             token,
             text,
             logprobs: None,
         };
-        entry.deliver(ticket, reply);
+        reply(entry, ticket, generated);
     }
 
     fn lost() -> RequestFailure {
@@ -811,7 +825,9 @@ pub(super) mod testing {
                 *lock(&told) = Some(failure);
             }
         });
-        let ticket = remote.submit(GenerationRequest::default(), sink).unwrap();
+        let submission = numbered(1, GenerationRequest::default());
+        let ticket = submission.ticket;
+        remote.accept(submission, sink).unwrap();
         assert_eq!(owner.heard().as_deref(), Some("submit 1 after []"));
         (remote, owner, ticket, failed)
     }
@@ -821,7 +837,7 @@ pub(super) mod testing {
     #[test]
     fn what_a_living_owner_loses_is_told() {
         let (remote, owner, ticket, failed) = asked();
-        remote.entry.deliver(ticket, Reply::Failed(lost()));
+        reply(&remote.entry, ticket, Reply::Failed(lost()));
         remote.entry.settle();
         assert_eq!(*lock(&failed), None, "the owner may be about to go");
         let_time_go_by(&remote.entry);
@@ -839,13 +855,17 @@ pub(super) mod testing {
     fn what_a_living_owner_refuses_is_asked_again_some_times() {
         let (remote, owner, ticket, failed) = asked();
         for _ in 0..AGAIN_MAX {
-            remote.entry.deliver(ticket, Reply::Failed(refused()));
+            reply(&remote.entry, ticket, Reply::Failed(refused()));
             let_time_go_by(&remote.entry);
+            let before = lock(&remote.entry.state).requests[&ticket]
+                .submission
+                .ticket;
             remote.entry.settle();
             assert_eq!(owner.heard().as_deref(), Some("submit 1 after []"));
+            remote.entry.deliver(before, Reply::Failed(lost())); // late, and ignored
         }
         assert_eq!(*lock(&failed), None);
-        remote.entry.deliver(ticket, Reply::Failed(refused()));
+        reply(&remote.entry, ticket, Reply::Failed(refused()));
         let_time_go_by(&remote.entry);
         remote.entry.settle();
         assert_eq!(*lock(&failed), Some(refused()));

@@ -12,7 +12,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -20,7 +20,7 @@ use std::time::Duration;
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::local::{self, CommandProgress};
 use paceline_engine::{
-    GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+    Reply, RequestFailure, Service, ServiceStatus, Sink, State, Submission, Ticket,
 };
 use paceline_fleet::rules::retire::past_leases;
 use paceline_fleet::{EPOCH_UNWANTED, InstanceId, InstanceSpec, specs};
@@ -50,10 +50,9 @@ pub fn answer(
     progress: &mut CommandProgress<'_>,
 ) -> Result<Value, String> {
     let id = arguments["id"].as_str().unwrap_or_default();
-    let request =
-        GenerationRequest::deserialize(&arguments["request"]).map_err(|error| error.to_string())?;
-    let tokens =
-        Vec::<u32>::deserialize(&arguments["tokens"]).map_err(|error| error.to_string())?;
+    let submission = Submission::deserialize(&arguments["submission"]);
+    let submission = submission.map_err(|error| error.to_string())?;
+    let ticket = submission.ticket;
     let service = fleet.service(id)?;
     let (sender, replies) = sync_channel(REPLIES_MAX);
     let mut sender = Some(sender);
@@ -61,13 +60,10 @@ pub fn answer(
         // One lost reply loses the answer.
         sender.take_if(|sender| sender.try_send(reply).is_err());
     });
-    let ticket = match service.submit_after(request, tokens, sink) {
-        Ok(ticket) => ticket,
-        Err(failure) => {
-            progress(json!(Reply::Failed(failure)));
-            return Ok(Value::Null);
-        }
-    };
+    if let Err(failure) = service.accept(submission, sink) {
+        progress(json!(Reply::Failed(failure)));
+        return Ok(Value::Null);
+    }
     loop {
         let (told, is_last) = match replies.recv_timeout(BEAT) {
             Ok(reply) => {
@@ -205,7 +201,6 @@ impl Inner {
 pub struct LeasedInstance {
     home: PathBuf,
     id: String,
-    last_ticket: AtomicU64,
     open: Arc<Mutex<BTreeMap<Ticket, Arc<AtomicBool>>>>,
 }
 
@@ -215,24 +210,18 @@ impl LeasedInstance {
         Self {
             home: home.to_owned(),
             id: id.to_owned(),
-            last_ticket: AtomicU64::new(0),
             open: Arc::default(),
         }
     }
 }
 
 impl Service for LeasedInstance {
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        mut sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
+    fn accept(&self, submission: Submission, mut sink: Sink) -> Result<(), RequestFailure> {
+        let ticket = submission.ticket;
         let over = Arc::new(AtomicBool::new(false));
         lock(&self.open).insert(ticket, Arc::clone(&over));
         let (home, open) = (self.home.clone(), Arc::clone(&self.open));
-        let arguments = json!({ "id": self.id, "request": request, "tokens": tokens });
+        let arguments = json!({ "id": self.id, "submission": submission });
         let run = move || {
             let mut is_complete = false;
             let told = |value: Value| {
@@ -252,7 +241,7 @@ impl Service for LeasedInstance {
         };
         let thread = std::thread::Builder::new().name("at node".to_owned());
         match thread.spawn(run) {
-            Ok(_) => Ok(ticket),
+            Ok(_) => Ok(()),
             Err(error) => Err(RequestFailure::Unavailable {
                 reason: error.to_string(),
             }),

@@ -15,9 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use paceline_base::lock;
-use paceline_engine::{
-    GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
-};
+use paceline_engine::{RequestFailure, Service, ServiceStatus, Sink, State, Submission, Ticket};
 use paceline_fleet::InstanceId;
 use paceline_fleet::rules::route::ReadyReplica;
 
@@ -42,7 +40,6 @@ struct Routes {
     /// Locked from a choice until the chosen replica counts the request, so that the next choice
     /// sees it.
     prefixes: Mutex<Prefixes>,
-    last_ticket: AtomicU64,
     /// Locked while requests move, and by a cancel, which so finds a request before or after its
     /// move.
     moves: Mutex<()>,
@@ -83,7 +80,6 @@ impl Replicas {
             tell,
             members: Mutex::default(),
             prefixes: Mutex::default(),
-            last_ticket: AtomicU64::new(0),
             moves: Mutex::default(),
         };
         let routes = Arc::new(routes);
@@ -147,9 +143,8 @@ impl Replicas {
         &self,
         asked: IngressRequest,
         first: Option<InstanceId>,
-    ) -> Result<Ticket, RequestFailure> {
+    ) -> Result<(), RequestFailure> {
         let routes = &self.routes;
-        let ticket = Ticket(routes.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let mut members = routes.members();
         let first = first.and_then(|id| members.iter().position(|(other, _)| *other == id));
         let first = first.filter(|at| members[*at].1.entry().is_ready());
@@ -165,10 +160,10 @@ impl Replicas {
                 return Err(refusal);
             };
             let (id, member) = members.swap_remove(chosen);
-            match give(&member, ticket, asked) {
+            match give(&member, asked) {
                 Ok(()) => {
                     prefixes.remember(&hashes, id);
-                    return Ok(ticket);
+                    return Ok(());
                 }
                 Err(back) => asked = back,
             }
@@ -208,7 +203,7 @@ impl Routes {
         &self,
         from: &Ingress,
         others: &[(InstanceId, ReplicaHandle)],
-        (ticket, asked): (Ticket, IngressRequest),
+        asked: IngressRequest,
     ) -> Result<(), IngressRequest> {
         let numbers = from.numbers();
         let fits = |(_, member): &&(InstanceId, ReplicaHandle)| {
@@ -221,7 +216,7 @@ impl Routes {
             return Err(asked);
         };
         let (id, member) = &fitting[chosen];
-        give(member, ticket, asked)?;
+        give(member, asked)?;
         prefixes.remember(&hashes, *id);
         Ok(())
     }
@@ -243,12 +238,8 @@ impl Prefixes {
 }
 
 /// Sends a request to a replica and counts it; returns it if the replica refuses.
-fn give(
-    member: &ReplicaHandle,
-    ticket: Ticket,
-    asked: IngressRequest,
-) -> Result<(), IngressRequest> {
-    member.entry().take(ticket, asked)?;
+fn give(member: &ReplicaHandle, asked: IngressRequest) -> Result<(), IngressRequest> {
+    member.entry().take(asked)?;
     member.asked.fetch_add(1, Ordering::Relaxed);
     Ok(())
 }
@@ -264,10 +255,10 @@ impl RequestFailover for Routes {
         // Later requests to it find an empty cache.
         lock(&self.prefixes).forget(from.id());
         let mut moved = 0;
-        for (ticket, asked) in from.give_up() {
-            match self.hand_over(from, &others, (ticket, asked)) {
+        for asked in from.give_up() {
+            match self.hand_over(from, &others, asked) {
                 Ok(()) => moved += 1,
-                Err(asked) => from.keep(ticket, asked),
+                Err(asked) => from.keep(asked),
             }
         }
         if moved > 0 {
@@ -282,13 +273,8 @@ impl RequestFailover for Routes {
 }
 
 impl Service for Replicas {
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        self.submit_to(IngressRequest::new(request, tokens, sink), None)
+    fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
+        self.submit_to(IngressRequest::new(submission, sink), None)
     }
 
     fn cancel(&self, ticket: Ticket) {
@@ -333,13 +319,8 @@ pub(super) struct Preferred {
 }
 
 impl Service for Preferred {
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        let asked = IngressRequest::new(request, tokens, sink);
+    fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
+        let asked = IngressRequest::new(submission, sink);
         self.all.submit_to(asked, Some(self.first))
     }
 
@@ -362,7 +343,9 @@ impl Service for Preferred {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ingress::testing::{FakeOwner, connected, generate, say_stand};
+    use paceline_engine::GenerationRequest;
+
+    use super::super::ingress::testing::{FakeOwner, connected, generate, numbered, say_stand};
     use super::super::prefixes::BLOCK;
     use super::*;
 
@@ -388,30 +371,28 @@ mod tests {
         Arc::clone(&members[&InstanceId(id)].remote.entry)
     }
 
-    /// Sends a prompt of two blocks of this token.
-    fn ask(all: &Replicas, token: u32) -> Ticket {
+    /// Sends a prompt of two blocks of this token, as the request of this number.
+    fn ask(all: &Replicas, number: u64, token: u32) -> Ticket {
         let request = GenerationRequest {
             prompt: vec![token; 2 * BLOCK],
             ..GenerationRequest::default()
         };
-        all.submit(request, Box::new(|_| ())).unwrap()
+        let submission = numbered(number, request);
+        let ticket = submission.ticket;
+        all.accept(submission, Box::new(|_| ())).unwrap();
+        ticket
     }
 
     #[test]
     fn prefixes_and_load_say_where_a_request_goes() {
         let (all, [one, other]) = two(["cpu"; 2]);
-        for (token, at, said) in [
-            (7, &one, "submit 1 after []"),
-            (8, &other, "submit 2 after []"),
-            (7, &one, "submit 3 after []"),
-            (8, &other, "submit 4 after []"),
-        ] {
-            ask(&all, token);
-            assert_eq!(at.heard().as_deref(), Some(said));
+        for (number, token, at) in [(1, 7, &one), (2, 8, &other), (3, 7, &one), (4, 8, &other)] {
+            ask(&all, number, token);
+            assert_eq!(at.heard(), Some(format!("submit {number} after []")));
         }
         // Other nodes' requests count: two of this node and three more, against two.
         say_stand(&entry(&all, 0), State::Ready, 5);
-        ask(&all, 7);
+        ask(&all, 5, 7);
         assert_eq!(other.heard().as_deref(), Some("submit 5 after []"));
         let usage = all.usage(InstanceId(0));
         assert_eq!((usage.asked, usage.load), (2, 5));
@@ -422,8 +403,8 @@ mod tests {
     #[test]
     fn the_second_request_of_a_pair_goes_where_the_first_went() {
         let (all, owners) = two(["cpu"; 2]);
-        for token in (1..=8).chain(1..=8) {
-            ask(&all, token);
+        for number in 1..=16 {
+            ask(&all, number, (number as u32 - 1) % 8 + 1);
         }
         let heard = |owner: FakeOwner| -> Vec<String> {
             let next = || owner.heard();
@@ -441,7 +422,7 @@ mod tests {
     #[test]
     fn a_lost_replica_hands_its_requests_to_the_other() {
         let (all, [one, other]) = two(["cpu"; 2]);
-        let ticket = ask(&all, 7);
+        let ticket = ask(&all, 1, 7);
         assert_eq!(one.heard().as_deref(), Some("submit 1 after []"));
         let lost = entry(&all, 0);
         generate(&lost, ticket, 5);
@@ -451,7 +432,7 @@ mod tests {
         assert_eq!(other.heard().as_deref(), Some("submit 1 after [5]"));
         assert!(!all.routes.relieve(&lost), "it has none left");
         // Its prefix is dropped, and it is avoided.
-        ask(&all, 7);
+        ask(&all, 2, 7);
         assert_eq!(other.heard().as_deref(), Some("submit 2 after []"));
         all.cancel(ticket);
         assert_eq!(other.heard().as_deref(), Some("cancel 1"));
@@ -464,7 +445,7 @@ mod tests {
     #[test]
     fn a_replica_that_recovers_is_left() {
         let (all, [one, other]) = two(["cpu"; 2]);
-        ask(&all, 7);
+        ask(&all, 1, 7);
         let entry = entry(&all, 0);
         say_stand(&entry, State::Recovering("rank 0 died".to_owned()), 1);
         assert!(all.routes.relieve(&entry));
@@ -476,10 +457,10 @@ mod tests {
     #[test]
     fn an_answer_that_has_begun_goes_on_with_its_numbers_only() {
         let (all, [one, other]) = two(["cpu", "mlx"]);
-        let begun = ask(&all, 7);
+        let begun = ask(&all, 1, 7);
         let lost = entry(&all, 0);
         generate(&lost, begun, 5);
-        ask(&all, 7); // it has the prefix
+        ask(&all, 2, 7); // it has the prefix
         assert_eq!(one.heard().as_deref(), Some("submit 1 after []"));
         assert_eq!(one.heard().as_deref(), Some("submit 2 after []"));
         lost.hang_up();

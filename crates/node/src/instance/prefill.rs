@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, Rank, lock};
 use paceline_engine::{
-    GenerationRequest, Reply, RequestFailure, SamplingParams, Service, Sink, Ticket,
+    GenerationRequest, Reply, RequestFailure, SamplingParams, Service, Sink, Submission, Ticket,
 };
 use paceline_fleet::InstanceId;
 use paceline_model::{PageName, Split};
@@ -57,7 +57,7 @@ pub(crate) enum GroupRole {
 
 /// A message to the thread.
 pub(super) enum PrefillSignal {
-    Submit(Ticket, Box<GenerationRequest>, Vec<u32>, Sink),
+    Accept(Submission, Sink),
     Cancel(Ticket),
     /// A group is ready with this split.
     Ready(GroupRole, Split),
@@ -195,14 +195,8 @@ impl PrefillGroup {
         })
     }
 
-    pub(super) fn submit(
-        &self,
-        ticket: Ticket,
-        request: Box<GenerationRequest>,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) {
-        self.say(PrefillSignal::Submit(ticket, request, tokens, sink));
+    pub(super) fn accept(&self, submission: Submission, sink: Sink) {
+        self.say(PrefillSignal::Accept(submission, sink));
     }
 
     pub(super) fn cancel(&self, ticket: Ticket) {
@@ -274,14 +268,13 @@ impl Drop for PrefillGroup {
 
 /// A request that waits for its prefill.
 struct HeldRequest {
-    request: Box<GenerationRequest>,
-    tokens: Vec<u32>,
+    submission: Submission,
     sink: Sink,
     since: Instant,
     /// Uncached tokens of the prompt.
     fresh: u32,
-    /// Ticket of its prompt at the prefill ranks.
-    reading: Option<Ticket>,
+    /// Whether the prefill ranks have its prompt, under the request's ticket.
+    is_reading: bool,
 }
 
 struct Shell {
@@ -333,9 +326,9 @@ impl Shell {
 
     /// Submits held requests to the decode ranks, whose instance reports its end to the callers.
     fn end(&mut self) {
-        for (ticket, open) in self.open.drain() {
-            let submit = Command::Submit(ticket, open.request, open.tokens, open.sink);
-            self.here.command(submit);
+        for (_, open) in self.open.drain() {
+            self.here
+                .command(Command::Accept(open.submission, open.sink));
         }
     }
 
@@ -350,9 +343,7 @@ impl Shell {
 
     fn handle_signal(&mut self, signal: PrefillSignal) -> Option<Event> {
         Some(match signal {
-            PrefillSignal::Submit(ticket, request, tokens, sink) => {
-                self.submit(ticket, request, tokens, sink)
-            }
+            PrefillSignal::Accept(submission, sink) => self.accept(submission, sink),
             PrefillSignal::Cancel(ticket) if self.open.contains_key(&ticket) => {
                 Event::Cancel(ticket)
             }
@@ -411,13 +402,8 @@ impl Shell {
         addrs.into_iter().map(seen).collect()
     }
 
-    fn submit(
-        &mut self,
-        ticket: Ticket,
-        request: Box<GenerationRequest>,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Event {
+    fn accept(&mut self, submission: Submission, sink: Sink) -> Event {
+        let (ticket, request) = (submission.ticket, &submission.request);
         let blocks = blocks(&request.prompt);
         let known = self.read.read_by(&blocks, OWN) * PAGE;
         if !self.is_unlike() {
@@ -428,16 +414,15 @@ impl Shell {
         let fresh = if request.prompt_logprobs { 0 } else { fresh };
         let fresh = u32::try_from(fresh).unwrap_or(u32::MAX);
         let open = HeldRequest {
-            request,
-            tokens,
+            submission,
             sink,
             since: Instant::now(),
             fresh,
-            reading: None,
+            is_reading: false,
         };
         self.open.insert(ticket, open);
         let tokens = fresh;
-        Event::Submit { ticket, tokens }
+        Event::Prompt { ticket, tokens }
     }
 
     fn act(&mut self, action: PrefillAction) {
@@ -446,8 +431,8 @@ impl Shell {
             PrefillAction::Read(ticket) => self.read(ticket),
             PrefillAction::Stop(ticket) => {
                 let open = self.open.get_mut(&ticket);
-                if let Some(reading) = open.and_then(|open| open.reading.take()) {
-                    self.there.cancel(reading);
+                if open.is_some_and(|open| std::mem::take(&mut open.is_reading)) {
+                    self.there.cancel(ticket);
                 }
             }
             PrefillAction::Forget(ticket) => drop(self.open.remove(&ticket)),
@@ -467,9 +452,12 @@ impl Shell {
             return;
         };
         let HeldRequest {
-            mut request, sink, ..
+            mut submission,
+            sink,
+            ..
         } = open;
-        if self.is_unlike() && open.reading.is_none() {
+        let request = &mut submission.request;
+        if self.is_unlike() && !open.is_reading {
             self.read.remember(&blocks(&request.prompt), OWN);
         }
         let waited = open.since.elapsed().as_millis();
@@ -477,12 +465,11 @@ impl Shell {
             *deadline = deadline.saturating_sub(u32::try_from(waited).unwrap_or(u32::MAX));
         }
         let is_alone = self.core.is_idle() && lock(&self.here.view).load == (0, 0);
-        let sink = match is_alone && open.fresh >= LEAST && open.reading.is_none() {
+        let sink = match is_alone && open.fresh >= LEAST && !open.is_reading {
             true => self.timed(request.prompt.len(), sink),
             false => sink,
         };
-        let submit = Command::Submit(ticket, request, open.tokens, sink);
-        self.here.command(submit);
+        self.here.command(Command::Accept(submission, sink));
     }
 
     /// Names of the numbers of both groups, as of their last epochs.
@@ -522,7 +509,7 @@ impl Shell {
         let Some(open) = self.open.get_mut(&ticket) else {
             return;
         };
-        let prompt = &open.request.prompt;
+        let prompt = &open.submission.request.prompt;
         let page = last_page(prompt).0;
         let number = ticket.0;
         let ranks = self.splits[GroupRole::Decode as usize]
@@ -553,8 +540,13 @@ impl Shell {
             };
             let _ = signals.send(PrefillSignal::Read(ticket, outcome)); // the instance ends
         });
-        match self.there.submit(request, sink) {
-            Ok(reading) => open.reading = Some(reading),
+        let submission = Submission {
+            ticket,
+            request: Box::new(request),
+            tokens: Vec::new(),
+        };
+        match self.there.accept(submission, sink) {
+            Ok(()) => open.is_reading = true,
             Err(failure) => self.refused(ticket, &failure),
         }
     }

@@ -47,7 +47,7 @@ fn up() -> PrefillScheduler {
 }
 
 const fn submit(ticket: u64, tokens: u32) -> Event {
-    Event::Submit {
+    Event::Prompt {
         ticket: Ticket(ticket),
         tokens,
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use paceline_engine::{GenerationRequest, Reply, RequestFailure, Ticket};
+use paceline_engine::{Reply, RequestFailure, RequestMessage, Submission, Ticket};
 
 use super::{
     Action, EpochReason, FAILURES_MAX, HELD_LIMIT, KEYS, Notice, Phase, STARTS_MIN, Supervisor,
@@ -13,9 +13,8 @@ use super::{
 /// A request without a final reply.
 #[derive(Debug)]
 pub(super) struct ActiveRequest {
-    pub(super) request: Box<GenerationRequest>,
-    /// Tokens of the answer that the caller has.
-    pub(super) tokens: Vec<u32>,
+    /// With the tokens of the answer that the caller has.
+    pub(super) submission: Submission,
     /// Whether the caller was notified of the end of prefill.
     prompt_read: bool,
     /// Whether ranks with other numbers read its prompt, so that it continues with near ones.
@@ -33,7 +32,7 @@ pub(super) struct ActiveRequest {
 impl ActiveRequest {
     /// Keys of its last token in the cache, beyond the [`KEYS`] of predictions.
     fn further_keys(&self) -> u32 {
-        let keys = self.request.prompt.len() + self.tokens.len();
+        let keys = self.submission.request.prompt.len() + self.submission.tokens.len();
         u32::try_from(keys).unwrap_or(u32::MAX).saturating_sub(KEYS)
     }
 
@@ -51,7 +50,7 @@ impl ActiveRequest {
     }
 }
 
-/// All open requests, in order of arrival.
+/// All open requests.
 #[derive(Debug, Default)]
 pub(super) struct Requests(BTreeMap<Ticket, ActiveRequest>);
 
@@ -123,13 +122,8 @@ impl Supervisor {
         }
     }
 
-    pub(super) fn submit(
-        &mut self,
-        now: Duration,
-        ticket: Ticket,
-        request: Box<GenerationRequest>,
-        tokens: Vec<u32>,
-    ) {
+    pub(super) fn submit(&mut self, now: Duration, submission: Submission) {
+        let (ticket, tokens) = (submission.ticket, &submission.tokens);
         let has_begun = !tokens.is_empty();
         let read_near = self.policy.reads_near && has_begun;
         let is_near = read_near || (self.policy.near && has_begun);
@@ -149,18 +143,12 @@ impl Supervisor {
             if is_near {
                 self.tell_continued(&[ticket]);
             }
-            self.out.push_back(Action::Submit {
-                rank: self.candidates[self.way].leader,
-                ticket,
-                request: request.clone(),
-                tokens: tokens.clone(),
-            });
+            self.to_leader(RequestMessage::Submit(submission.clone()));
         }
         let open = ActiveRequest {
-            request,
+            submission,
             prompt_read: has_begun,
             read_near,
-            tokens,
             in_work,
             since: now,
             failures: 0,
@@ -175,8 +163,7 @@ impl Supervisor {
         }
         self.out.push_back(Action::Forget(ticket));
         if matches!(self.phase, Phase::Ready) {
-            let rank = self.candidates[self.way].leader;
-            self.out.push_back(Action::Cancel { rank, ticket });
+            self.to_leader(RequestMessage::Cancel(ticket));
         }
         self.closed(now);
     }
@@ -204,7 +191,7 @@ impl Supervisor {
                 }
             }
             Reply::Token { token, .. } => {
-                open.tokens.push(*token);
+                open.submission.tokens.push(*token);
                 open.failures = 0;
                 let further = open.further_keys();
                 self.out.push_back(Action::Deliver(ticket, reply));
@@ -242,22 +229,24 @@ impl Supervisor {
 
     /// Submits all open requests to the leader.
     pub(super) fn hand_over(&mut self) {
-        let rank = self.candidates[self.way].leader;
         let is_near = self.policy.near;
-        let begun = self.requests.0.iter();
         let begun =
-            begun.filter(|(_, open)| (is_near || open.read_near) && !open.tokens.is_empty());
+            self.requests.0.iter().filter(|(_, open)| {
+                (is_near || open.read_near) && !open.submission.tokens.is_empty()
+            });
         let begun: Vec<Ticket> = begun.map(|(ticket, _)| *ticket).collect();
         self.tell_continued(&begun);
-        for (ticket, open) in &mut self.requests.0 {
+        let rank = self.candidates[self.way].leader;
+        for open in self.requests.0.values_mut() {
             open.in_work = true;
-            self.out.push_back(Action::Submit {
-                rank,
-                ticket: *ticket,
-                request: open.request.clone(),
-                tokens: open.tokens.clone(),
-            });
+            let message = RequestMessage::Submit(open.submission.clone());
+            self.out.push_back(Action::Request { rank, message });
         }
+    }
+
+    fn to_leader(&mut self, message: RequestMessage) {
+        let rank = self.candidates[self.way].leader;
+        self.out.push_back(Action::Request { rank, message });
     }
 
     /// Tells that these answers continue with other bits.

@@ -9,7 +9,7 @@ mod failing;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::net::{Ipv4Addr, SocketAddr};
 
-use paceline_engine::{Finish, SamplingParams};
+use paceline_engine::{Finish, GenerationRequest, SamplingParams, Submission};
 use paceline_process::Ending;
 
 use super::*;
@@ -129,6 +129,14 @@ fn length(ticket: Ticket) -> usize {
 
 fn token(ticket: Ticket, i: usize) -> u32 {
     (ticket.0 as u32) * 1000 + i as u32
+}
+
+fn submit(ticket: Ticket, request: GenerationRequest, tokens: Vec<u32>) -> Event {
+    Event::Request(RequestMessage::Submit(Submission {
+        ticket,
+        request: Box::new(request),
+        tokens,
+    }))
 }
 
 fn request(ticket: Ticket) -> GenerationRequest {
@@ -383,12 +391,7 @@ impl SupervisorHarness {
         self.last_ticket += 1;
         let ticket = Ticket(self.last_ticket);
         self.callers.insert(ticket, CallerLog::default());
-        let request = Box::new(request(ticket));
-        self.step(Event::Submit {
-            ticket,
-            request,
-            tokens: Vec::new(),
-        });
+        self.step(submit(ticket, request(ticket), Vec::new()));
     }
 
     fn withdraw(&mut self) {
@@ -397,7 +400,7 @@ impl SupervisorHarness {
             .iter()
             .find(|(_, h)| h.end.is_none() && !h.cancelled);
         if let Some((&ticket, _)) = open {
-            self.step(Event::Cancel(ticket));
+            self.step(Event::Request(RequestMessage::Cancel(ticket)));
             assert!(self.callers[&ticket].cancelled, "a caller is not forgotten");
         }
     }
@@ -481,13 +484,14 @@ impl SupervisorHarness {
                 (worker.alive, worker.epoch) = (false, None);
                 worker.process += 1; // its events are dropped
             }
-            Action::Submit {
-                rank,
-                ticket,
-                request,
-                tokens,
-            } => self.submitted(rank, ticket, &request, &tokens),
-            Action::Cancel { rank, ticket } => drop(self.worker(rank).answers.remove(&ticket)),
+            Action::Request { rank, message } => match message {
+                RequestMessage::Submit(it) => {
+                    self.submitted(rank, it.ticket, &it.request, &it.tokens);
+                }
+                RequestMessage::Cancel(ticket) => {
+                    self.worker(rank).answers.remove(&ticket);
+                }
+            },
             Action::Deliver(ticket, reply) => self.deliver(ticket, reply),
             Action::Forget(ticket) => {
                 let heard = self.callers.get_mut(&ticket).unwrap();

@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use paceline_engine::{
-    Finish, GenerationRequest, RequestFailure, Service, ServiceStatus, Sink, Ticket,
-};
+use paceline_engine::{Finish, RequestFailure, Service, ServiceStatus, Sink, Submission, Ticket};
 use serde_json::{Value, json};
 
 use crate::rig::{Rig, chunks};
@@ -266,13 +264,8 @@ fn models_and_index_and_health_say_what_is_served() {
 struct ShardedService(ScriptedService);
 
 impl Service for ShardedService {
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        self.0.submit_after(request, tokens, sink)
+    fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
+        self.0.accept(submission, sink)
     }
 
     fn cancel(&self, ticket: Ticket) {

@@ -7,8 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use paceline_engine::{
-    Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
-    TokenLogprobs,
+    Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State,
+    Submission, Ticket, TokenLogprobs,
 };
 
 use crate::client::PATIENCE;
@@ -229,20 +229,18 @@ impl ScriptedService {
 
 impl Service for ScriptedService {
     /// The script's replies after `tokens` depend on the number of tokens only.
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
+    fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
+        let Submission {
+            ticket,
+            request,
+            tokens,
+        } = submission;
         let script = self.shared.script.lock().unwrap().clone();
-        let ticket = {
-            let mut seen = self.seen();
-            seen.requests.push(request.clone());
-            seen.after.push(tokens.clone());
-            seen.replying += 1;
-            Ticket(seen.requests.len() as u64)
-        };
+        let mut seen = self.seen();
+        seen.requests.push((*request).clone());
+        seen.after.push(tokens.clone());
+        seen.replying += 1;
+        drop(seen);
         if let Script::Refuse(failure) = script {
             self.seen().replying -= 1;
             self.shared.changed.notify_all();
@@ -255,7 +253,7 @@ impl Service for ScriptedService {
             this.seen().replying -= 1;
             this.shared.changed.notify_all();
         });
-        Ok(ticket)
+        Ok(())
     }
 
     fn cancel(&self, ticket: Ticket) {

@@ -24,12 +24,12 @@
 
 use std::collections::BTreeSet;
 use std::io::Read;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
 use paceline_engine::{
-    Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Ticket,
+    Finish, GenerationRequest, Reply, RequestFailure, Service, ServiceStatus, Sink, State,
+    Submission, Ticket,
 };
 use paceline_serve::{Config, HttpServer, ServedModel, TimeSource};
 use paceline_text::grammar::Start;
@@ -101,7 +101,6 @@ fn round_trip(prompt: &str) -> Option<Vec<String>> {
 /// Says what the module's table has.
 #[derive(Debug, Default)]
 struct TableService {
-    tickets: AtomicU64,
     /// Prompts so far, as the cache that it pretends to have.
     seen: Mutex<BTreeSet<Vec<u32>>>,
 }
@@ -118,13 +117,10 @@ impl TableService {
 }
 
 impl Service for TableService {
-    fn submit_after(
-        &self,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
-        mut sink: Sink,
-    ) -> Result<Ticket, RequestFailure> {
-        let ticket = Ticket(self.tickets.fetch_add(1, Ordering::Relaxed));
+    fn accept(&self, submission: Submission, mut sink: Sink) -> Result<(), RequestFailure> {
+        let Submission {
+            request, tokens, ..
+        } = submission;
         let reused = self.reused(&request.prompt);
         std::thread::spawn(move || {
             sink(Reply::PromptRead {
@@ -145,7 +141,7 @@ impl Service for TableService {
                 reason: Finish::EndOfText,
             });
         });
-        Ok(ticket)
+        Ok(())
     }
 
     fn cancel(&self, _ticket: Ticket) {}

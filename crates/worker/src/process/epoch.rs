@@ -8,14 +8,13 @@ use std::time::{Duration, Instant};
 use paceline_base::Rank;
 use paceline_comm::{Deadline, Error as CommError, Group};
 use paceline_engine::{
-    Draft, DraftCounters, DraftCounts, Engine, Follower, GenerationRequest, Runner, Service, State,
-    Ticket,
+    Draft, DraftCounters, DraftCounts, Engine, Follower, Reply, RequestMessage, Runner, Service,
+    State,
 };
 use paceline_model::{LoadedModel, ModelSource, PageStore};
 use paceline_text::tokenizer::Tokenizer;
 
 use super::kv_transfer::KvTransfer;
-use super::tickets::Tickets;
 use super::{ControlChannel, Identity, RetainedWeights, Watchdog, failed};
 use crate::Error;
 use crate::messages::{FromWorker, RankAssignment};
@@ -43,11 +42,10 @@ pub(super) enum EpochRole {
     },
 }
 
-/// An engine, and the instance's tickets of its requests.
+/// An engine on its thread.
 pub(super) struct Leader {
     runner: Runner,
     guesses: DraftCounters,
-    tickets: Tickets,
 }
 
 impl Epoch {
@@ -72,11 +70,7 @@ impl Epoch {
             };
             let guesses = engine.draft_counters().clone();
             let runner = Runner::start(engine, Instant::now);
-            EpochRole::Leads(Leader {
-                tickets: Tickets::new(runner.clock()),
-                runner,
-                guesses,
-            })
+            EpochRole::Leads(Leader { runner, guesses })
         } else {
             follow(channel, job, &weights, store)?
         };
@@ -187,27 +181,38 @@ impl Epoch {
 }
 
 impl Leader {
-    /// Submits a request to the engine, to continue after `tokens`.
-    pub(super) fn submit(
+    /// Submits a request to the engine, or cancels it; reports a refusal to the instance.
+    pub(super) fn request(
         &self,
         channel: &ControlChannel,
-        ticket: Ticket,
-        request: GenerationRequest,
-        tokens: Vec<u32>,
+        message: RequestMessage,
     ) -> Result<(), Error> {
-        self.tickets.start(channel, ticket, |sink| {
-            if tokens.is_empty() {
-                self.runner.submit(request, sink)
-            } else {
-                self.runner.resume_after(request, tokens, sink)
+        let submission = match message {
+            RequestMessage::Submit(submission) => submission,
+            RequestMessage::Cancel(ticket) => {
+                self.runner.cancel(ticket);
+                return Ok(());
             }
-        })
-    }
-
-    pub(super) fn cancel(&self, ticket: Ticket) {
-        if let Some(own) = self.tickets.close(ticket) {
-            self.runner.cancel(own);
+        };
+        let ticket = submission.ticket;
+        let (replies, clock) = (Arc::clone(channel), self.runner.clock());
+        let sink = Box::new(move |reply| {
+            let at_us = Some(clock.last_us());
+            // If the instance is lost, the reader of the channel ends this process.
+            let _ = replies.send(&FromWorker::Reply {
+                ticket,
+                at_us,
+                reply,
+            });
+        });
+        if let Err(failure) = self.runner.accept(submission, sink) {
+            channel.send(&FromWorker::Reply {
+                ticket,
+                at_us: None,
+                reply: Reply::Failed(failure),
+            })?;
         }
+        Ok(())
     }
 }
 

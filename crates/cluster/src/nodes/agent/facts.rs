@@ -13,7 +13,7 @@ use super::super::rdma::RdmaDevice;
 use super::super::{NodeId, RegisterKey, Registers};
 
 /// Version of the protocol between nodes. Raised when an older node would misunderstand.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// A node's description of itself, an entry of the shared map.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

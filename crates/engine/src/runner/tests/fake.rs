@@ -9,7 +9,7 @@ use super::super::driver::Driver;
 use super::{PATIENCE, Replies, finished, request, sink, token};
 use crate::{
     Error, Event, Finish, GenerationRequest, Reply, RequestFailure, ResumeOutcome, SequenceId,
-    ServiceStatus, Sink, Snapshot, State, Ticket,
+    ServiceStatus, Sink, Snapshot, State, Submission, Ticket,
 };
 
 /// A command to the engine for a step.
@@ -138,6 +138,16 @@ impl Drop for Fake {
     }
 }
 
+fn submit(
+    driver: &Driver<Fake>,
+    request: GenerationRequest,
+    sink: Sink,
+) -> Result<Ticket, RequestFailure> {
+    let submission = Submission::new(request, Vec::new());
+    let ticket = submission.ticket;
+    driver.accept(submission, sink).map(|()| ticket)
+}
+
 /// A driver with a fake engine, and the test's ends of its channels.
 struct FakeDriver {
     driver: Arc<Driver<Fake>>,
@@ -183,7 +193,10 @@ impl FakeDriver {
 
     fn try_submit(&self, prompt: u32) -> (Result<Ticket, RequestFailure>, Replies) {
         let (sink, replies) = sink();
-        (self.driver.submit(request(vec![prompt], 5), sink), replies)
+        (
+            submit(&self.driver, request(vec![prompt], 5), sink),
+            replies,
+        )
     }
 
     fn submit(&self, prompt: u32) -> (Ticket, Replies) {
@@ -238,7 +251,7 @@ fn refusals_are_typed_and_come_at_once() {
     let stage = FakeDriver::new();
     let refused = |wanted: GenerationRequest| {
         let (sink, replies) = sink();
-        let failure = stage.driver.submit(wanted, sink).unwrap_err();
+        let failure = submit(&stage.driver, wanted, sink).unwrap_err();
         assert_eq!(replies.rest(), [], "the sink is dropped");
         failure
     };
@@ -378,7 +391,7 @@ fn dropping_the_runner_ends_requests_and_the_thread() {
 fn a_sink_that_panics_harms_only_its_own_request() {
     let stage = FakeDriver::new();
     let bad: Sink = Box::new(|_| panic!("in a sink"));
-    stage.driver.submit(request(vec![1], 5), bad).unwrap();
+    submit(&stage.driver, request(vec![1], 5), bad).unwrap();
     let (_, good) = stage.submit(2);
     loop {
         let did = stage.did();
@@ -406,14 +419,14 @@ fn sinks_may_call_the_runner_and_drop_it() {
             return;
         };
         held.status();
-        let again = held.submit(request(vec![2], 5), inner.take().unwrap());
+        let again = submit(&held, request(vec![2], 5), inner.take().unwrap());
         let asked = held.inspect(|_| ());
         told.send((again, asked)).unwrap();
         // The last reference: the thread must not join itself.
         *driver = None;
     });
     let FakeDriver { driver, acts, did } = stage;
-    driver.submit(request(vec![1], 5), calls).unwrap();
+    submit(&driver, request(vec![1], 5), calls).unwrap();
     drop(driver);
     acts.send(FakeCommand::Tokens).unwrap();
     let (again, asked) = heard.recv_timeout(PATIENCE).unwrap();

@@ -62,12 +62,7 @@ impl Failing {
     }
 
     fn ask(&mut self, ticket: Ticket) {
-        let request = Box::new(request(Ticket(4)));
-        self.step(Event::Submit {
-            ticket,
-            request,
-            tokens: Vec::new(),
-        });
+        self.step(submit(ticket, request(Ticket(4)), Vec::new()));
     }
 
     /// Kills the worker; returns the actions.
@@ -275,8 +270,11 @@ fn a_better_way_is_moved_to_and_answers_go_on() {
     let goes_on = |action: &Action| {
         matches!(
             action,
-            Action::Submit {
-                ticket: Ticket(1),
+            Action::Request {
+                message: RequestMessage::Submit(Submission {
+                    ticket: Ticket(1),
+                    ..
+                }),
                 ..
             }
         )
@@ -386,7 +384,10 @@ fn answers_that_continue_with_near_numbers_are_marked() {
         let notice = Action::Tell(Notice::Continued { answers: 1 });
         assert!(actions.contains(&notice), "{actions:?}");
         let tokens = actions.iter().filter_map(|action| match action {
-            Action::Submit { tokens, .. } => Some(tokens.clone()),
+            Action::Request {
+                message: RequestMessage::Submit(it),
+                ..
+            } => Some(it.tokens.clone()),
             _ => None,
         });
         assert_eq!(tokens.collect::<Vec<_>>(), [vec![7], vec![]]);
@@ -407,12 +408,8 @@ fn answers_that_began_elsewhere_are_marked_or_refused() {
         let mut failing = Failing::new(resume);
         failing.supervisor.policy.near = near;
         failing.become_ready();
-        let (ticket, request) = (Ticket(1), Box::new(request(Ticket(4))));
-        let actions = failing.step(Event::Submit {
-            ticket,
-            request,
-            tokens,
-        });
+        let ticket = Ticket(1);
+        let actions = failing.step(submit(ticket, request(Ticket(4)), tokens));
         let marked = Action::Deliver(ticket, Reply::Continued);
         assert_eq!(actions.contains(&marked), is_marked, "{actions:?}");
         let refused = actions.iter().any(|action| {
