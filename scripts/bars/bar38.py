@@ -10,7 +10,7 @@
 PACELINE_MLXC names libmlxc, else the one that `cargo xtask mlx` or `paceline engines install mlx` left is taken. --folders A,B: only these.
 
 Bounds: mlx-f32 1e-3 at every position. A pipeline's middle position, over the spread of the log-probabilities: cpu and mlx-f32 5e-3 (as in
-crates/model/tests/mlx.rs: keys and values are f16 on the CPU), cpu and mlx 0.06 (5.6 % of the logits' size, docs/numerics.md). The middle,
+crates/model-mlx/tests/all.rs: keys and values are f16 on the CPU), cpu and mlx 0.06 (5.6 % of the logits' size, docs/numerics.md). The middle,
 because a rounded activation may turn a choice of experts, which moves all of that row.
 """
 import array, glob, math

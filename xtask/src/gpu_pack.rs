@@ -38,7 +38,11 @@ const PROGRAMS: [(&str, &[&str], &str); 4] = [
         &["-p", "paceline-mlx", "--test", "library"],
         "library",
     ),
-    ("model", &["-p", "paceline-model", "--test", "mlx"], "mlx"),
+    (
+        "model",
+        &["-p", "paceline-model-mlx", "--test", "all"],
+        "all",
+    ),
     (
         "train",
         &["-p", "paceline-train", "--lib"],

@@ -30,7 +30,7 @@ const CHUNK: usize = 64;
 
 /// Logits of a row that the leader needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LogitExtent {
+pub enum LogitExtent {
     Whole,
     /// Only the largest, the first among equals.
     Best,
@@ -54,7 +54,7 @@ impl LogitExtent {
 
     /// How many of a row's largest logits show by [`is_covered`](Self::is_covered) whether they
     /// are all that is needed. `None` for whole rows.
-    pub(crate) fn probe(self) -> Option<usize> {
+    pub fn probe(self) -> Option<usize> {
         match self {
             Self::Whole => None,
             Self::Best => Some(1),
@@ -64,7 +64,7 @@ impl LogitExtent {
 
     /// Whether `largest`, the largest logits of a row in any order, are all that is needed of it.
     /// A single one must be the first among equals.
-    pub(crate) fn is_covered(self, largest: &[f32]) -> bool {
+    pub fn is_covered(self, largest: &[f32]) -> bool {
         let is_below = |bound: f32| move |logit: &f32| logit.is_nan() || *logit < bound;
         match self {
             Self::Whole => false,
@@ -248,7 +248,7 @@ fn last_of(values: &mut [f32], n: usize) -> f32 {
 
 /// The leader's copy of a `row` whose consecutive `parts` lie on the ranks. The first part is
 /// whole; of the others it has the columns in `extent`.
-pub(crate) fn gathered(row: &[f32], parts: &[Range<usize>], extent: LogitExtent) -> Vec<f32> {
+pub fn gathered(row: &[f32], parts: &[Range<usize>], extent: LogitExtent) -> Vec<f32> {
     let (mut all, vocab) = (vec![0.0; row.len()], row.len());
     for (rank, columns) in parts.iter().enumerate() {
         let mine = &row[columns.clone()];

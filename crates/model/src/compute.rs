@@ -216,12 +216,12 @@ pub trait Compute: fmt::Debug + Send {
 }
 
 /// [`Compute::depth`] of a rank with links.
-pub(crate) fn depth(shard: &Shard) -> usize {
+pub fn depth(shard: &Shard) -> usize {
     shard.stages.min(STEPS_MAX)
 }
 
 /// [`Compute::steps_max`] of a rank of this depth.
-pub(crate) const fn steps_max(depth: usize) -> usize {
+pub const fn steps_max(depth: usize) -> usize {
     match depth {
         1 => 1,
         _ => STEPS_MAX,

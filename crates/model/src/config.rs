@@ -78,10 +78,10 @@ pub(crate) const MAX_GROUPS: usize = 64;
 
 /// Lower bound of the sum that expert weights are divided by: llama.cpp's, the smallest normal
 /// half.
-pub(crate) const LEAST_SUM: f32 = 6.103_515_6e-5;
+pub const LEAST_SUM: f32 = 6.103_515_6e-5;
 
 /// Slope of the clamped gate of gpt-oss.
-pub(crate) const CLAMP_SLOPE: f32 = 1.702;
+pub const CLAMP_SLOPE: f32 = 1.702;
 
 /// How router scores become expert weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -193,7 +193,7 @@ pub struct PositionScaling {
 
 impl PositionScaling {
     /// The factor at `position`, computed in f64 and rounded once.
-    pub(crate) fn at(self, position: usize) -> f32 {
+    pub fn at(self, position: usize) -> f32 {
         let periods = libm::floor(position as f64 / self.length);
         (1.0 + self.rate * libm::log(1.0 + periods)) as f32
     }
@@ -201,17 +201,17 @@ impl PositionScaling {
 
 impl Latent {
     /// Elements of a head's query before its plain part is expanded.
-    pub(crate) const fn query_dim(&self) -> usize {
+    pub const fn query_dim(&self) -> usize {
         self.plain + self.turned
     }
 
     /// Cached elements of a position, without an index key.
-    pub(crate) const fn key_dim(&self) -> usize {
+    pub const fn key_dim(&self) -> usize {
         self.rank + self.turned
     }
 
     /// Elements of an index key; 0 in layers without one.
-    pub(crate) const fn index_dim(&self) -> usize {
+    pub const fn index_dim(&self) -> usize {
         match self.selection {
             Selection::Own(indexer) => indexer.dim,
             Selection::All | Selection::Before => 0,
@@ -311,7 +311,8 @@ impl LayerShape {
         }
     }
 
-    pub(crate) const fn has_kv(&self) -> bool {
+    /// Whether it has a KV cache of its own, instead of reading an earlier layer's.
+    pub const fn has_kv(&self) -> bool {
         !matches!(self.cache, LayerCache::Of(_))
     }
 
@@ -374,11 +375,13 @@ impl LayerShape {
         Some(pages * store.page_bytes() as u64)
     }
 
-    pub(crate) const fn has_keys(&self) -> bool {
+    /// Whether it computes keys of heads, not latent ones.
+    pub const fn has_keys(&self) -> bool {
         self.has_kv() && self.latent.is_none()
     }
 
-    pub(crate) const fn has_values(&self) -> bool {
+    /// Whether it computes values besides its keys.
+    pub const fn has_values(&self) -> bool {
         self.has_keys() && !self.keys_as_values
     }
 
@@ -697,7 +700,7 @@ impl Config {
     }
 
     /// Whether all layers have the model's sizes and caches of their own.
-    pub(crate) fn is_uniform(&self) -> bool {
+    pub fn is_uniform(&self) -> bool {
         self.latent.is_none()
             && !self.family.norms_projections()
             && (0..self.layers.len())
@@ -771,7 +774,7 @@ impl Config {
     ///
     /// # Errors
     /// [`Error::Indexer`], [`Error::Value`].
-    pub(crate) fn check_context(&self, context: usize) -> Result<(), Error> {
+    pub fn check_context(&self, context: usize) -> Result<(), Error> {
         if self.bidirectional {
             return Err(Error::Value {
                 field: "use_bidirectional_attention",
@@ -794,7 +797,8 @@ impl Config {
         })
     }
 
-    pub(crate) fn experts(&self) -> Option<Experts> {
+    /// Experts of the first layer that has some.
+    pub fn experts(&self) -> Option<Experts> {
         self.layers.iter().find_map(|layer| layer.experts)
     }
 
@@ -804,7 +808,7 @@ impl Config {
 }
 
 /// Cache layout of a layer with the given numbers of query heads and KV heads.
-pub(crate) fn store(
+pub fn store(
     layer: &LayerShape,
     (query_heads, heads): (usize, usize),
     kv_type: KvType,

@@ -3,8 +3,8 @@
 //! - [`ModelSource`] opens a GGUF file or a Hugging Face folder and finds weights by role.
 //! - [`Config`] is the checked shape of a model file.
 //! - [`Model`] holds packed weights; [`Model::forward`] runs one step over a batch of sequences.
-//! - [`Weights`] and [`Compute`] are the backend interface of an engine, which MLX implements as
-//!   well.
+//! - [`LoadedModel`] and [`Compute`] are the interface between an engine and a backend. This crate
+//!   has that of the CPU; the one of MLX is made with [`backend`].
 //! - [`Adapter`]: LoRA adapters over unchanged base weights, selected per sequence.
 //! - [`shape`]: a model's sizes for the planner, including models that paceline cannot compute.
 //! - [`trace`]: what a rank did when, for `paceline trace`.
@@ -21,6 +21,7 @@
 //! So a tensor split gives the same bits too.
 
 pub mod adapter;
+pub mod backend;
 mod candidates;
 mod compute;
 mod config;
@@ -32,7 +33,6 @@ mod kv_transfer;
 mod layer_kinds;
 mod links;
 mod locations;
-mod mlx;
 mod model;
 mod numbers;
 mod page_store;
@@ -60,13 +60,8 @@ pub use families::ModelFamily;
 pub use kv_transfer::{CopyRange, KvTransferPlan, kv_transfer_plan};
 pub use layer_kinds::{Kinds, WindowPool};
 pub use links::Links;
-pub use mlx::{
-    EvaluationLimits as MlxEvaluationLimits, Host as MlxHost, MlxCounts, MlxForm, MlxMatrix,
-    MlxModel, MlxOptions, MlxRankBytes, Watch as MlxWatch, mlx_dtype, mlx_page_bytes,
-};
 pub use model::{FollowOutcome, LoadOptions, Model, ModelSample};
 pub use numbers::numbers_name;
-pub use paceline_mlx::{LibraryPaths as MlxPlaces, exit};
 pub use page_store::{KEPT_MAX, PageName, PageStore, PersistedPage};
 pub use progress::{ComputeTime, ProgressSnapshot, StepActivity, StepProgress};
 pub use role::{LayerRole, Nth, Role};

@@ -142,7 +142,7 @@ impl Links {
 
     /// # Panics
     /// If the groups are not those of the rank and stage of `shard`.
-    pub(crate) fn check(&self, shard: &Shard) {
+    pub fn check(&self, shard: &Shard) {
         let ranks = shard.stage_ranks();
         assert_eq!(self.world.rank(), shard.rank, "rank in the world");
         assert_eq!(self.stage.size(), ranks.len() as u32, "ranks of the stage");
@@ -151,19 +151,14 @@ impl Links {
     }
 
     /// Sends every other rank a keepalive without work.
-    pub(crate) fn announce_idle(&self) -> Result<(), Error> {
+    pub fn announce_idle(&self) -> Result<(), Error> {
         let mut words = Vec::new();
         StepPlan::write_idle(&mut words);
         self.announce(&words)
     }
 
     /// Gathers the parts of all ranks of the stage, in rank order, `counts` bytes each.
-    pub(crate) fn gather_parts(
-        &self,
-        mine: &[u8],
-        all: &mut [u8],
-        counts: &[usize],
-    ) -> Result<(), Error> {
+    pub fn gather_parts(&self, mine: &[u8], all: &mut [u8], counts: &[usize]) -> Result<(), Error> {
         let _exchange = self.progress.exchange();
         let began = self.trace.begin();
         let gathered = self.stage.all_gather_v(mine, all, counts, self.deadline());
@@ -172,14 +167,14 @@ impl Links {
     }
 
     /// Sends every other rank the plan of the next step. Only the leader calls it.
-    pub(crate) fn announce(&self, words: &[u32]) -> Result<(), Error> {
+    pub fn announce(&self, words: &[u32]) -> Result<(), Error> {
         self.trace.next_step();
         self.announce_step(words, 0)
     }
 
     /// As [`announce`](Self::announce), for the step `ahead` steps after the last one that the
     /// trace has counted. The trace counts a step when it is computed.
-    pub(crate) fn announce_step(&self, words: &[u32], ahead: u64) -> Result<(), Error> {
+    pub fn announce_step(&self, words: &[u32], ahead: u64) -> Result<(), Error> {
         let began = self.trace.begin();
         self.announce_ahead(words)?;
         self.trace.end_ahead(began, Kind::Plan, ahead);
@@ -225,7 +220,7 @@ impl Links {
     }
 
     /// Waits for the next plan from `leader`.
-    pub(crate) fn next_plan(&self, leader: Rank, words: &mut Vec<u32>) -> Result<(), Error> {
+    pub fn next_plan(&self, leader: Rank, words: &mut Vec<u32>) -> Result<(), Error> {
         words.clear();
         let began = self.trace.begin();
         self.receive_words(leader, HEADER_WORDS, words)?;
@@ -307,7 +302,7 @@ impl Links {
     }
 
     /// Receives the residual stream, `(T, C)`, from the previous stage, if there is one.
-    pub(crate) fn receive_residual(&self, shard: &Shard, into: &mut [f32]) -> Result<(), Error> {
+    pub fn receive_residual(&self, shard: &Shard, into: &mut [f32]) -> Result<(), Error> {
         let Some(rank) = shard.source() else {
             return Ok(());
         };
@@ -319,7 +314,7 @@ impl Links {
     }
 
     /// Sends the residual stream to the next stage, if there is one.
-    pub(crate) fn send_residual(&self, shard: &Shard, residual: &[f32]) -> Result<(), Error> {
+    pub fn send_residual(&self, shard: &Shard, residual: &[f32]) -> Result<(), Error> {
         let _exchange = self.progress.exchange();
         let began = self.trace.begin();
         let mut sends = false;
@@ -332,7 +327,7 @@ impl Links {
     }
 
     /// Scratch values that [`gather_logits`](Self::gather_logits) needs for `rows` rows.
-    pub(crate) fn logits_room(shard: &Shard, rows: usize) -> usize {
+    pub fn logits_room(shard: &Shard, rows: usize) -> usize {
         let others = shard.vocab.iter().skip(1).map(Range::len);
         let most = others.max().filter(|_| shard.leads());
         rows * most.unwrap_or(0)
@@ -342,7 +337,7 @@ impl Links {
     /// vocabulary of this rank)`. Only the leader uses `all`, `(rows, vocabulary)`, and `scratch`
     /// of [`logits_room`](Self::logits_room). `extents` limits each row: the leader gets NaN for
     /// other ranks' logits outside it.
-    pub(crate) fn gather_logits(
+    pub fn gather_logits(
         &self,
         shard: &Shard,
         extents: &[LogitExtent],

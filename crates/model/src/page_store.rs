@@ -93,7 +93,7 @@ pub trait PageStore: fmt::Debug + Send {
 }
 
 /// A cache whose pages have the bytes of [`KvCache::page_data`], in a given element type.
-pub(crate) trait PageMemory {
+pub trait PageMemory {
     /// Pages of each pool.
     fn pool_pages(&self) -> Vec<usize>;
 
@@ -203,19 +203,21 @@ fn narrowed(bytes: &[u8]) -> Vec<u8> {
 
 /// A rank's page store, if attached.
 #[derive(Debug, Default)]
-pub(crate) struct PersistentCache(Option<Box<dyn PageStore>>);
+pub struct PersistentCache(Option<Box<dyn PageStore>>);
 
 impl PersistentCache {
-    pub(crate) const fn in_store(store: Box<dyn PageStore>) -> Self {
+    /// A cache that persists its pages in `store`.
+    pub const fn in_store(store: Box<dyn PageStore>) -> Self {
         Self(Some(store))
     }
 
-    pub(crate) fn store(&self) -> Option<&dyn PageStore> {
+    /// Store of the pages, if any.
+    pub fn store(&self) -> Option<&dyn PageStore> {
         self.0.as_deref()
     }
 
     /// [`Compute::persist_pages`](crate::Compute::persist_pages).
-    pub(crate) fn keep(
+    pub fn keep(
         &mut self,
         links: Option<&Links>,
         cache: &dyn PageMemory,
@@ -226,7 +228,7 @@ impl PersistentCache {
     }
 
     /// [`Compute::restore_pages`](crate::Compute::restore_pages).
-    pub(crate) fn recall(
+    pub fn recall(
         &mut self,
         links: Option<&Links>,
         cache: &mut dyn PageMemory,
@@ -245,7 +247,7 @@ impl PersistentCache {
     }
 
     /// Handles a message of the leader; `false` if `words` are no such message.
-    pub(crate) fn handle_message(
+    pub fn handle_message(
         &mut self,
         (links, leader): (&Links, Rank),
         words: &[u32],

@@ -35,7 +35,7 @@ const IDLE: u32 = 2;
 
 /// A received and checked plan.
 #[derive(Debug, Default)]
-pub(crate) struct StepPlan {
+pub struct StepPlan {
     sequences: Vec<SequencePlan>,
     /// First page and pages of each window, sequence by sequence.
     windows: Vec<(usize, Range<usize>)>,
@@ -65,7 +65,7 @@ const fn at_most(what: &'static str, got: usize, limit: usize) -> Result<usize, 
 
 impl StepPlan {
     /// Writes the plan of a step.
-    pub(crate) fn write(batch: &Batch<'_>, words: &mut Vec<u32>) {
+    pub fn write(batch: &Batch<'_>, words: &mut Vec<u32>) {
         words.clear();
         let windows = batch.sequences.first().map_or(0, |s| s.windows.len());
         words.extend([0, STEP, batch.sequences.len() as u32, windows as u32]);
@@ -105,7 +105,7 @@ impl StepPlan {
     }
 
     /// Reads and checks the plan in `words`; `None` for a keepalive.
-    pub(crate) fn read(words: &[u32], limits: &PlanLimits<'_>) -> Result<Option<Self>, Error> {
+    pub fn read(words: &[u32], limits: &PlanLimits<'_>) -> Result<Option<Self>, Error> {
         match words[1] {
             IDLE => return Ok(None),
             STEP => {}
@@ -172,10 +172,7 @@ impl StepPlan {
     }
 
     /// Pages of the windows in the plan, sequence by sequence.
-    pub(crate) fn windows<'a>(
-        &'a self,
-        words: &'a [u32],
-    ) -> impl Iterator<Item = WindowPages<'a>> + 'a {
+    pub fn windows<'a>(&'a self, words: &'a [u32]) -> impl Iterator<Item = WindowPages<'a>> + 'a {
         self.windows.iter().map(|(first_page, pages)| WindowPages {
             first_page: *first_page,
             pages: &words[pages.clone()],
@@ -183,7 +180,7 @@ impl StepPlan {
     }
 
     /// Sequences of the plan in `words`, with its [`windows`](Self::windows).
-    pub(crate) fn batch<'a>(
+    pub fn batch<'a>(
         &'a self,
         words: &'a [u32],
         windows: &'a [WindowPages<'a>],

@@ -203,7 +203,7 @@ impl ModelSource {
     }
 
     /// Whether the file has the weight of `role` under its default name, in any format.
-    pub(crate) fn has_any(&self, family: ModelFamily, role: Role) -> bool {
+    pub fn has_any(&self, family: ModelFamily, role: Role) -> bool {
         let name = self.name(family, role);
         match self {
             Self::Gguf(file) => file.has(&name),

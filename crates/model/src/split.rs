@@ -639,11 +639,11 @@ fn cut(n: usize, shares: &[u32]) -> Vec<Range<usize>> {
 
 /// A rank's heads of a layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct HeadRanges {
+pub struct HeadRanges {
     /// Query heads.
-    pub(crate) heads: Range<usize>,
+    pub heads: Range<usize>,
     /// KV heads of these; other ranks may also have the first and the last.
-    pub(crate) kv_heads: Range<usize>,
+    pub kv_heads: Range<usize>,
 }
 
 impl HeadRanges {
@@ -670,7 +670,7 @@ impl HeadRanges {
     }
 
     /// Query and KV heads together.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.heads.len() + self.kv_heads.len()
     }
 }
@@ -703,7 +703,7 @@ impl LeafCut {
     }
 
     /// Whether one rank alone has the sum, or every rank has all of it.
-    pub(crate) const fn is_whole(&self) -> bool {
+    pub const fn is_whole(&self) -> bool {
         self.ranges.len() == 1
     }
 
@@ -755,7 +755,7 @@ impl LeafCut {
     }
 
     /// Columns of each rank of the stage.
-    pub(crate) fn columns_by_rank(&self) -> impl Iterator<Item = Range<usize>> {
+    pub fn columns_by_rank(&self) -> impl Iterator<Item = Range<usize>> {
         self.ranges
             .iter()
             .map(|leaves| self.columns_of(leaves.clone()))
@@ -783,7 +783,7 @@ pub struct LayerCut {
     /// KV heads of these.
     pub kv_heads: Range<usize>,
     /// Heads of each rank of the stage; only this rank's if every rank has all heads.
-    pub(crate) heads_by_rank: Vec<HeadRanges>,
+    pub heads_by_rank: Vec<HeadRanges>,
     /// The sum of the attention's output projection; not divided if every rank has all heads.
     pub attention: LeafCut,
     /// The sum of the down projection; in a layer with experts the sum over them, one leaf each.
@@ -862,9 +862,9 @@ pub struct Shard {
     pub(crate) vocab: Vec<Range<usize>>,
     /// Rows of the matrices that are otherwise summed over ranks, by rank of the stage, for
     /// backends that compute rows whole.
-    pub(crate) outputs: Vec<Range<usize>>,
+    pub outputs: Vec<Range<usize>>,
     /// Index among the ranks of the stage.
-    pub(crate) index: usize,
+    pub index: usize,
     /// Ranks of this stage, of the one before, and of the one after.
     pub(crate) stage_ranks: Range<u32>,
     pub(crate) before: Option<Range<u32>>,
@@ -900,7 +900,8 @@ impl Shard {
         &self.own[index - self.layers.start]
     }
 
-    pub(crate) fn each_layer(&self) -> std::slice::Iter<'_, LayerCut> {
+    /// Cuts of this rank's layers, in order.
+    pub fn each_layer(&self) -> std::slice::Iter<'_, LayerCut> {
         self.own.iter()
     }
 
@@ -921,7 +922,7 @@ impl Shard {
     }
 
     /// The ranks of the next stage that receive this rank's output.
-    pub(crate) fn targets(&self) -> impl Iterator<Item = Rank> {
+    pub fn targets(&self) -> impl Iterator<Item = Rank> {
         let (mine, n) = (self.index as u32, self.stage_ranks.len() as u32);
         let after = self.after.clone().unwrap_or(0..0);
         let first = after.start;

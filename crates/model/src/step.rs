@@ -37,7 +37,7 @@ mod projections;
 mod softcap;
 mod sums;
 
-pub(crate) use batch::PlanLimits;
+pub use batch::PlanLimits;
 pub use batch::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages};
 pub use draw::{ForbiddenTokens, TokenDraw};
 

@@ -22,7 +22,8 @@ mod delta_net;
 mod indexer;
 mod sampled_experts;
 
-pub(crate) use delta_net::{DeltaNet, DeltaRowLayout, MatrixRows};
+pub(crate) use delta_net::DeltaNet;
+pub use delta_net::{DeltaRowLayout, MatrixRows};
 
 pub(crate) use indexer::Indexer;
 pub(crate) use latent::Latent;
@@ -217,7 +218,7 @@ impl FeedForward {
 
 /// A matrix in the mapped files. Embeddings are read from it row by row.
 #[derive(Debug)]
-pub(crate) enum StoredTensor {
+pub enum StoredTensor {
     /// One tensor of rows.
     Whole(Tensor),
     /// Separate values and scales, in MLX's layout or in another.
@@ -237,7 +238,7 @@ impl StoredTensor {
     ///
     /// # Panics
     /// If the matrix has fewer.
-    pub(crate) fn row_range(&self, rows: Range<usize>) -> Self {
+    pub fn row_range(&self, rows: Range<usize>) -> Self {
         match self {
             Self::Whole(tensor) => {
                 let row = tensor.bytes.len() / tensor.rows();
@@ -257,7 +258,7 @@ impl StoredTensor {
     }
 
     /// The same with separate parts only as MLX has them; others are joined in memory.
-    pub(crate) fn for_mlx(self) -> Result<Self, Error> {
+    pub fn for_mlx(self) -> Result<Self, Error> {
         Ok(match self {
             Self::Mlx(matrix) if !matrix.scheme.mode.is_mlx() => Self::Whole(matrix.joined()?),
             other => other,
@@ -265,7 +266,7 @@ impl StoredTensor {
     }
 
     /// Waits until all of it is downloaded, so that later reads do not block.
-    pub(crate) fn arrived(self) -> Result<Self, Error> {
+    pub fn arrived(self) -> Result<Self, Error> {
         Ok(match self {
             Self::Whole(tensor) => Self::Whole(Tensor {
                 bytes: tensor.bytes.arrived()?,
@@ -294,7 +295,7 @@ impl StoredTensor {
     }
 
     /// Writes the stored embedding of `token`, `(width,)`.
-    pub(crate) fn row(&self, token: u32, out: &mut [f32]) {
+    pub fn row(&self, token: u32, out: &mut [f32]) {
         match self {
             Self::Whole(tensor) => {
                 let bytes = tensor.block_type.row_bytes(out.len());
@@ -317,9 +318,9 @@ impl StoredTensor {
 
 /// Reads a model's weights by role, checked against its configuration.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct WeightReader<'a> {
-    pub(crate) source: &'a ModelSource,
-    pub(crate) config: &'a Config,
+pub struct WeightReader<'a> {
+    pub source: &'a ModelSource,
+    pub config: &'a Config,
 }
 
 impl WeightReader<'_> {
@@ -329,12 +330,12 @@ impl WeightReader<'_> {
 
     /// A matrix `(out, in)` without a copy. Waits until all of it is downloaded, so that later
     /// reads do not block.
-    pub(crate) fn as_stored(&self, role: Role, shape: [usize; 2]) -> Result<StoredTensor, Error> {
+    pub fn as_stored(&self, role: Role, shape: [usize; 2]) -> Result<StoredTensor, Error> {
         self.located(role, shape)?.arrived()
     }
 
     /// As [`as_stored`](Self::as_stored), without waiting for a download.
-    pub(crate) fn located(&self, role: Role, shape: [usize; 2]) -> Result<StoredTensor, Error> {
+    pub fn located(&self, role: Role, shape: [usize; 2]) -> Result<StoredTensor, Error> {
         if let Some(matrix) = self.source.quantised(self.family(), role)? {
             let got = [matrix.rows, matrix.cols];
             check_sizes(&matrix.name, &got, &shape)?;
@@ -352,7 +353,7 @@ impl WeightReader<'_> {
 
     /// Bias `(n,)` of a matrix. Required for queries, keys and values of qwen2 and for more of
     /// gpt-oss; optional in other files.
-    pub(crate) fn bias(&self, role: Role, n: usize) -> Result<Option<Vec<f32>>, Error> {
+    pub fn bias(&self, role: Role, n: usize) -> Result<Option<Vec<f32>>, Error> {
         let needed = match role {
             Role::Layer(_, LayerRole::Query | LayerRole::Key | LayerRole::Value) => {
                 self.family().has_qkv_biases()
@@ -371,12 +372,7 @@ impl WeightReader<'_> {
     }
 
     /// Bias `(n,)` of one expert's matrix.
-    pub(crate) fn expert_bias(
-        &self,
-        role: Role,
-        nth: Nth,
-        n: usize,
-    ) -> Result<Option<Vec<f32>>, Error> {
+    pub fn expert_bias(&self, role: Role, nth: Nth, n: usize) -> Result<Option<Vec<f32>>, Error> {
         let Some((biases, first, step)) = self.source.expert_biases(self.family(), role)? else {
             return match self.family().has_sinks_and_biases() {
                 true => self.source.bias(self.family(), role).map(|_| None),
@@ -393,7 +389,7 @@ impl WeightReader<'_> {
     }
 
     /// A vector `(n,)` of finite numbers.
-    pub(crate) fn finite(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
+    pub fn finite(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
         let tensor = self.source.weight(self.family(), role)?;
         let values = vector(&tensor, n)?;
         match values.iter().find(|value| !value.is_finite()) {
@@ -407,7 +403,7 @@ impl WeightReader<'_> {
 
     /// Refuses a router `(experts, C)` with weights or biases that are not finite: its choice would
     /// depend on the processor.
-    pub(crate) fn check_router(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
+    pub fn check_router(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
         let stored = self.as_stored(role, shape)?;
         let bad = |values: &[f32]| values.iter().copied().find(|x| !x.is_finite());
         let mut row = vec![0.0; shape[1]];
@@ -427,7 +423,7 @@ impl WeightReader<'_> {
     }
 
     /// Whether heads have norms.
-    pub(crate) fn norms_heads(&self, layer: usize) -> Result<bool, Error> {
+    pub fn norms_heads(&self, layer: usize) -> Result<bool, Error> {
         match self.config.head_norms {
             Some(norms) => Ok(norms),
             None => {
@@ -438,7 +434,7 @@ impl WeightReader<'_> {
     }
 
     /// Weights `(n,)` of a norm.
-    pub(crate) fn norm(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
+    pub fn norm(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
         let tensor = self.source.weight(self.family(), role)?;
         let mut weights = vector(&tensor, n)?;
         if self.config.norm_offset != 0.0 {
@@ -454,13 +450,13 @@ impl WeightReader<'_> {
     }
 
     /// Weights and biases `(n,)` of a norm that subtracts the mean.
-    pub(crate) fn layer_norm(&self, role: Role, n: usize) -> Result<[Vec<f32>; 2], Error> {
+    pub fn layer_norm(&self, role: Role, n: usize) -> Result<[Vec<f32>; 2], Error> {
         let bias = self.bias(role, n)?.unwrap_or_else(|| vec![0.0; n]);
         Ok([self.norm(role, n)?, bias])
     }
 
     /// Weights of the router's own norm, with its divisor.
-    pub(crate) fn router_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
+    pub fn router_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
         let width = self.config.width;
         let scale = self.finite(Role::Layer(layer, LayerRole::RouterScale), width)?;
         let root = 1.0 / (width as f32).sqrt();
@@ -468,7 +464,7 @@ impl WeightReader<'_> {
     }
 
     /// Factor of a layer's residual, if the file has one.
-    pub(crate) fn output_scale(&self, layer: usize) -> Result<Option<f32>, Error> {
+    pub fn output_scale(&self, layer: usize) -> Result<Option<f32>, Error> {
         let role = Role::Layer(layer, LayerRole::OutputScale);
         match self.source.opt_weight(self.family(), role)? {
             None => Ok(None),
@@ -477,7 +473,7 @@ impl WeightReader<'_> {
     }
 
     /// Whether the output head is the embedding.
-    pub(crate) fn is_tied(&self) -> Result<bool, Error> {
+    pub fn is_tied(&self) -> Result<bool, Error> {
         match self.config.tied {
             Some(tied) => Ok(tied),
             None => {
@@ -982,7 +978,7 @@ fn pack_error(name: &str, source: paceline_tensor::Error) -> Error {
 
 /// Divides the frequencies of full attention by the file's factors, if it has them: `rope_freqs`,
 /// or `LongRoPE`'s factors of short and of long contexts.
-pub(crate) fn read_rope_factors(source: &ModelSource, config: &mut Config) -> Result<(), Error> {
+pub fn read_rope_factors(source: &ModelSource, config: &mut Config) -> Result<(), Error> {
     let [usual, short, long] = [
         Role::RopeFactors,
         Role::ShortRopeFactors,

@@ -1,5 +1,5 @@
-//! The integration tests of this crate: one program, so that they are linked once. `mlx` stands
-//! apart because it runs other people's code, `allocations` because it counts those of all threads.
+//! The integration tests of this crate: one program, so that they are linked once.
+//! `allocations` stands apart because it counts those of all threads.
 
 mod block_types;
 mod common;

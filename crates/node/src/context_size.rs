@@ -52,7 +52,7 @@ impl KvMemory {
     pub(crate) fn page_bytes(self, config: &Config) -> usize {
         match self {
             Self::Main(kv) => page_bytes(config, kv),
-            Self::Device(class) => paceline_model::mlx_page_bytes(config, class),
+            Self::Device(class) => paceline_model_mlx::mlx_page_bytes(config, class),
         }
     }
 }

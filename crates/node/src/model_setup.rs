@@ -20,9 +20,9 @@ use paceline_engine::{
 };
 use paceline_model::trace::{RankTrace, Tracer};
 use paceline_model::{
-    ADAPTERS_MAX, Config, ExpertUses, MlxPlaces, MlxRankBytes, ModelSource, Split, SplitKind,
-    kv_transfer_plan,
+    ADAPTERS_MAX, Config, ExpertUses, ModelSource, Split, SplitKind, kv_transfer_plan,
 };
+use paceline_model_mlx::{MlxPlaces, MlxRankBytes};
 use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
 use paceline_text::tokenizer::Tokenizer;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use paceline_model::MlxPlaces;
+use paceline_model_mlx::MlxPlaces;
 use paceline_tensor::Kernels;
 use serde::{Deserialize, Serialize};
 

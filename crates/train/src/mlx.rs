@@ -21,7 +21,8 @@ mod tests;
 use std::ops::Range;
 use std::sync::Arc;
 
-use paceline_model::{Config, MlxEvaluationLimits, MlxHost, MlxOptions, MlxPlaces, ModelSource};
+use paceline_model::{Config, ModelSource};
+use paceline_model_mlx::{EvaluationLimits, Host, MlxOptions, MlxPlaces};
 
 use crate::class::TrainingClass;
 use crate::cpu::HEAD_ROWS;
@@ -52,7 +53,7 @@ pub(crate) struct StageSpec {
 /// MLX with a stage's fixed matrices loaded.
 #[derive(Debug)]
 pub(crate) struct Mlx {
-    host: MlxHost<MlxThread>,
+    host: Host<MlxThread>,
     weights: Arc<StageWeights>,
     width: usize,
     /// The device, for people: `mlx 0.32.2 metal Apple M4 Max`.
@@ -67,13 +68,13 @@ impl Mlx {
     /// # Errors
     /// [`Error::Model`]: MLX cannot be used, lacks the memory, or has no form for a matrix.
     pub(crate) fn open(spec: StageSpec) -> Result<Self, Error> {
-        let patience = MlxEvaluationLimits {
+        let patience = EvaluationLimits {
             limit: MlxOptions::PATIENCE,
             last_words: Some(MlxOptions::LAST_WORDS),
             hang_note: spec.places.hang_note.clone(),
         };
         let places = spec.places.clone();
-        let host = MlxHost::start(patience, move |watch| MlxThread::open(&places, watch))?;
+        let host = Host::start(patience, move |watch| MlxThread::open(&places, watch))?;
         let (weights, width) = (Arc::clone(&spec.weights), spec.config.width);
         let facts = host.call(move |device| device.load(spec), || ())??;
         Ok(Self {

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use paceline_base::upper_median;
 use paceline_model::adapter::files::{Adapter, Base, Form, TARGETS};
-use paceline_model::{Config, MlxPlaces, ModelSource};
+use paceline_model::{Config, ModelSource};
+use paceline_model_mlx::MlxPlaces;
 use paceline_tensor::{InstructionSet, Kernels, storage};
 use paceline_train::{Leaf, Lora, Means, Method, TrainableModel, Trained, TrainingClass};
 use paceline_weights::safetensors::Safetensors;

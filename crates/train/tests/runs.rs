@@ -9,8 +9,9 @@ use paceline_base::{KernelClass, testing};
 use paceline_mlx::{DeviceKind, Library};
 use paceline_model::adapter::files::{Adapter, Form};
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, LoadOptions, Logits, MlxPlaces, Model, ModelSource, Workspace,
+    Batch, BatchSequence, BatchSize, LoadOptions, Logits, Model, ModelSource, Workspace,
 };
+use paceline_model_mlx::MlxPlaces;
 use paceline_process::Program;
 use paceline_tensor::{Kernels, PAGE, storage};
 use paceline_train::remote::{FarSpec, GREETING, forward_to_worker, run_worker};

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use paceline_base::{KernelClass, Rank};
 use paceline_engine::EngineConfig;
 use paceline_model::{
-    Adapter, BatchSize, Config, Error, Links, LoadOptions, LoadedModel, MlxModel, MlxOptions,
-    MlxPlaces, MlxRankBytes, Model, ModelSource, Split,
+    Adapter, BatchSize, Config, Error, Links, LoadOptions, LoadedModel, Model, ModelSource, Split,
 };
+use paceline_model_mlx::{MlxModel, MlxOptions, MlxPlaces, MlxRankBytes};
 use paceline_tensor::{Kernels, KvType};
 use tracing::warn;
 

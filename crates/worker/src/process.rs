@@ -26,7 +26,8 @@ use paceline_comm::provider::Provider;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
 use paceline_comm::{Backend, Deadline, Group, JoinParams, Strict, init};
 use paceline_engine::Draft;
-use paceline_model::{Config, Links, LoadedModel, MlxPlaces, ModelSource, PageStore, Shard};
+use paceline_model::{Config, Links, LoadedModel, ModelSource, PageStore, Shard};
+use paceline_model_mlx::MlxPlaces;
 use paceline_tensor::{Kernels, Pinning};
 use tracing::{debug, info, warn};
 
@@ -90,7 +91,7 @@ pub fn run(
     } = settings;
     let channel = Control::from_stdin()?;
     // The instance closes the channel once it has this rank's last message.
-    channel.on_end(|| paceline_model::exit(EXIT_CODE_PARENT_GONE));
+    channel.on_end(|| paceline_model_mlx::exit(EXIT_CODE_PARENT_GONE));
     let mut worker = RankWorker {
         channel: Arc::new(channel),
         make_kernels: &kernels,

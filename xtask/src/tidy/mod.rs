@@ -126,11 +126,11 @@ const EXEMPT: [Exemption; 23] = [
         "a rank that is traced notes when exchanges begin and end",
     ),
     clock(
-        "crates/model/src/mlx/host.rs",
+        "crates/model-mlx/src/host.rs",
         "a device that hangs is given up after a deadline",
     ),
     clock(
-        "crates/model/src/mlx/gates.rs",
+        "crates/model-mlx/src/gates.rs",
         "a gate is compiled where that is measured to be faster",
     ),
     clock(

@@ -71,7 +71,7 @@ fn nodes_on_mlx_say_the_same() {
     world.assert_clean();
 }
 
-/// Log-probabilities to the last bit are `crates/model/tests/mlx.rs`; here the option is seen to
+/// Log-probabilities to the last bit are `crates/model-mlx/tests/all.rs`; here the option is seen to
 /// reach the nodes.
 #[test]
 fn the_exact_class_reaches_every_node() {

@@ -25,8 +25,9 @@ use paceline_comm_rdma::{self as rdma, Cabling, Matrix, Verbs};
 use paceline_mlx::LibraryPaths;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Config, FollowOutcome, Links, LoadOptions, LoadedModel as _,
-    Logits, MlxModel, MlxOptions, Model, ModelFamily, ModelSource, Split, Workspace,
+    Logits, Model, ModelFamily, ModelSource, Split, Workspace,
 };
+use paceline_model_mlx::{MlxModel, MlxOptions};
 use paceline_tensor::{Kernels, PAGE};
 use tiny::Tiny;
 

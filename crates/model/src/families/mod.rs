@@ -38,7 +38,7 @@ use crate::{Config, Error};
 
 /// Half of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Half {
+pub enum Half {
     /// Queries, keys, values and their projection.
     Attention,
     /// Gate, up and down.
@@ -52,7 +52,7 @@ pub(crate) enum Half {
 ///
 /// Operations fail only for reasons of the backend: on the CPU, only those that exchange with other
 /// ranks.
-pub(crate) trait LayerStep {
+pub trait LayerStep {
     /// A rank's weights of one layer.
     type Layer;
 
@@ -350,7 +350,7 @@ impl ModelFamily {
     }
 
     /// Whether heads have attention sinks, and attention output, router and experts require biases.
-    pub(crate) const fn has_sinks_and_biases(self) -> bool {
+    pub const fn has_sinks_and_biases(self) -> bool {
         matches!(self, Self::GptOss)
     }
 
@@ -370,12 +370,12 @@ impl ModelFamily {
     }
 
     /// Whether queries and keys have a norm over all heads.
-    pub(crate) const fn norms_projections(self) -> bool {
+    pub const fn norms_projections(self) -> bool {
         matches!(self, Self::MiniMaxM2 | Self::Olmo2)
     }
 
     /// Whether norms subtract the mean.
-    pub(crate) const fn centres_norms(self) -> bool {
+    pub const fn centres_norms(self) -> bool {
         matches!(self, Self::Dbrx)
     }
 
@@ -404,7 +404,7 @@ impl ModelFamily {
     }
 
     /// Whether the inputs of both halves of a layer have norms.
-    pub(crate) const fn norms_before_halves(self) -> bool {
+    pub const fn norms_before_halves(self) -> bool {
         !matches!(self, Self::Olmo2)
     }
 
@@ -486,7 +486,7 @@ impl ModelFamily {
     ///
     /// # Errors
     /// If another rank of the stage, or the backend, fails.
-    pub(crate) fn layer<S: LayerStep>(
+    pub fn layer<S: LayerStep>(
         self,
         step: &mut S,
         weights: &S::Layer,

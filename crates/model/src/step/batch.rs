@@ -62,7 +62,7 @@ impl Logits {
     }
 
     /// The request for the first rows of a divided sequence.
-    pub(crate) const fn before_the_last(self) -> Self {
+    pub const fn before_the_last(self) -> Self {
         match self {
             Self::None | Self::Last | Self::Best | Self::Top(_) | Self::Drawn(_) => Self::None,
             Self::All | Self::AllBest | Self::AllTop(_) => self,
@@ -70,7 +70,7 @@ impl Logits {
     }
 
     /// Values that are needed of each row with logits.
-    pub(crate) const fn extent(self) -> LogitExtent {
+    pub const fn extent(self) -> LogitExtent {
         match self {
             Self::None | Self::Last | Self::All | Self::Drawn(_) => LogitExtent::Whole,
             Self::Best | Self::AllBest => LogitExtent::Best,
@@ -158,7 +158,7 @@ pub struct WindowPages<'a> {
 
 impl<'a> BatchSequence<'a> {
     /// Its rows for the attention of one kind of layers.
-    pub(crate) fn rows_of(&self, kind: usize) -> AttentionRows<'a> {
+    pub fn rows_of(&self, kind: usize) -> AttentionRows<'a> {
         let all = WindowPages {
             first_page: 0,
             pages: self.pages,
@@ -199,7 +199,7 @@ impl Batch<'_> {
     }
 
     /// Rows that need logits, in order.
-    pub(crate) fn wanted(&self, out: &mut Vec<usize>) {
+    pub fn wanted(&self, out: &mut Vec<usize>) {
         out.clear();
         let mut first = 0;
         for sequence in self.sequences {
@@ -211,19 +211,20 @@ impl Batch<'_> {
     }
 
     /// Values that are needed of each row with logits.
-    pub(crate) fn extents(&self) -> Vec<LogitExtent> {
+    pub fn extents(&self) -> Vec<LogitExtent> {
         let requests = self.requests();
         requests.iter().map(|request| request.extent()).collect()
     }
 
     /// The use of each row with logits.
-    pub(crate) fn requests(&self) -> Vec<Logits> {
+    pub fn requests(&self) -> Vec<Logits> {
         let rows =
             |s: &BatchSequence<'_>| std::iter::repeat_n(s.logits, s.logits.rows(s.tokens.len()));
         self.sequences.iter().flat_map(rows).collect()
     }
 
-    pub(crate) fn logit_rows(&self) -> usize {
+    /// Rows with logits, of all sequences.
+    pub fn logit_rows(&self) -> usize {
         let rows = |s: &BatchSequence<'_>| s.logits.rows(s.tokens.len());
         self.sequences.iter().map(rows).sum()
     }
@@ -255,7 +256,7 @@ impl BatchSize {
 
 /// Bounds for a plan from another rank.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PlanLimits<'a> {
+pub struct PlanLimits<'a> {
     pub(crate) rows: usize,
     pub(crate) logit_rows: usize,
     pub(crate) sequences: usize,
@@ -269,7 +270,9 @@ pub(crate) struct PlanLimits<'a> {
 }
 
 impl<'a> PlanLimits<'a> {
-    pub(crate) const fn new(
+    /// Bounds of a plan: the reserved sizes, the cache's pages, and the model's vocabulary and
+    /// adapters.
+    pub const fn new(
         size: BatchSize,
         (pages, windows): (usize, &'a [WindowPool]),
         (vocab, adapters): (usize, usize),

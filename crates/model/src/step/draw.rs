@@ -45,7 +45,8 @@ impl ForbiddenTokens {
         Some(own)
     }
 
-    pub(crate) fn tokens(&self) -> &[u32] {
+    /// Ids of the forbidden tokens.
+    pub fn tokens(&self) -> &[u32] {
         &self.tokens[..self.n]
     }
 }
@@ -55,7 +56,7 @@ impl TokenDraw {
     pub(crate) const WORDS: usize = 9 + FORBIDDEN_MAX;
 
     /// The largest logit, the first among equals.
-    pub(crate) const LARGEST: Self = Self {
+    pub const LARGEST: Self = Self {
         temperature: 0.0,
         top_k: 0,
         top_p: 1.0,
@@ -77,20 +78,20 @@ impl TokenDraw {
     }
 
     /// The factor of logits; `None` where the largest is taken.
-    pub(crate) fn scale(&self) -> Option<f32> {
+    pub fn scale(&self) -> Option<f32> {
         let scale = 1.0 / self.temperature;
         scale.is_finite().then_some(scale)
     }
 
     /// The draw of the token behind the drawn one.
-    pub(crate) fn next(self) -> Self {
+    pub fn next(self) -> Self {
         let used = u64::from(self.scale().is_some());
         let draws = self.draws.wrapping_add(used);
         Self { draws, ..self }
     }
 
     /// Its random number: 24 bits in 0..1, the first ones of the number that a host takes.
-    pub(crate) fn uniform(&self) -> f32 {
+    pub fn uniform(&self) -> f32 {
         let mut random = Pcg64Mcg::seed_from_u64(self.seed);
         random.advance(self.draws.into());
         (random.next_u64() >> 40) as f32 / (1u32 << 24) as f32

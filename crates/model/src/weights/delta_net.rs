@@ -42,20 +42,20 @@ impl DeltaNet {
 pub(crate) type RowRanges = Vec<Range<usize>>;
 
 /// A matrix, its total rows, and the rows to load.
-pub(crate) type MatrixRows = (LayerRole, usize, RowRanges);
+pub type MatrixRows = (LayerRole, usize, RowRanges);
 
 /// Row ranges of a rank's heads in the file's matrices. Letters as in [`LayerShape`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct DeltaRowLayout<'a> {
-    pub(crate) shape: &'a LayerShape,
-    pub(crate) heads: &'a Range<usize>,
-    pub(crate) key_heads: &'a Range<usize>,
+pub struct DeltaRowLayout<'a> {
+    pub shape: &'a LayerShape,
+    pub heads: &'a Range<usize>,
+    pub key_heads: &'a Range<usize>,
 }
 
 impl DeltaRowLayout<'_> {
     /// Q, K, V and gate matrices in the file's layout: one matrix by key head if `has` reports it,
     /// else two.
-    pub(crate) fn inputs(&self, has: impl Fn(LayerRole) -> bool) -> [MatrixRows; 4] {
+    pub fn inputs(&self, has: impl Fn(LayerRole) -> bool) -> [MatrixRows; 4] {
         let (keys, values) = (self.all_keys(), self.all_values());
         if has(LayerRole::DeltaQkvGate) {
             let all = 2 * (keys + values);
@@ -72,7 +72,7 @@ impl DeltaRowLayout<'_> {
     }
 
     /// Step and decay matrices; one matrix if `joined`.
-    pub(crate) fn gates(&self, joined: bool) -> [MatrixRows; 2] {
+    pub fn gates(&self, joined: bool) -> [MatrixRows; 2] {
         let heads = self.shape.heads;
         if joined {
             return self
@@ -136,7 +136,7 @@ impl DeltaRowLayout<'_> {
     }
 
     /// Key head of each of this rank's value heads.
-    pub(crate) fn key_heads(&self, order: HeadOrder) -> Vec<usize> {
+    pub fn key_heads(&self, order: HeadOrder) -> Vec<usize> {
         let group = self.shape.heads / self.shape.kv_heads;
         let of = |head: usize| match order {
             HeadOrder::Grouped => head / group,
@@ -250,21 +250,21 @@ impl ShardLoader<'_> {
 impl WeightReader<'_> {
     /// Whether a layer's steps and decays are one matrix. If the file has neither form, the error
     /// names the one in the family's newer files.
-    pub(crate) fn joins_delta_gates(&self, layer: usize) -> bool {
+    pub fn joins_delta_gates(&self, layer: usize) -> bool {
         let family = self.config.family;
         let has = |part| self.source.has_any(family, Role::Layer(layer, part));
         has(LayerRole::DeltaStepDecay) || family.joins_delta_gates() && !has(LayerRole::DeltaStep)
     }
 
     /// The norm of each head's result, `(E,)`.
-    pub(crate) fn delta_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
+    pub fn delta_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
         let role = Role::Layer(layer, LayerRole::DeltaNorm);
         let tensor = self.source.weight(self.config.family, role)?;
         vector(&tensor, self.config.layers[layer].value_dim)
     }
 
     /// Factors of decays; folders store their logarithms.
-    pub(crate) fn decay_factors(&self, stored: Vec<f32>) -> Vec<f32> {
+    pub fn decay_factors(&self, stored: Vec<f32>) -> Vec<f32> {
         match self.source {
             crate::ModelSource::Gguf(_) => stored,
             crate::ModelSource::Hf(_) => {
@@ -275,7 +275,7 @@ impl WeightReader<'_> {
     }
 
     /// Convolution taps of a rank's channels, `(taps, channels)`.
-    pub(crate) fn conv(
+    pub fn conv(
         &self,
         role: Role,
         places: DeltaRowLayout<'_>,

@@ -9,7 +9,8 @@ use paceline_cluster::nodes::NodeId;
 use paceline_engine::EngineConfig;
 use paceline_fleet::InstanceId;
 use paceline_fleet::InstanceSpec;
-use paceline_model::{Config, MlxRankBytes, ModelSource, Split, SplitKind};
+use paceline_model::{Config, ModelSource, Split, SplitKind};
+use paceline_model_mlx::MlxRankBytes;
 use paceline_tensor::KvType;
 
 use super::Inner;

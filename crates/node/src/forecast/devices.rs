@@ -4,7 +4,7 @@ use paceline_cluster::nodes::agent::{DeviceRates, EngineDevice, FormRates};
 use paceline_plan::calibration::family;
 use paceline_plan::{Backend, Catalogue, ClusterNode};
 
-/// Launched operations of a dense layer (`model/src/mlx/step.rs`).
+/// Launched operations of a dense layer (`model-mlx/src/step.rs`).
 const LAYER_OPERATIONS: f64 = 33.0;
 
 /// Launched operations of our graphs over those that the planner counts for a layer.

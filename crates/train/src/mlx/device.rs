@@ -6,9 +6,8 @@ use std::sync::Arc;
 use paceline_base::Bytes;
 use paceline_mlx::{Array, DeviceKind as Kind, Dtype, Library, MemoryLimits, Stream};
 use paceline_model::adapter::files::{TARGETS, file_row};
-use paceline_model::{
-    Config, Error, MlxForm, MlxMatrix, MlxPlaces, MlxWatch, ModelSource, Role, mlx_dtype,
-};
+use paceline_model::{Config, Error, ModelSource, Role};
+use paceline_model_mlx::{MlxForm, MlxMatrix, MlxPlaces, Watch, mlx_dtype};
 
 use super::StageSpec;
 use super::graph::slots::{self, TensorSlot};
@@ -72,7 +71,7 @@ pub(super) struct StageFacts {
 /// State of the thread `mlx`.
 pub(super) struct MlxThread {
     pub(super) stream: Stream,
-    watch: MlxWatch,
+    watch: Watch,
     loaded: Option<LoadedStage>,
 }
 
@@ -88,7 +87,7 @@ pub(super) struct LoadedStage {
 }
 
 impl MlxThread {
-    pub(super) fn open(places: &MlxPlaces, watch: MlxWatch) -> Result<Self, Error> {
+    pub(super) fn open(places: &MlxPlaces, watch: Watch) -> Result<Self, Error> {
         let library = Library::open(places)?;
         let stream = library.stream(library.best_device()?)?;
         Ok(Self {

@@ -8,7 +8,8 @@ pub(super) mod slots;
 use std::ops::Range;
 
 use paceline_mlx::{Array, Dtype, Mask, Stream};
-use paceline_model::{Activation, Config, LayerShape, MlxMatrix};
+use paceline_model::{Activation, Config, LayerShape};
+use paceline_model_mlx::MlxMatrix;
 
 use crate::dropout::Dropout;
 use crate::weights::{AdapterFactors, LayerWeights, Matrix, MatrixStorage, VectorParameter};

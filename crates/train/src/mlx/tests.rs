@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use paceline_base::testing::from_package;
 use paceline_mlx::{Array, DeviceKind as Kind};
+use paceline_model::Error;
 use paceline_model::adapter::files::TARGETS;
-use paceline_model::{Error, MlxPlaces};
+use paceline_model_mlx::MlxPlaces;
 use paceline_tensor::Kernels;
 
 use super::device::{LayerJob, MlxThread};

@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use paceline_base::KernelClass;
 use paceline_engine::Draft;
-use paceline_model::{LoadedModel, MlxPlaces, ModelSource};
+use paceline_model::{LoadedModel, ModelSource};
+use paceline_model_mlx::MlxPlaces;
 use paceline_tensor::Kernels;
 use paceline_text::tokenizer::Tokenizer;
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use paceline_model::MlxModel;
+use paceline_model_mlx::MlxModel;
 use paceline_tensor::PAGE;
 
 use super::page_store::Shelf;

@@ -8,9 +8,9 @@ use paceline_model::testing::{
     FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, WIDTH, ends, matrix, spell, tiny_llama,
 };
 use paceline_model::{
-    Adapter, AdapterId, AdapterPair, LayerRole, LoadOptions, MlxModel, MlxOptions, MlxPlaces,
-    Model, ModelSource, Split,
+    Adapter, AdapterId, AdapterPair, LayerRole, LoadOptions, Model, ModelSource, Split,
 };
+use paceline_model_mlx::{MlxModel, MlxOptions, MlxPlaces};
 use paceline_tensor::{InstructionSet, Kernels};
 use paceline_text::tokenizer::{Specials, Tokenizer};
 use paceline_weights::gguf::testing::GgufWriter;

@@ -1,0 +1,130 @@
+//! The step after one whose tokens the device chooses, submitted before these are read.
+//!
+//! ```text
+//! device     | step 1     | step 2     | step 3     |
+//! host       submit 2     read 1, choose, submit 3     read 2, ..
+//! ```
+//!
+//! A step whose rows all ask for the largest logit or a drawn token is usually followed by one row
+//! more of the same sequences. The tokens of these rows are on the device already, so that step is
+//! submitted at once. The leader's next plan is compared with it, word by word. Equal plans take
+//! its logits. Otherwise they are dropped. The rows that it wrote to the cache are written again
+//! before a row reads them: a page that is not full has one owner. The state behind a page follows
+//! from the state before it and from its rows, so that it is written again with its last row.
+
+use paceline_model::backend::StepPlan;
+use paceline_model::{Batch, BatchSequence, Logits, WindowPages, WindowPool};
+use paceline_tensor::PAGE;
+
+use super::logits::StepLogits;
+
+/// Most steps without a step ahead after plans that differed. A schedule that never repeats its
+/// sequences pays for one step in 64.
+const PAUSE_MAX: u32 = 64;
+
+/// A submitted step.
+#[derive(Debug)]
+struct Submitted {
+    /// The plan that it computes.
+    words: Vec<u32>,
+    logits: StepLogits,
+}
+
+/// The step ahead of the leader's plans.
+#[derive(Debug, Default)]
+pub(super) struct Ahead {
+    submitted: Option<Submitted>,
+    /// Steps to come without a step ahead.
+    pause: u32,
+    /// The pause after the next plan that differs.
+    next_pause: u32,
+}
+
+impl Ahead {
+    /// The logits of the plan in `words`, if its step was submitted.
+    pub(super) fn take(&mut self, words: &[u32]) -> Option<StepLogits> {
+        let Some(submitted) = self.submitted.take() else {
+            self.pause = self.pause.saturating_sub(1);
+            return None;
+        };
+        if submitted.words == words {
+            self.next_pause = 0;
+            return Some(submitted.logits);
+        }
+        self.pause = self.next_pause;
+        self.next_pause = (2 * self.next_pause + 1).min(PAUSE_MAX);
+        None
+    }
+
+    pub(super) const fn pauses(&self) -> bool {
+        self.pause > 0
+    }
+
+    pub(super) fn submitted(&mut self, words: Vec<u32>, logits: StepLogits) {
+        self.submitted = Some(Submitted { words, logits });
+    }
+}
+
+/// The step after a batch.
+pub(super) struct NextStep<'a> {
+    sequences: Vec<(BatchSequence<'a>, Vec<WindowPages<'a>>)>,
+}
+
+impl<'a> NextStep<'a> {
+    /// The next row of each sequence of `batch`, where the device has the tokens of all and none
+    /// needs a page more. `pools` are the pages of windows, `context` the positions of a sequence.
+    pub(super) fn after(batch: &Batch<'a>, pools: &[WindowPool], context: usize) -> Option<Self> {
+        let next = |s: &BatchSequence<'a>| {
+            let position = s.position + s.tokens.len();
+            let logits = match s.logits {
+                Logits::Best => Logits::Best,
+                Logits::Drawn(draw) => Logits::Drawn(draw.next()),
+                _ => return None,
+            };
+            let is_next = position < context
+                && !position.is_multiple_of(PAGE)
+                && s.pages.len() == position.div_ceil(PAGE);
+            let window = |(pool, window): (&WindowPool, &WindowPages<'a>)| {
+                let first_page = pool.first_page(position).max(window.first_page);
+                let pages = window.pages.get(first_page - window.first_page..)?;
+                Some(WindowPages { first_page, pages })
+            };
+            let windows: Option<Vec<_>> = pools.iter().zip(s.windows).map(window).collect();
+            let s = BatchSequence {
+                position,
+                logits,
+                ..*s
+            };
+            is_next.then_some((s, windows?))
+        };
+        let sequences = batch.sequences.iter().map(next);
+        let sequences: Option<Vec<_>> = sequences.collect();
+        sequences.map(|sequences| Self { sequences })
+    }
+
+    /// Runs `run` with the step as a batch of these tokens.
+    pub(super) fn with<T>(&self, tokens: &[u32], run: impl FnOnce(&Batch<'_>) -> T) -> T {
+        let parts = self.sequences.iter().zip(tokens.chunks(1));
+        let sequences: Vec<BatchSequence<'_>> = parts
+            .map(|((s, windows), tokens)| BatchSequence {
+                tokens,
+                windows,
+                ..*s
+            })
+            .collect();
+        run(&Batch {
+            sequences: &sequences,
+        })
+    }
+
+    /// The leader's plan of the step with these tokens.
+    pub(super) fn words(&self, tokens: &[u32]) -> Vec<u32> {
+        let mut words = Vec::new();
+        self.with(tokens, |batch| StepPlan::write(batch, &mut words));
+        words
+    }
+
+    pub(super) const fn rows(&self) -> usize {
+        self.sequences.len()
+    }
+}

@@ -1,0 +1,768 @@
+//! Cache of all layers, in pages, as MLX's arrays.
+//!
+//! A layer's keys and values are one pair of arrays, `(1, K, rows, D)` ([`rows_of`]). Position `i`
+//! of a page `p` is row `64 p + i`. Pages that follow one another are one run of rows. A sequence
+//! that has such pages is read in place and written by one update. An engine's only sequence always
+//! has such pages, at first. Other sequences have their rows in [lanes]; without lanes they are
+//! gathered.
+//!
+//! Each kind of layers has pages of its own ([`Kinds`](paceline_model::Kinds)). Layers with a sliding window
+//! have few, and reuse those that no later row reads. The arrays begin with [`FIRST_PAGES`] and
+//! grow before the first step that writes to later pages.
+//!
+//! Whole pages move between sequences by their numbers alone, as everywhere. Latent attention keeps
+//! one such array, a gated delta net arrays for each page ([`DeltaPages`]).
+
+use std::ops::Range;
+
+use paceline_mlx::{Array, Dtype, Mask, Stream};
+use paceline_model::Error;
+use paceline_tensor::{AttentionRows, PAGE};
+
+mod delta;
+mod lanes;
+
+pub(super) use delta::{DeltaPages, DeltaSizes};
+pub(super) use lanes::LaneLimits;
+use lanes::Lanes;
+
+/// mlx-lm's caches have a multiple of this many rows. By it MLX's attention on CUDA recognises
+/// them. Source: `kv_cache_step` in MLX 0.32.2's `backend/cuda/scaled_dot_product_attention.cpp`.
+const MLX_LM_STEP: usize = 256;
+const _: () = assert!(!PAGE.is_multiple_of(MLX_LM_STEP));
+
+/// Pages that arrays have at first: 8,192 positions, which are 1 GiB of an 8B model in 16 bits.
+const FIRST_PAGES: usize = 128;
+
+/// Caches of all layers of a rank.
+#[derive(Debug)]
+pub(super) struct Cache {
+    layers: Vec<Kept>,
+    /// Pages that each layer may have.
+    pages: Vec<usize>,
+    lanes: Lanes,
+}
+
+/// Cache of a layer.
+#[derive(Debug)]
+pub(super) enum Kept {
+    /// Nothing: it looks at another's, or this rank has none of its heads.
+    Nothing,
+    /// `(1, K, rows, D)` and `(1, K, rows, E)`: keys and values.
+    Rows([Array; 2]),
+    /// `(1, 1, rows, R + P + X)`: keys, whose first R numbers are the value and whose last X are an
+    /// index key; R and X.
+    Latent(Array, [i32; 2]),
+    Delta(DeltaPages),
+}
+
+impl Kept {
+    /// Arrays `(1, heads, rows, ..)`.
+    const fn rows(&self) -> &[Array] {
+        match self {
+            Self::Nothing | Self::Delta(_) => &[],
+            Self::Rows(both) => both,
+            Self::Latent(keys, _) => std::slice::from_ref(keys),
+        }
+    }
+
+    /// As [`rows`](Self::rows).
+    pub(super) const fn rows_mut(&mut self) -> &mut [Array] {
+        match self {
+            Self::Nothing | Self::Delta(_) => &mut [],
+            Self::Rows(both) => both,
+            Self::Latent(keys, _) => std::slice::from_mut(keys),
+        }
+    }
+}
+
+/// Sizes of a cache.
+#[derive(Clone, Debug)]
+pub(super) struct Shape {
+    /// Of each layer, with the number of its pages.
+    pub(super) layers: Vec<(LayerSizes, usize)>,
+    pub(super) dtype: Dtype,
+}
+
+/// Sizes of what a layer keeps of each position or page, of this rank's heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum LayerSizes {
+    Nothing,
+    /// Keys and values: heads, elements of a key and of a value.
+    Rows {
+        heads: usize,
+        key: usize,
+        value: usize,
+    },
+    /// A key that all heads share, and how much of it is the value and an index key.
+    Latent {
+        key: usize,
+        value: usize,
+        index: usize,
+    },
+    /// The states of a gated delta net, in f32.
+    Delta(DeltaSizes),
+}
+
+/// Rows of an array of `pages` pages: with an unused page where these would be a multiple of
+/// [`MLX_LM_STEP`].
+///
+/// On CUDA, MLX gives one query's keys to cuDNN where they are a slice of such an array. It takes
+/// every such slice for one that begins at row 0, so others would be read from memory in front of
+/// the array. Slices of any other array are read by MLX's own kernel, in place.
+const fn rows_of(pages: usize) -> usize {
+    let rows = pages * PAGE;
+    match rows.is_multiple_of(MLX_LM_STEP) {
+        true => rows + PAGE,
+        false => rows,
+    }
+}
+
+impl Shape {
+    pub(super) fn bytes(&self) -> u64 {
+        let rows = |pages| (rows_of(pages) * self.dtype.bytes()) as u64;
+        let bytes = self.layers.iter().map(|&(layer, pages)| match layer {
+            LayerSizes::Nothing => 0,
+            LayerSizes::Rows { heads, key, value } => rows(pages) * (heads * (key + value)) as u64,
+            LayerSizes::Latent { key, .. } => rows(pages) * key as u64,
+            LayerSizes::Delta(of) => pages as u64 * of.page_bytes(),
+        });
+        bytes.sum()
+    }
+}
+
+impl Cache {
+    /// Zeros, of at most [`FIRST_PAGES`] a layer; their memory is taken at once.
+    pub(super) fn new(stream: &Stream, shape: &Shape) -> Result<Self, Error> {
+        let layers = shape.layers.iter().map(|&(layer, pages)| {
+            let rows = rows_of(pages.min(FIRST_PAGES)) as i32;
+            let zeros = |heads: usize, dim: usize| {
+                stream.zeros(&[1, heads as i32, rows, dim as i32], shape.dtype)
+            };
+            Ok(match layer {
+                LayerSizes::Nothing => Kept::Nothing,
+                LayerSizes::Rows { heads, key, value } => {
+                    Kept::Rows([zeros(heads, key)?, zeros(heads, value)?])
+                }
+                LayerSizes::Latent { key, value, index } => {
+                    Kept::Latent(zeros(1, key)?, [value as i32, index as i32])
+                }
+                LayerSizes::Delta(of) => Kept::Delta(DeltaPages::new(stream, pages, of)?),
+            })
+        });
+        let cache = Self {
+            layers: layers.collect::<Result<_, Error>>()?,
+            pages: shape.layers.iter().map(|(_, pages)| *pages).collect(),
+            lanes: Lanes::default(),
+        };
+        stream.eval(cache.arrays())?;
+        Ok(cache)
+    }
+
+    pub(super) fn kept(&self, layer: usize) -> &Kept {
+        &self.layers[layer]
+    }
+
+    pub(super) fn kept_mut(&mut self, layer: usize) -> &mut Kept {
+        &mut self.layers[layer]
+    }
+
+    /// Layers with too few rows for a step that writes up to row `end(layer)` of each, and the
+    /// pages that they should have.
+    pub(super) fn growth(&self, end: impl Fn(usize) -> usize) -> Vec<(usize, usize)> {
+        let layers = self.layers.iter().zip(&self.pages).enumerate();
+        let growth = layers.filter_map(|(i, (layer, most))| {
+            let rows = layer.rows().first()?.shape()[2];
+            Some((i, grown(rows as usize, end(i), *most)?))
+        });
+        growth.collect()
+    }
+
+    /// Gives layers these pages. One array at a time is held twice, and a failure leaves all
+    /// contents as they were.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub(super) fn grow(&mut self, stream: &Stream, growth: &[(usize, usize)]) -> Result<(), Error> {
+        for (layer, pages) in growth {
+            for held in self.layers[*layer].rows_mut() {
+                *held = copied(stream, held, *pages)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts a step.
+    pub(super) fn begin(&mut self) {
+        for layer in &mut self.layers {
+            if let Kept::Delta(pages) = layer {
+                pages.begin();
+            }
+        }
+    }
+
+    /// Arrays that a step must have evaluated at its end: all, but those of delta nets' pages that
+    /// it did not write.
+    pub(super) fn arrays(&self) -> Vec<&Array> {
+        let mut all: Vec<&Array> = self.lanes.arrays().collect();
+        for layer in &self.layers {
+            match layer {
+                Kept::Delta(pages) => all.extend(pages.written()),
+                layer => all.extend(layer.rows()),
+            }
+        }
+        all
+    }
+
+    /// Writes keys and values, `(1, K, rows, D)` and `(1, K, rows, E)`, to the rows of `span` in
+    /// `layer`.
+    pub(super) fn write(
+        &mut self,
+        stream: &Stream,
+        layer: usize,
+        span: &Span,
+        new: [&Array; 2],
+    ) -> Result<(), Error> {
+        let held = self.arrays_mut(layer, span.view.lane);
+        for (held, new) in held.iter_mut().zip(new) {
+            put(stream, held, span.place(), new)?;
+        }
+        Ok(())
+    }
+
+    /// Arrays of a layer, `(1, heads, rows, ..)`, or those of its lanes.
+    fn arrays_mut(&mut self, layer: usize, lane: Option<usize>) -> &mut [Array] {
+        match lane {
+            Some(_) => self.lanes.of_layer_mut(layer),
+            None => self.layers[layer].rows_mut(),
+        }
+    }
+
+    /// Writes keys of latent attention, `(1, 1, rows, R + P)`.
+    pub(super) fn write_latent(
+        &mut self,
+        stream: &Stream,
+        layer: usize,
+        span: &Span,
+        new: &Array,
+    ) -> Result<(), Error> {
+        let [held] = self.arrays_mut(layer, span.view.lane) else {
+            unreachable!("layer {layer} keeps no latent rows");
+        };
+        put(stream, held, span.place(), new)
+    }
+
+    /// Keys and values that a view shows, `(1, K, keys, D)` and `(1, K, keys, E)`.
+    pub(super) fn read(
+        &self,
+        stream: &Stream,
+        layer: usize,
+        view: &View,
+    ) -> Result<[Array; 2], Error> {
+        let kept = &self.layers[layer];
+        let arrays = match view.lane {
+            Some(_) => self.lanes.of_layer(layer),
+            None => kept.rows(),
+        };
+        match (kept, arrays) {
+            (Kept::Rows(_), [keys, values]) => {
+                Ok([view.of(stream, keys)?, view.of(stream, values)?])
+            }
+            (Kept::Latent(_, [value, _]), [held]) => {
+                let keys = view.of(stream, held)?;
+                let mut stop = keys.shape();
+                stop[3] = *value;
+                let values = stream.slice(&keys, &[0; 4], &stop)?;
+                Ok([keys, values])
+            }
+            _ => unreachable!("layer {layer} keeps no rows"),
+        }
+    }
+
+    /// Elements of a layer's index keys, which are the last of its keys; 0 without.
+    pub(super) fn index_len(&self, layer: usize) -> i32 {
+        match &self.layers[layer] {
+            Kept::Latent(_, [_, index]) => *index,
+            _ => 0,
+        }
+    }
+
+    /// Index keys of `dim` elements that a view shows, `(1, 1, keys, dim)`.
+    pub(super) fn read_index(
+        &self,
+        stream: &Stream,
+        layer: usize,
+        (view, dim): (&View, usize),
+    ) -> Result<Array, Error> {
+        let [keys, _] = self.read(stream, layer, view)?;
+        let stop = keys.shape();
+        Ok(stream.slice(&keys, &[0, 0, 0, stop[3] - dim as i32], &stop)?)
+    }
+
+    /// The pages of a layer that is a gated delta net, to be written.
+    pub(super) fn delta(&mut self, layer: usize) -> &mut DeltaPages {
+        match &mut self.layers[layer] {
+            Kept::Delta(pages) => pages,
+            _ => unreachable!("layer {layer} is no delta net"),
+        }
+    }
+
+    /// The same, to be read.
+    pub(super) fn delta_read(&self, layer: usize) -> &DeltaPages {
+        match &self.layers[layer] {
+            Kept::Delta(pages) => pages,
+            _ => unreachable!("layer {layer} is no delta net"),
+        }
+    }
+}
+
+/// Pages to which an array of `rows` rows grows for a step that needs `needed` rows; `None` where
+/// it has them. The pages are doubled, so that growth costs few copies, up to `most`.
+fn grown(rows: usize, needed: usize, most: usize) -> Option<usize> {
+    let pages = needed.div_ceil(PAGE).max(2 * rows / PAGE);
+    (needed > rows).then(|| pages.min(most))
+}
+
+/// `held (1, heads, rows, D)` in an array of `pages` pages, evaluated.
+fn copied(stream: &Stream, held: &Array, pages: usize) -> Result<Array, Error> {
+    let (mut shape, stop) = (held.shape(), held.shape());
+    shape[2] = rows_of(pages) as i32;
+    let zeros = stream.zeros(&shape, held.dtype())?;
+    let copy = stream.slice_update(&zeros, held, &[0; 4], &stop)?;
+    drop(zeros); // the copy is made in its memory
+    stream.eval([&copy])?;
+    Ok(copy)
+}
+
+/// Writes `new (1, heads, rows, D)` to the rows `runs` of lane `lane` in `held`. A page has one
+/// lane.
+fn put(
+    stream: &Stream,
+    held: &mut Array,
+    (lane, runs): (usize, &[Range<usize>]),
+    new: &Array,
+) -> Result<(), Error> {
+    let (sizes, lane) = (new.shape(), lane as i32);
+    let (heads, dim) = (sizes[1], sizes[3]);
+    let mut first = 0;
+    for run in runs {
+        let n = (run.end - run.start) as i32;
+        let part = if runs.len() == 1 {
+            new.clone()
+        } else {
+            stream.slice(new, &[0, 0, first, 0], &[1, heads, first + n, dim])?
+        };
+        let (start, stop) = (run.start as i32, run.end as i32);
+        let (start, stop) = ([lane, 0, start, 0], [lane + 1, heads, stop, dim]);
+        // The old handle goes away here, so that the update is done in place.
+        *held = stream.slice_update(held, &part, &start, &stop)?;
+        first += n;
+    }
+    Ok(())
+}
+
+/// Layers with the same pages and the same window, which have their [`Span`]s in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SpanKind {
+    /// Kind of the pages, by [`Kinds`](paceline_model::Kinds).
+    pub(super) kind: usize,
+    pub(super) window: Option<usize>,
+}
+
+/// Where one sequence of a step is in the cache of layers of a [`SpanKind`].
+#[derive(Debug)]
+pub(super) struct Span {
+    /// Rows of the cache, or of the lane, that are written, in order of position.
+    written: Vec<Range<usize>>,
+    /// Keys that queries see.
+    pub(super) view: View,
+}
+
+/// Keys that the queries of a sequence see, all but those that no query does.
+#[derive(Debug)]
+pub(super) struct View {
+    /// The sequence's lane, if it has one in these layers.
+    lane: Option<usize>,
+    rows: Rows,
+    mask: Seen,
+}
+
+#[derive(Debug)]
+enum Rows {
+    Run(Range<usize>),
+    /// Numbers of rows.
+    Gathered(Array),
+}
+
+#[derive(Debug)]
+enum Seen {
+    All,
+    Causal,
+    /// `(queries, keys)`
+    Window(Array),
+}
+
+impl View {
+    /// The rows `(1, heads, keys, D)` of what a layer keeps.
+    fn of(&self, stream: &Stream, held: &Array) -> Result<Array, Error> {
+        let lane = self.lane.unwrap_or(0) as i32;
+        Ok(match &self.rows {
+            Rows::Run(rows) => {
+                let mut stop = held.shape();
+                (stop[0], stop[2]) = (lane + 1, rows.end as i32);
+                stream.slice(held, &[lane, 0, rows.start as i32, 0], &stop)?
+            }
+            Rows::Gathered(indices) => stream.take(held, indices, 2)?,
+        })
+    }
+
+    /// Whether its rows are gathered.
+    pub(super) const fn is_gathered(&self) -> bool {
+        matches!(self.rows, Rows::Gathered(_))
+    }
+
+    pub(super) const fn mask(&self) -> Mask<'_> {
+        match &self.mask {
+            Seen::All => Mask::None,
+            Seen::Causal => Mask::Causal,
+            Seen::Window(array) => Mask::Array(array),
+        }
+    }
+}
+
+impl Span {
+    /// Rows of the pages up to the last that is written.
+    pub(super) fn end(&self) -> usize {
+        let written = self.written.iter().filter(|_| self.view.lane.is_none());
+        written.map(|run| run.end).max().unwrap_or(0)
+    }
+
+    /// Of the rows of a sequence, which attend through `window`.
+    pub(super) fn new(
+        stream: &Stream,
+        rows: &AttentionRows<'_>,
+        window: Option<usize>,
+        lane: Option<usize>,
+    ) -> Result<Self, Error> {
+        let new = rows.position..rows.position + rows.rows;
+        Ok(Self {
+            written: runs_in(rows, new.clone(), lane),
+            view: View::new(stream, rows, (new, window), lane)?,
+        })
+    }
+
+    /// Where rows are written.
+    fn place(&self) -> (usize, &[Range<usize>]) {
+        (self.view.lane.unwrap_or(0), &self.written)
+    }
+}
+
+impl View {
+    /// Keys that the queries `new` of a sequence see through `window`.
+    pub(super) fn new(
+        stream: &Stream,
+        rows: &AttentionRows<'_>,
+        (new, window): (Range<usize>, Option<usize>),
+        lane: Option<usize>,
+    ) -> Result<Self, Error> {
+        let seen = seen(&new, window);
+        let runs = runs_in(rows, seen.clone(), lane);
+        let rows = match &runs[..] {
+            [run] => Rows::Run(run.clone()),
+            _ => {
+                let rows = runs.into_iter().flatten().map(|row| row as u32);
+                let rows: Vec<u32> = rows.collect();
+                Rows::Gathered(stream.array_u32(&rows, &[rows.len() as i32])?)
+            }
+        };
+        let cut = window.filter(|window| seen.len() > *window);
+        let mask = match cut {
+            _ if new.len() == 1 => Seen::All,
+            None => Seen::Causal,
+            Some(window) => {
+                let sees = |query: usize, key: usize| key <= query && query < key + window;
+                let bytes = new.clone().flat_map(|query| {
+                    let keys = seen.clone();
+                    keys.map(move |key| u8::from(sees(query, key)))
+                });
+                let bytes: Vec<u8> = bytes.collect();
+                let shape = [new.len() as i32, seen.len() as i32];
+                Seen::Window(stream.array(&bytes, &shape, Dtype::Bool)?)
+            }
+        };
+        Ok(Self { lane, rows, mask })
+    }
+}
+
+/// Positions that the queries of the positions `new` see through `window`.
+pub(super) fn seen(new: &Range<usize>, window: Option<usize>) -> Range<usize> {
+    let first = window.map_or(0, |window| (new.start + 1).saturating_sub(window));
+    first..new.end
+}
+
+/// As [`runs`], or the rows of a lane.
+fn runs_in(
+    sequence: &AttentionRows<'_>,
+    positions: Range<usize>,
+    lane: Option<usize>,
+) -> Vec<Range<usize>> {
+    match lane {
+        Some(_) => vec![positions],
+        None => runs(sequence, positions),
+    }
+}
+
+/// Rows of the cache that hold `positions` of a sequence, as few ranges as possible.
+fn runs(sequence: &AttentionRows<'_>, positions: Range<usize>) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    let mut position = positions.start;
+    while position < positions.end {
+        let end = positions.end.min((position / PAGE + 1) * PAGE);
+        let page = sequence.pages[position / PAGE - sequence.first_page] as usize;
+        let first = page * PAGE + position % PAGE;
+        let rows = first..first + (end - position);
+        match runs.last_mut() {
+            Some(last) if last.end == rows.start => last.end = rows.end,
+            _ => runs.push(rows),
+        }
+        position = end;
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_base::SplitMix64;
+
+    use super::*;
+
+    /// The rows `new` of a sequence with `pages`, which begin with its page `first_page`.
+    fn rows(pages: &[u32], first_page: usize, new: Range<usize>) -> AttentionRows<'_> {
+        AttentionRows {
+            rows: new.len(),
+            position: new.start,
+            pages,
+            first_page,
+        }
+    }
+
+    #[test]
+    fn pages_that_follow_one_another_are_one_run() {
+        let whole = |range: Range<usize>| vec![range];
+        let runs = |pages, positions: Range<usize>| {
+            super::runs(&rows(pages, 0, positions.clone()), positions)
+        };
+        assert_eq!(runs(&[0, 1, 2], 0..192), whole(0..192));
+        assert_eq!(runs(&[5, 6], 63..65), whole(383..385));
+        assert_eq!(runs(&[3], 7..8), whole(199..200));
+        assert!(runs(&[3], 7..7).is_empty());
+        assert_eq!(runs(&[1, 0, 3], 60..130), [124..128, 0..64, 192..194]);
+        let released = rows(&[9, 2], 5, 389..390);
+        assert_eq!(super::runs(&released, 330..390), [586..640, 128..134]);
+    }
+
+    /// A schedule: sequences over the free pages of a cache.
+    struct Schedule {
+        random: SplitMix64,
+        free: Vec<u32>,
+        sequences: Vec<Sequence>,
+        /// Pages that no row sees any more are free again.
+        window: Option<usize>,
+    }
+
+    #[derive(Clone, Default)]
+    struct Sequence {
+        first_page: usize,
+        pages: Vec<u32>,
+        end: usize,
+    }
+
+    impl Schedule {
+        fn new(seed: u64, pages: usize, window: Option<usize>) -> Self {
+            let mut random = SplitMix64::new(seed);
+            let sequences = vec![Sequence::default(); 1 + random.below(8)];
+            let mut free: Vec<u32> = (0..pages as u32).rev().collect();
+            if random.below(2) == 0 {
+                random.shuffle(&mut free);
+            }
+            Self {
+                random,
+                free,
+                sequences,
+                window,
+            }
+        }
+
+        /// A sequence's step, a chunk of a prompt or one position: its state and new positions.
+        /// Where no page is free it ends instead, and the next one takes its place.
+        fn step(&mut self) -> Option<(Sequence, Range<usize>)> {
+            let i = self.random.below(self.sequences.len());
+            let n = match self.random.below(4) {
+                0 => 1 + self.random.below(512),
+                _ => 1,
+            };
+            let sequence = &mut self.sequences[i];
+            let new = sequence.end..sequence.end + n;
+            let first = seen(&new, self.window).start / PAGE;
+            let released = first - sequence.first_page;
+            self.free.extend(sequence.pages.drain(..released));
+            sequence.first_page = first;
+            let wanted = new.end.div_ceil(PAGE) - first - sequence.pages.len();
+            if wanted > self.free.len() || self.random.below(64) == 0 {
+                self.free.append(&mut sequence.pages);
+                *sequence = Sequence::default();
+                return None;
+            }
+            let taken = self.free.drain(self.free.len() - wanted..).rev();
+            sequence.pages.extend(taken);
+            sequence.end = new.end;
+            Some((sequence.clone(), new))
+        }
+    }
+
+    /// MLX on CUDA reads a slice of a whole multiple of 256 rows as if it began at row 0. The
+    /// arrays grow from a few pages to all that a cache may have.
+    #[test]
+    fn no_slice_for_attention_starts_within_a_buffer_like_mlx_lms() {
+        let mut trapped = 0;
+        for seed in 0..200 {
+            let mut random = SplitMix64::new(seed);
+            let pages = 4 * (1 + random.below(128)) - random.below(2) * random.below(4);
+            let released = [None, Some(300)][random.below(2)];
+            let mut schedule = Schedule::new(seed, pages, released);
+            let mut held = pages.min(1 + random.below(8));
+            for (sequence, new) in (0..200).filter_map(|_| schedule.step()) {
+                let of = rows(&sequence.pages, sequence.first_page, new.clone());
+                let written = runs(&of, new.clone());
+                let needed = written.iter().map(|run| run.end).max().unwrap();
+                held = grown(rows_of(held), needed, pages).unwrap_or(held);
+                assert!(held <= pages, "seed {seed}: {held} pages");
+                assert!(needed <= rows_of(held), "seed {seed}: {held} pages");
+                for window in [released, Some(128), Some(300)] {
+                    let runs = runs(&of, seen(&new, window));
+                    let [run] = &runs[..] else { continue };
+                    let (begins, rows) = (run.start, rows_of(held));
+                    assert!(run.end <= pages * PAGE, "seed {seed}: {run:?}");
+                    assert!(
+                        begins == 0 || !rows.is_multiple_of(256),
+                        "seed {seed}: rows {run:?} of {rows}"
+                    );
+                    trapped += usize::from(
+                        begins > 0 && run.len() >= 256 && (held * PAGE).is_multiple_of(256),
+                    );
+                }
+            }
+        }
+        assert!(trapped > 100, "{trapped} slices would be misread");
+    }
+
+    const ROWS: LayerSizes = LayerSizes::Rows {
+        heads: 1,
+        key: 2,
+        value: 2,
+    };
+    const LATENT: LayerSizes = LayerSizes::Latent {
+        key: 2,
+        value: 1,
+        index: 0,
+    };
+
+    /// The arrays themselves, and rows behind the first page as they come back.
+    #[test]
+    fn arrays_have_the_rows_of_their_shape() {
+        let Some(path) = std::env::var_os("PACELINE_MLXC") else {
+            return eprintln!("SKIPPED rows of an mlx cache: PACELINE_MLXC names no libmlxc");
+        };
+        let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
+        let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
+        let shape = Shape {
+            layers: vec![(ROWS, 8), (LATENT, 4)],
+            dtype: Dtype::F32,
+        };
+        let mut cache = Cache::new(&stream, &shape).unwrap();
+        let lengths = |cache: &Cache| -> Vec<i32> {
+            let arrays = cache.arrays();
+            arrays.iter().map(|array| array.shape()[2]).collect()
+        };
+        assert_eq!(lengths(&cache), [9 * 64, 9 * 64, 5 * 64]);
+        let bytes: u64 = cache.arrays().iter().map(|array| array.n_bytes()).sum();
+        assert_eq!(bytes, shape.bytes());
+
+        let values: Vec<f32> = (0..600).map(|i| i as f32).collect();
+        let new = stream.array_f32(&values, &[1, 1, 300, 2]).unwrap();
+        let span = Span::new(&stream, &rows(&[3, 4, 5, 6, 7], 0, 0..300), None, None).unwrap();
+        cache.write(&stream, 0, &span, [&new, &new]).unwrap();
+        let [keys, _] = cache.read(&stream, 0, &span.view).unwrap();
+        let keys = stream.rows_f32(&keys).unwrap();
+        stream.eval([&keys]).unwrap();
+        assert_eq!(keys.as_f32().unwrap(), values);
+        assert_eq!(lengths(&cache), [9 * 64, 9 * 64, 5 * 64]);
+    }
+
+    /// Pages behind the first ones take memory when they are needed, and the rows before stay.
+    #[test]
+    fn a_cache_grows_to_the_pages_that_are_written() {
+        let Some(path) = std::env::var_os("PACELINE_MLXC") else {
+            return eprintln!("SKIPPED growth of an mlx cache: PACELINE_MLXC names no libmlxc");
+        };
+        let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
+        let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
+        let shape = Shape {
+            layers: vec![(LATENT, 1000), (ROWS, 100)],
+            dtype: Dtype::F32,
+        };
+        let mut cache = Cache::new(&stream, &shape).unwrap();
+        let values: Vec<f32> = (0..128).map(|i| i as f32).collect();
+        let new = stream.array_f32(&values, &[1, 1, 64, 2]).unwrap();
+        let span = |page| Span::new(&stream, &rows(&[page], 0, 0..64), None, None).unwrap();
+        // A page more where they would be a multiple of 256 rows.
+        for (page, pages) in [(3, 129), (128, 129), (129, 258), (300, 517), (999, 1001)] {
+            let span = span(page);
+            let growth = cache.growth(|layer| [span.end(), 0][layer]);
+            cache.grow(&stream, &growth).unwrap();
+            cache.write_latent(&stream, 0, &span, &new).unwrap();
+            let lengths = cache.arrays().into_iter().map(|array| array.shape()[2]);
+            let lengths: Vec<i32> = lengths.collect();
+            assert_eq!(lengths, [pages * 64, 101 * 64, 101 * 64], "page {page}");
+        }
+        for page in [3, 128, 129, 300, 999] {
+            let [keys, _] = cache.read(&stream, 0, &span(page).view).unwrap();
+            let keys = stream.rows_f32(&keys).unwrap();
+            stream.eval([&keys]).unwrap();
+            assert_eq!(keys.as_f32().unwrap(), values, "page {page}");
+        }
+    }
+
+    #[test]
+    fn a_cache_counts_its_bytes() {
+        let rows = LayerSizes::Rows {
+            heads: 2,
+            key: 16,
+            value: 32,
+        };
+        let latent = LayerSizes::Latent {
+            key: 48,
+            value: 32,
+            index: 0,
+        };
+        let of = DeltaSizes {
+            heads: 4,
+            key_heads: 2,
+            key: 16,
+            value: 32,
+            channels: 192,
+        };
+        let shape = Shape {
+            layers: vec![
+                (rows, 5),
+                (LayerSizes::Nothing, 5),
+                (latent, 2),
+                (LayerSizes::Delta(of), 3),
+            ],
+            dtype: Dtype::BF16,
+        };
+        let positions = 64 * 2 * (5 * 2 * (16 + 32) + 2 * 48);
+        let net = 3 * 4 * (4 * 16 * 32 + 64 * (192 + 2 * 16 + 4 * 32 + 4));
+        assert_eq!(shape.bytes(), positions + net);
+    }
+}

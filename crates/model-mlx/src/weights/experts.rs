@@ -1,0 +1,199 @@
+//! The router of a layer, and this rank's experts as stacks of matrices.
+
+use std::ops::Range;
+
+use paceline_mlx::{Array, DeviceKind, Dtype};
+use paceline_model::{Error, LayerRole, Nth, Role};
+
+use super::super::matrix::{Linear, Matrix};
+use super::Loader;
+
+/// The router, and a rank's experts. E experts, N of them held, F their width.
+#[derive(Debug)]
+pub(crate) struct Experts {
+    /// `(C, E)`, in f32, and its bias.
+    pub(crate) router: Linear,
+    /// `(E,)`, in f32: added to weights for the choice alone.
+    pub(crate) choice: Option<Array>,
+    /// `(C,)`: the norm of what goes into the router, where that is not what goes into experts.
+    pub(crate) router_norm: Option<Array>,
+    /// `(E,)`, in f32: factors of weights.
+    pub(crate) scales: Option<Array>,
+    /// Experts that are chosen from, held by this rank.
+    pub(crate) held: Range<usize>,
+    /// None where it holds none.
+    pub(crate) routed: Option<Routed>,
+    /// Where this rank has it.
+    pub(crate) shared: Option<Shared>,
+}
+
+/// Experts that are chosen from, as stacks of N matrices.
+#[derive(Debug)]
+pub(crate) struct Routed {
+    pub(crate) gate: Stack,
+    pub(crate) up: Stack,
+    pub(crate) down: Stack,
+}
+
+/// Matrices of experts, with their biases `(N, out)` where they have some.
+#[derive(Debug)]
+pub(crate) struct Stack {
+    pub(crate) matrices: Matrix,
+    pub(crate) biases: Option<Array>,
+}
+
+/// The expert of every row.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// `(C, 1)`, in f32; none where its weight is 1.
+    pub(crate) router: Option<Array>,
+    pub(crate) gate: Linear,
+    pub(crate) up: Linear,
+    pub(crate) down: Linear,
+}
+
+impl Stack {
+    fn arrays(&self) -> impl Iterator<Item = &Array> {
+        self.matrices.arrays().into_iter().chain(&self.biases)
+    }
+}
+
+impl Experts {
+    pub(super) fn arrays(&self) -> Vec<&Array> {
+        let vectors = [&self.choice, &self.router_norm, &self.scales];
+        let stacks = self.routed.iter();
+        let stacks = stacks.flat_map(|own| [&own.gate, &own.up, &own.down]);
+        let shared = self.shared.iter();
+        let shared = shared.flat_map(|own| {
+            let linears = [&own.gate, &own.up, &own.down].into_iter();
+            linears.flat_map(Linear::arrays).chain(&own.router)
+        });
+        let router = self.router.arrays();
+        let all = router.chain(vectors.into_iter().flatten());
+        all.chain(stacks.flat_map(Stack::arrays))
+            .chain(shared)
+            .collect()
+    }
+}
+
+impl Loader<'_> {
+    pub(super) fn experts(
+        &self,
+        layer: usize,
+        of: paceline_model::Experts,
+    ) -> Result<Experts, Error> {
+        let role = |part| Role::Layer(layer, part);
+        let mine = self.shard.layer(layer).ffn();
+        let held = mine.start.min(of.count)..mine.end.min(of.count);
+        let vector = |there: bool, part| {
+            let values = there.then(|| self.names.finite(role(part), of.count));
+            let values = values.transpose()?;
+            values.map(|values| self.wide(&values)).transpose()
+        };
+        let bias = self.names.bias(role(LayerRole::Router), of.count)?;
+        let norm = of.scaled.then(|| self.names.router_norm(layer));
+        let norm = norm.transpose()?.map(|norm| self.floats(&norm));
+        let shared = (mine.end > of.count).then(|| self.shared(layer, of));
+        Ok(Experts {
+            router: Linear {
+                matrix: Matrix::Float(self.router(role(LayerRole::Router), of.count)?),
+                bias: bias.map(|bias| self.wide(&bias)).transpose()?,
+            },
+            choice: vector(of.corrected, LayerRole::RouterChoice)?,
+            router_norm: norm.transpose()?,
+            scales: vector(of.scaled, LayerRole::ExpertScales)?,
+            routed: (!held.is_empty())
+                .then(|| self.routed(layer, of, &held))
+                .transpose()?,
+            held,
+            shared: shared.transpose()?,
+        })
+    }
+
+    /// A router's `rows` rows across, in f32 as on the CPU.
+    fn router(&self, role: Role, rows: usize) -> Result<Array, Error> {
+        let shape = [rows, self.config.width];
+        self.names.check_router(role, shape)?;
+        self.wide_rows(role, shape, std::slice::from_ref(&(0..rows)))
+    }
+
+    fn shared(&self, layer: usize, of: paceline_model::Experts) -> Result<Shared, Error> {
+        let (width, ffn) = (self.config.width, of.shared);
+        let linear =
+            |part, shape: [usize; 2]| self.rows(Role::Layer(layer, part), shape, 0..shape[0]);
+        let router = of.shared_gate;
+        let router = router.then(|| self.router(Role::Layer(layer, LayerRole::SharedRouter), 1));
+        Ok(Shared {
+            router: router.transpose()?,
+            gate: linear(LayerRole::SharedGate, [ffn, width])?,
+            up: linear(LayerRole::SharedUp, [ffn, width])?,
+            down: linear(LayerRole::SharedDown, [width, ffn])?,
+        })
+    }
+
+    fn routed(
+        &self,
+        layer: usize,
+        of: paceline_model::Experts,
+        held: &Range<usize>,
+    ) -> Result<Routed, Error> {
+        let (width, ffn) = (self.config.width, of.width);
+        let stack =
+            |part: fn(Nth) -> LayerRole, shape| self.stack(layer, (part, shape), of.count, held);
+        Ok(Routed {
+            gate: stack(LayerRole::ExpertGate, [ffn, width])?,
+            up: stack(LayerRole::ExpertUp, [ffn, width])?,
+            down: stack(LayerRole::ExpertDown, [width, ffn])?,
+        })
+    }
+
+    /// The matrices `held` of `count` experts.
+    fn stack(
+        &self,
+        layer: usize,
+        (part, shape): (fn(Nth) -> LayerRole, [usize; 2]),
+        count: usize,
+        held: &Range<usize>,
+    ) -> Result<Stack, Error> {
+        let role = |index| {
+            let nth = Nth { index, of: count };
+            (Role::Layer(layer, part(nth)), nth)
+        };
+        let matrix = |place| {
+            let role = role(held.start + place).0;
+            self.gathered_form(self.matrix(role, shape, 0..shape[0], 0..shape[1])?)
+        };
+        let biases = held.clone().map(|index| {
+            let (role, nth) = role(index);
+            self.names.expert_bias(role, nth, shape[0])
+        });
+        // All experts have one, or none has.
+        let biases = biases.collect::<Result<Option<Vec<_>>, Error>>()?;
+        let biases = biases.map(|rows| {
+            let sizes = [held.len() as i32, shape[0] as i32];
+            let biases = self.floats(&rows.concat())?;
+            Ok::<_, Error>(self.stream.reshape(&biases, &sizes)?)
+        });
+        Ok(Stack {
+            matrices: Matrix::gathered(self.stream, held.len(), matrix, |all| self.eval(all))?,
+            biases: biases.transpose()?,
+        })
+    }
+
+    /// A matrix as gathered products take it: MLX's CPU has them of `f32` only.
+    fn gathered_form(&self, matrix: Matrix) -> Result<Matrix, Error> {
+        match matrix {
+            Matrix::Float(across) if matches!(self.stream.device(), DeviceKind::Cpu) => {
+                let wide = self.stream.astype(&across, Dtype::F32)?;
+                self.kept.borrow_mut().push(across);
+                Ok(Matrix::Float(wide))
+            }
+            other => Ok(other),
+        }
+    }
+
+    /// A vector in f32.
+    pub(super) fn wide(&self, values: &[f32]) -> Result<Array, Error> {
+        Ok(self.stream.array_f32(values, &[values.len() as i32])?)
+    }
+}

@@ -1,0 +1,179 @@
+//! Memory that a shard's weights will take, from the sizes in the file: told before anything is
+//! loaded.
+
+use paceline_base::Bytes;
+use paceline_mlx::Dtype;
+use paceline_model::backend::WeightReader;
+use paceline_model::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Nth, Role, Shard};
+
+use super::super::stored::Stored;
+use super::query_rows;
+
+/// A matrix of a layer: its whole shape, and how many of its values this rank holds.
+type Held = (LayerRole, [usize; 2], usize);
+
+/// The bytes of all matrices of `shard`. Vectors are negligible.
+///
+/// # Errors
+/// When the file lacks a matrix, or has one of another shape.
+pub(crate) fn planned(
+    names: &WeightReader<'_>,
+    shard: &Shard,
+    tied: bool,
+    dtype: Dtype,
+) -> Result<Bytes, Error> {
+    let c = names.config;
+    let of = |role: Role, shape: [usize; 2], values: usize| {
+        let matrix = names.located(role, shape)?;
+        Ok::<_, Error>(Stored::bytes_of(&matrix, values as u64, dtype))
+    };
+    let mut sum = 0;
+    for (i, cut) in shard.layers.clone().zip(shard.each_layer()) {
+        let has = |part| names.source.has_any(c.family, Role::Layer(i, part));
+        for (part, shape, values) in held(c.width, (&c.layers[i], cut), c.per_layer, has) {
+            sum += of(Role::Layer(i, part), shape, values)?;
+        }
+    }
+    let table = [c.vocab, c.width];
+    let embeds = shard.embeds() || c.per_layer > 0;
+    if embeds {
+        sum += of(Role::TokenEmbedding, table, c.vocab * c.width)?;
+    }
+    if c.per_layer > 0 {
+        let all = c.per_layer * c.layers.len();
+        let mine = c.per_layer * shard.layers.len();
+        sum += of(Role::PerLayerEmbedding, [c.vocab, all], c.vocab * all)?;
+        sum += of(Role::PerLayerProjection, [all, c.width], mine * c.width)?;
+    }
+    let shared = tied && embeds && shard.vocab().len() == c.vocab;
+    if shard.has_head() && !shared {
+        let role = if tied {
+            Role::TokenEmbedding
+        } else {
+            Role::Output
+        };
+        sum += of(role, table, shard.vocab().len() * c.width)?;
+    }
+    Ok(Bytes(sum))
+}
+
+/// The matrices of a layer of a model of `width`; `per_layer` numbers of its own embeddings.
+fn held(
+    width: usize,
+    (shape, cut): (&LayerShape, &LayerCut),
+    per_layer: usize,
+    has: impl Fn(LayerRole) -> bool,
+) -> Vec<Held> {
+    let mut all = mixer(width, (shape, cut), has);
+    let outputs = shape.heads * shape.output_dim();
+    let output = match shape.cache {
+        LayerCache::Delta(_) => LayerRole::DeltaOutput,
+        _ => LayerRole::AttentionOutput,
+    };
+    let columns = cut.attention.columns().len();
+    all.push((output, [width, outputs], width * columns));
+    if shape.has_dense() {
+        let (ffn, values) = (shape.ffn, width * cut.dense().columns().len());
+        all.push((LayerRole::Gate, [ffn, width], values));
+        all.push((LayerRole::Up, [ffn, width], values));
+        all.push((LayerRole::Down, [width, ffn], values));
+    }
+    if let Some(experts) = shape.experts {
+        let mine = cut.ffn();
+        let (ffn, of) = (experts.width, experts.count);
+        // All experts of a layer are of one type. Some folders' are read for it, so this rank's.
+        let first = Nth {
+            index: mine.start.min(of - 1),
+            of,
+        };
+        let values = mine.end.min(of).saturating_sub(mine.start) * width * ffn;
+        all.push((LayerRole::ExpertGate(first), [ffn, width], values));
+        all.push((LayerRole::ExpertUp(first), [ffn, width], values));
+        all.push((LayerRole::ExpertDown(first), [width, ffn], values));
+        if mine.end > of {
+            let (ffn, values) = (experts.shared, experts.shared * width);
+            all.push((LayerRole::SharedGate, [ffn, width], values));
+            all.push((LayerRole::SharedUp, [ffn, width], values));
+            all.push((LayerRole::SharedDown, [width, ffn], values));
+        }
+    }
+    if per_layer > 0 {
+        let values = per_layer * width;
+        all.push((LayerRole::PerLayerGate, [per_layer, width], values));
+        all.push((LayerRole::PerLayerOutput, [width, per_layer], values));
+    }
+    all
+}
+
+/// The matrices that make queries, keys and values.
+fn mixer(
+    width: usize,
+    (shape, cut): (&LayerShape, &LayerCut),
+    has: impl Fn(LayerRole) -> bool,
+) -> Vec<Held> {
+    let (heads, kv_heads) = (cut.heads.len(), cut.kv_heads.len());
+    if heads == 0 {
+        return Vec::new();
+    }
+    let rows = |part, all: usize, mine: usize| (part, [all, width], mine * width);
+    match (shape.cache, shape.latent) {
+        (LayerCache::Delta(_), _) => {
+            let keys = |n: usize| 2 * n * shape.head_dim;
+            let values = |n: usize| n * shape.value_dim;
+            let (k, v) = (keys(shape.kv_heads), values(shape.heads));
+            let mine = (keys(kv_heads), values(heads));
+            if has(LayerRole::DeltaQkvGate) {
+                return vec![rows(
+                    LayerRole::DeltaQkvGate,
+                    k + 2 * v,
+                    mine.0 + 2 * mine.1,
+                )];
+            }
+            vec![
+                rows(LayerRole::DeltaQkv, k + v, mine.0 + mine.1),
+                rows(LayerRole::DeltaGate, v, mine.1),
+            ]
+        }
+        (_, Some(latent)) => {
+            let (query, all) = (latent.query_dim() * heads, latent.query_dim() * shape.heads);
+            let down = latent.key_dim();
+            let mut held = vec![rows(LayerRole::LatentDown, down, down)];
+            match latent.query_rank {
+                Some(rank) => {
+                    held.push(rows(LayerRole::QueryDown, rank, rank));
+                    held.push((LayerRole::QueryUp, [all, rank], query * rank));
+                }
+                None => held.push(rows(LayerRole::Query, all, query)),
+            }
+            let (keys, values) = (latent.plain, latent.value_dim);
+            if has(LayerRole::LatentUp) {
+                let all = [shape.heads * (keys + values), latent.rank];
+                let mine = heads * (keys + values) * latent.rank;
+                held.push((LayerRole::LatentUp, all, mine));
+            } else {
+                let nth = Nth {
+                    index: 0,
+                    of: shape.heads,
+                };
+                let (rank, mine) = (latent.rank, heads * latent.rank);
+                held.push((LayerRole::KeyUp(nth), [rank, keys], mine * keys));
+                held.push((LayerRole::ValueUp(nth), [values, rank], mine * values));
+            }
+            held
+        }
+        _ => {
+            let query = rows(
+                LayerRole::Query,
+                query_rows(shape, shape.heads),
+                query_rows(shape, heads),
+            );
+            let of_kv = |part, dim: usize| rows(part, shape.kv_heads * dim, kv_heads * dim);
+            let key = shape
+                .has_keys()
+                .then(|| of_kv(LayerRole::Key, shape.head_dim));
+            let value = shape.has_values();
+            let value = value.then(|| of_kv(LayerRole::Value, shape.value_dim));
+            [Some(query), key, value].into_iter().flatten().collect()
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Greedy steps that are submitted before the tokens of the step before are read. Answers are the
+//! same, few bytes go to the host, and the host works while the device does.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+#![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
+
+use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::common::tiny::Tiny;
+use crate::hang::build;
+use crate::slow::{FILE, LOG, again};
+use crate::{apart, library, options, try_mlx};
+use paceline_base::{BlockType, KernelClass, SplitMix64};
+use paceline_model::{Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, ModelFamily};
+use paceline_model_mlx::{MlxCounts, MlxModel};
+use paceline_tensor::PAGE;
+
+/// Sequences at the same time, and pages of each.
+const SEQUENCES: usize = 3;
+const PAGES: usize = 2;
+
+/// Decode steps on the device with a queue.
+const STEPS: usize = 9;
+
+fn model(path: &Path, library: &Path) -> Arc<MlxModel> {
+    Arc::new(try_mlx(path, options(library, KernelClass::MlxF32)).unwrap())
+}
+
+fn reserve(model: &Arc<MlxModel>) -> Box<dyn Compute> {
+    let size = BatchSize {
+        rows: 128,
+        logit_rows: SEQUENCES,
+        sequences: SEQUENCES,
+        context: PAGES * PAGE,
+    };
+    let model: Arc<dyn LoadedModel> = Arc::clone(model) as _;
+    model.reserve(size, SEQUENCES * PAGES * PAGE).unwrap()
+}
+
+/// Place and bits of the largest logit. Logits that stayed on the device are NaN.
+fn largest(row: &[f32]) -> (u32, u32) {
+    let mut best = (0, f32::NEG_INFINITY);
+    for (token, logit) in (0..).zip(row) {
+        if *logit > best.1 {
+            best = (token, *logit);
+        }
+    }
+    (best.0, best.1.to_bits())
+}
+
+/// A sequence of a schedule: its pages, and the tokens that no step has had yet.
+struct Sequence {
+    pages: Vec<u32>,
+    position: usize,
+    pending: Vec<u32>,
+}
+
+impl Sequence {
+    fn in_batch(&self, logits: Logits) -> BatchSequence<'_> {
+        let end = self.position + self.pending.len();
+        BatchSequence {
+            tokens: &self.pending,
+            position: self.position,
+            pages: &self.pages[..end.div_ceil(PAGE)],
+            windows: &[],
+            adapter: 0,
+            logits,
+        }
+    }
+}
+
+/// A schedule of greedy sequences that begin, pause and end at random.
+struct Schedule {
+    random: SplitMix64,
+    free: VecDeque<u32>,
+    sequences: Vec<Sequence>,
+}
+
+impl Schedule {
+    fn new(seed: u64) -> Self {
+        Self {
+            random: SplitMix64::new(seed),
+            free: (0..(SEQUENCES * PAGES) as u32).collect(),
+            sequences: Vec::new(),
+        }
+    }
+
+    /// A step that asks for `logits`: the largest logit of each sequence, with its place.
+    fn step(&mut self, compute: &mut dyn Compute, logits: Logits) -> Vec<(u32, u32)> {
+        if self.sequences.len() < SEQUENCES && self.random.below(8) == 0
+            || self.sequences.is_empty()
+        {
+            let prompt = 1 + self.random.below(70);
+            let random = &mut self.random;
+            self.sequences.push(Sequence {
+                pages: self.free.drain(..PAGES).collect(),
+                position: 0,
+                pending: (0..prompt).map(|_| random.below(300) as u32).collect(),
+            });
+        }
+        if self.random.below(12) == 0 {
+            self.sequences.rotate_left(1); // another order of the same sequences
+        }
+        let sequences: Vec<_> = self.sequences.iter().map(|s| s.in_batch(logits)).collect();
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        let rows = compute.forward(&batch).unwrap();
+        let best = (0..rows).map(|i| largest(compute.logits_mut(i)));
+        let best: Vec<(u32, u32)> = best.collect();
+        for (s, (token, _)) in self.sequences.iter_mut().zip(&best) {
+            s.position += s.pending.len();
+            s.pending = vec![*token];
+        }
+        let (random, free) = (&mut self.random, &mut self.free);
+        self.sequences.retain(|s| {
+            let ends = s.position + 1 == PAGES * PAGE || random.below(40) == 0;
+            if ends {
+                free.extend(&s.pages);
+            }
+            !ends
+        });
+        best
+    }
+}
+
+/// A schedule's largest logits, and the counts of its steps.
+fn run(model: &Arc<MlxModel>, logits: Logits) -> (Vec<Vec<(u32, u32)>>, MlxCounts) {
+    let (mut schedule, mut compute) = (Schedule::new(5), reserve(model));
+    let before = model.counts();
+    let steps = (0..80).map(|_| schedule.step(&mut *compute, logits));
+    let steps = steps.collect();
+    let now = model.counts();
+    let counts = MlxCounts {
+        logit_bytes: now.logit_bytes - before.logit_bytes,
+        steps_ahead: now.steps_ahead - before.steps_ahead,
+        ..now
+    };
+    (steps, counts)
+}
+
+/// The same schedule with whole logits has no step ahead.
+#[test]
+fn steps_ahead_give_the_same_bits() {
+    let Some(library) = library("steps ahead on mlx give the same bits") else {
+        return;
+    };
+    if apart("ahead::steps_ahead_give_the_same_bits") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    // Lanes; windows and embeddings of layers; states.
+    for family in [ModelFamily::Llama, ModelFamily::Gemma4, ModelFamily::Qwen35] {
+        Tiny::new(family, BlockType::Q8_0).write(&path);
+        let model = model(&path, &library);
+        let (expected, plain) = run(&model, Logits::Last);
+        let (got, counts) = run(&model, Logits::Best);
+        assert_eq!(got, expected, "{}", family.name());
+        let tokens = got.iter().map(Vec::len).sum::<usize>() as u64;
+        println!("{}: {tokens} tokens, {counts:?}", family.name());
+        assert_eq!(plain.steps_ahead, 0);
+        assert!(counts.steps_ahead > 40, "{counts:?}");
+        assert_eq!(counts.logit_bytes, 8 * tokens);
+    }
+}
+
+/// Decodes [`STEPS`] tokens. Of each wait for the device: `1` where it has another step to compute,
+/// else `0`.
+fn waits(model: &Arc<MlxModel>, logits: Logits) -> String {
+    let log = std::env::var_os(LOG).unwrap();
+    std::fs::write(&log, "").unwrap();
+    let mut compute = reserve(model);
+    let mut token = 7;
+    for position in 0..STEPS {
+        let sequence = BatchSequence {
+            tokens: &[token],
+            position,
+            pages: &[0],
+            windows: &[],
+            adapter: 0,
+            logits,
+        };
+        let sequences = [sequence];
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        compute.forward(&batch).unwrap();
+        token = largest(compute.logits_mut(0)).0;
+    }
+    std::fs::read_to_string(log).unwrap()
+}
+
+/// When a step's token is there, the device computes the next step already.
+#[test]
+fn a_host_works_while_the_device_computes() {
+    let test = "a host works while the device computes";
+    let Some(mlx) = library(test) else {
+        return;
+    };
+    let Some(file) = std::env::var_os(FILE) else {
+        return again("ahead::a_host_works_while_the_device_computes");
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let Some(device) = build::linked(dir.path(), &mlx, "queue.rs") else {
+        return eprintln!("SKIPPED {test}: no rustc");
+    };
+    let path = dir.path().join("tiny.gguf");
+    Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&path);
+    let model = model(&path, &device);
+    std::fs::write(file, "").unwrap();
+    let plain = waits(&model, Logits::Last);
+    assert!(!plain.contains('1'), "{plain}");
+    let ahead = waits(&model, Logits::Best);
+    println!("waits of {STEPS} steps: {ahead}");
+    assert!(
+        ahead.len() >= STEPS && ahead.ends_with(&"1".repeat(STEPS - 2)),
+        "{ahead}"
+    );
+}
