@@ -18,10 +18,6 @@ const PARTIAL: [&str; 2] = [
 ];
 const COMPLETE: [&str; 2] = ["tiny/paceline.json", "tiny/tiny.Q4_1.gguf"];
 
-pub(crate) fn etag(text: &str) -> String {
-    format!("\"{text}\"")
-}
-
 fn body() -> (Arc<Vec<u8>>, Catalogue) {
     let body = Arc::new(payload());
     let catalogue = catalogue(&body, true, Vec::new());
@@ -38,11 +34,7 @@ fn hub_failure(result: Result<PulledModel, Error>) -> Error {
 #[test]
 fn a_pull_ends_with_the_file_its_record_and_nothing_else() {
     let (body, catalogue) = body();
-    let served = Arc::clone(&body);
-    let server = FakeHub::start(move |_, _| ServerReply::File {
-        body: Arc::clone(&served),
-        etag: etag("1"),
-    });
+    let server = FakeHub::of(&body);
     let setup = StoreSetup::new(server.url());
     let (pulled, record) = setup.pull(catalogue, "tiny");
     let pulled = pulled.unwrap();
@@ -76,21 +68,14 @@ fn a_broken_connection_is_resumed_within_the_same_pull() {
     let server = FakeHub::start(move |_, number| {
         let body = Arc::clone(&body);
         match number {
-            0 => ServerReply::CutAfter {
-                body,
-                etag: etag("1"),
-                bytes: 1_000_000,
-            },
+            0 => ServerReply::cut(&body, "1", 1_000_000),
             1 => ServerReply::Status(503),
             2 => ServerReply::StallAfter {
                 body,
                 etag: etag("1"),
                 bytes: 1_500_000,
             },
-            _ => ServerReply::File {
-                body,
-                etag: etag("1"),
-            },
+            _ => ServerReply::file(&body, "1"),
         }
     });
     let mut setup = StoreSetup::new(server.url());
@@ -111,11 +96,7 @@ fn a_broken_connection_is_resumed_within_the_same_pull() {
 #[test]
 fn a_later_pull_goes_on_where_a_cancelled_one_stopped() {
     let (body, catalogue) = body();
-    let served = Arc::clone(&body);
-    let server = FakeHub::start(move |_, _| ServerReply::File {
-        body: Arc::clone(&served),
-        etag: etag("1"),
-    });
+    let server = FakeHub::of(&body);
     let setup = StoreSetup::new(server.url());
     let cancel_after = Some((500_000, setup.cancel.clone()));
     let mut record = ProgressLog {
@@ -161,19 +142,12 @@ fn resuming_starts_over_when_the_server_cannot_or_its_copy_changed() {
                     etag: "W/\"1\"".into(),
                     bytes: 100_000,
                 },
-                _ if first => ServerReply::CutAfter {
-                    body,
-                    etag: etag("1"),
-                    bytes: 100_000,
-                },
+                _ if first => ServerReply::cut(&body, "1", 100_000),
                 "no ranges" => ServerReply::NoRanges {
                     body,
                     etag: etag("1"),
                 },
-                "new etag" => ServerReply::File {
-                    body,
-                    etag: etag("2"),
-                },
+                "new etag" => ServerReply::file(&body, "2"),
                 "wrong range" if number == 1 => ServerReply::WrongRange {
                     body,
                     etag: etag("1"),
@@ -186,10 +160,7 @@ fn resuming_starts_over_when_the_server_cannot_or_its_copy_changed() {
                         etag: "W/\"1\"".into(),
                     }
                 }
-                _ => ServerReply::File {
-                    body,
-                    etag: etag("1"),
-                },
+                _ => ServerReply::file(&body, "1"),
             }
         });
         let mut setup = StoreSetup::new(server.url());
@@ -220,10 +191,7 @@ fn wrong_bytes_are_refused_and_removed() {
     let expected = sha256(&body);
     let wrong = Arc::new(other);
     let got = sha256(&wrong);
-    let server = FakeHub::start(move |_, _| ServerReply::File {
-        body: Arc::clone(&wrong),
-        etag: etag("1"),
-    });
+    let server = FakeHub::of(&wrong);
     let setup = StoreSetup::new(server.url());
     let (result, _) = setup.pull(catalogue, "tiny");
     match hub_failure(result) {
@@ -250,11 +218,7 @@ fn wrong_bytes_in_pieces_are_not_fetched_for_ever() {
     let mut other = body.to_vec();
     other[1_000_000] ^= 0x10;
     let wrong = Arc::new(other);
-    let server = FakeHub::start(move |_, _| ServerReply::CutAfter {
-        body: Arc::clone(&wrong),
-        etag: etag("1"),
-        bytes: 2 << 20,
-    });
+    let server = FakeHub::start(move |_, _| ServerReply::cut(&wrong, "1", 2 << 20));
     let (result, _) = StoreSetup::new(server.url()).pull(catalogue, "tiny");
     assert!(matches!(hub_failure(result), Error::HashMismatch { .. }));
     assert_eq!(server.requests().len(), 3 * 2, "three starts of two pieces");
@@ -285,10 +249,7 @@ fn a_file_announced_with_another_hash_or_size_is_not_even_fetched() {
     ));
 
     let short = Arc::new(body[..1000].to_vec());
-    let lying = FakeHub::start(move |_, _| ServerReply::File {
-        body: Arc::clone(&short),
-        etag: etag("1"),
-    });
+    let lying = FakeHub::of(&short);
     let (result, _) = StoreSetup::new(lying.url()).pull(catalogue, "tiny");
     assert!(matches!(
         hub_failure(result),
@@ -365,10 +326,7 @@ fn refusals_are_told_apart() {
 fn redirects_are_followed_and_the_token_stays_with_the_hub() {
     let (body, catalogue) = body();
     let hash = sha256(&body);
-    let storage = FakeHub::start(move |_, _| ServerReply::File {
-        body: Arc::clone(&body),
-        etag: etag("s"),
-    });
+    let storage = FakeHub::of(&body);
     let elsewhere = format!("{}/blob?signature=1", storage.url());
     let hub = FakeHub::start(move |_, number| match number {
         0 => ServerReply::Redirect {
@@ -472,10 +430,7 @@ fn cancelling_does_not_wait_for_a_silent_server() {
 fn a_disk_too_small_is_found_beforehand() {
     let (body, catalogue) = body();
     let size = body.len() as u64;
-    let server = FakeHub::start(move |_, _| ServerReply::File {
-        body: Arc::clone(&body),
-        etag: etag("1"),
-    });
+    let server = FakeHub::of(&body);
     let mut setup = StoreSetup::new(server.url());
     setup.options.free_space = |_| Ok(1 << 20);
     match setup.pull(catalogue, "tiny").0.unwrap_err() {
@@ -491,10 +446,7 @@ fn a_disk_too_small_is_found_beforehand() {
 #[cfg(target_os = "linux")]
 fn a_disk_that_fills_up_while_writing_says_so() {
     let (body, catalogue) = body();
-    let server = FakeHub::start(move |_, _| ServerReply::File {
-        body: Arc::clone(&body),
-        etag: etag("1"),
-    });
+    let server = FakeHub::of(&body);
     let setup = StoreSetup::new(server.url());
     let partial = setup.home.models_dir().join(PARTIAL[0]);
     fs::create_dir_all(partial.parent().unwrap()).unwrap();
@@ -511,11 +463,7 @@ fn a_disk_that_fills_up_while_writing_says_so() {
 #[test]
 fn a_connection_that_brings_nothing_leaves_nothing() {
     let (body, catalogue) = body();
-    let server = FakeHub::start(move |_, _| ServerReply::CutAfter {
-        body: Arc::clone(&body),
-        etag: etag("1"),
-        bytes: 0,
-    });
+    let server = FakeHub::start(move |_, _| ServerReply::cut(&body, "1", 0));
     let setup = StoreSetup::new(server.url());
     setup.pull(catalogue, "tiny").0.unwrap_err();
     assert_eq!(setup.files(), [""; 0]);
@@ -549,10 +497,7 @@ fn two_pulls_at_once_fetch_once() {
     let server = FakeHub::start(move |_, _| {
         // The first pull holds the lock until the second waits for it.
         opened.lock().unwrap().recv().unwrap();
-        ServerReply::File {
-            body: Arc::clone(&body),
-            etag: etag("1"),
-        }
+        ServerReply::file(&body, "1")
     });
     let setup = StoreSetup::new(server.url());
     std::thread::scope(|scope| {
@@ -632,23 +577,14 @@ fn a_folder_is_fetched_file_by_file_and_resumed_between_them() {
     let (refused, folder) = (AtomicBool::new(false), Arc::new(OnceLock::<PathBuf>::new()));
     let place = Arc::clone(&folder);
     let server = FakeHub::start(move |request, _| match request.path.as_str() {
-        path if path.starts_with("/api/") => ServerReply::File {
-            body: Arc::clone(&list_json),
-            etag: etag("l"),
-        },
+        path if path.starts_with("/api/") => ServerReply::file(&list_json, "l"),
         path if path.ends_with("/tokenizer.json") && !refused.swap(true, Ordering::Relaxed) => {
             // The failure ends the other downloads.
             wait_for_file(&place.wait().join("model.safetensors"));
             ServerReply::Status(404)
         }
-        path if path.ends_with(".json") => ServerReply::File {
-            body: Arc::clone(&small),
-            etag: etag("c"),
-        },
-        _ => ServerReply::File {
-            body: Arc::clone(&large),
-            etag: etag("w"),
-        },
+        path if path.ends_with(".json") => ServerReply::file(&small, "c"),
+        _ => ServerReply::file(&large, "w"),
     });
     let setup = StoreSetup::new(server.url()).patient();
     folder
@@ -699,14 +635,8 @@ fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
     ]);
     let list_json = Arc::new(list_json.into_bytes());
     let server = FakeHub::start(move |request, _| match request.path.starts_with("/api/") {
-        true => ServerReply::File {
-            body: Arc::clone(&list_json),
-            etag: etag("l"),
-        },
-        false => ServerReply::File {
-            body: Arc::clone(&model),
-            etag: etag("m"),
-        },
+        true => ServerReply::file(&list_json, "l"),
+        false => ServerReply::file(&model, "m"),
     });
     let setup = StoreSetup::new(server.url());
     match setup.pull(empty_catalogue(), "own/repo").0.unwrap_err() {
@@ -754,10 +684,7 @@ fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
 #[test]
 fn an_endless_file_list_is_cut_off() {
     let body = Arc::new(vec![b' '; 17 << 20]);
-    let server = FakeHub::start(move |_, _| ServerReply::File {
-        body: Arc::clone(&body),
-        etag: etag("l"),
-    });
+    let server = FakeHub::of(&body);
     let error = StoreSetup::new(server.url())
         .pull(empty_catalogue(), "own/repo")
         .0
@@ -779,16 +706,9 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
     let server = FakeHub::start(move |request, number| {
         let body = Arc::clone(&served);
         match number {
-            0 => ServerReply::File {
-                body: Arc::clone(&list_json),
-                etag: etag("l"),
-            },
+            0 => ServerReply::file(&list_json, "l"),
             // The range is interrupted and resumed; the last server has no ranges.
-            3 => ServerReply::CutAfter {
-                body,
-                etag: etag("m"),
-                bytes: 100_000,
-            },
+            3 => ServerReply::cut(&body, "m", 100_000),
             5 => ServerReply::NoRanges {
                 body,
                 etag: etag("m"),
@@ -797,10 +717,7 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
                 let commit = "ab".repeat(20);
                 let path = format!("/own/repo/resolve/{commit}/m-Q8_0.gguf");
                 assert_eq!(request.path, path);
-                ServerReply::File {
-                    body,
-                    etag: etag("m"),
-                }
+                ServerReply::file(&body, "m")
             }
         }
     });
@@ -910,10 +827,7 @@ fn a_search_has_ids_that_can_be_pulled() {
     let found = r#"[{"id": "o/r", "downloads": 7}, {"id": "no owner"}, {"likes": 1},
                     {"id": "o/s", "likes": 2, "tags": []}]"#;
     let body = Arc::new(found.as_bytes().to_vec());
-    let server = FakeHub::start(move |_, _| ServerReply::File {
-        body: Arc::clone(&body),
-        etag: etag("1"),
-    });
+    let server = FakeHub::of(&body);
     let setup = StoreSetup::new(server.url());
     let found = search("a b/ü&x=1", &setup.options, &setup.cancel).unwrap();
     let ids: Vec<(&str, u64, u64)> = found

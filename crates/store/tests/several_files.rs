@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, OnceLock};
 
 use crate::common::*;
-use crate::hub::{etag, listing};
+use crate::hub::listing;
 use paceline_base::Bytes;
 use paceline_store::*;
 

@@ -104,6 +104,25 @@ pub enum ServerReply {
     Garbage,
 }
 
+impl ServerReply {
+    /// [`Self::File`] with the ETag `"tag"`.
+    pub fn file(body: &Arc<Vec<u8>>, tag: &str) -> Self {
+        let (body, etag) = (Arc::clone(body), etag(tag));
+        Self::File { body, etag }
+    }
+
+    /// [`Self::CutAfter`] with the ETag `"tag"`.
+    pub fn cut(body: &Arc<Vec<u8>>, tag: &str, bytes: usize) -> Self {
+        let (body, etag) = (Arc::clone(body), etag(tag));
+        Self::CutAfter { body, etag, bytes }
+    }
+}
+
+/// A strong entity tag.
+pub fn etag(tag: &str) -> String {
+    format!("\"{tag}\"")
+}
+
 type ReplyHandler = dyn Fn(&ServerRequest, usize) -> ServerReply + Send + Sync;
 
 /// A server on its own port until the test process ends.
@@ -129,6 +148,12 @@ impl FakeHub {
             }
         });
         Self { addr, seen }
+    }
+
+    /// Sends `body` for each request.
+    pub fn of(body: &Arc<Vec<u8>>) -> Self {
+        let body = Arc::clone(body);
+        Self::start(move |_, _| ServerReply::file(&body, "1"))
     }
 
     pub fn url(&self) -> String {
