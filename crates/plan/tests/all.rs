@@ -1,6 +1,5 @@
 //! The integration tests of this crate: one program, so that they are linked once.
 
-mod distilp;
 mod experts;
 mod objectives;
 mod published;

@@ -174,7 +174,7 @@ pub fn stream(
 }
 
 /// Solves; an incumbent that time cut short is no answer, since it would depend on the machine.
-pub(crate) fn finish<M>(program: M, rows: usize, columns: usize) -> Result<M::Solution, Error>
+fn finish<M>(program: M, rows: usize, columns: usize) -> Result<M::Solution, Error>
 where
     M: SolverModel,
     M::Error: std::fmt::Display,

@@ -13,7 +13,6 @@ mod classes;
 mod exact;
 mod group_order;
 mod groups;
-pub mod halda;
 mod large;
 pub mod milp;
 mod program;
