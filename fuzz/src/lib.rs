@@ -179,8 +179,7 @@ pub fn serve(wire: ServerProtocol) -> SocketAddr {
     };
     let mut config = Config::new(0, clock);
     config.wire = wire;
-    let server =
-        HttpServer::bind(config, model(), Arc::new(Ready)).expect("a free port");
+    let server = HttpServer::bind(config, model(), Arc::new(Ready)).expect("a free port");
     let addr = server.addresses()[0];
     thread::spawn(move || server.run());
     addr

@@ -56,7 +56,9 @@ mod preview;
 mod proposals;
 mod replicas;
 mod roots;
+mod running;
 mod services;
+mod spec;
 mod speed;
 mod spread;
 mod stale_records;
@@ -65,25 +67,24 @@ mod stores;
 mod unused_nodes;
 mod whole_copy;
 
+use running::{OwnerService, RunningInstance};
+pub use spec::{FileLookup, FleetSpec, MakeKernels, ModelRegistrar, Sizes};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
-use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
+use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::{NodeId, RegisterKey};
-use paceline_engine::{EncoderService, EngineConfig, Service};
-use paceline_fleet::{AdapterFile, InstanceId, InstanceSpec, NODES_MAX, ServiceStarts, specs};
-use paceline_model::Config;
-use paceline_tensor::Kernels;
+use paceline_engine::Service;
+use paceline_fleet::{InstanceId, InstanceSpec, NODES_MAX, ServiceStarts, specs};
 use serde::Serialize;
 
 use crate::trace::{Recording, Stages};
-use crate::workers::connection::{MessageConnection, send_message};
-use crate::workers::host::{HostSpec, ModelName, host};
+use crate::workers::host::{HostSpec, ModelName};
 use crate::{Instance, InstanceSummary};
 pub use answer_traces::TraceRequest;
 use copies::ModelCopies;
@@ -95,7 +96,6 @@ use ingress::IngressService;
 use journals::{Deaths, JournalCopier, JournalStore};
 pub use listing::InstanceView;
 pub use load_request::LoadRequest;
-use owner::OwnedInstance;
 pub use paceline_fleet::memory::{lent_devices, placed_bytes};
 use paceline_fleet::replica_names::Name;
 pub use paceline_fleet::replica_names::Replica;
@@ -138,83 +138,6 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Most replicas of one load: one for each node of the largest instance.
 const REPLICAS_MAX: u16 = NODES_MAX as u16;
-
-/// Receives the models that this node can answer with. The HTTP server implements it.
-pub trait ModelRegistrar: Send + Sync {
-    /// Registers a model over all of its replicas, or one of its adapters. `key` identifies the
-    /// registration. `path` is the model's file on this node; `model` is the spec of one replica,
-    /// and the adapter.
-    ///
-    /// # Errors
-    /// Why this node cannot answer with it.
-    fn open(
-        &self,
-        key: &str,
-        model: (&InstanceSpec, Option<&AdapterFile>),
-        path: &Path,
-        service: Arc<dyn Service>,
-    ) -> Result<(), String>;
-
-    /// Removes the registration `key`.
-    fn close(&self, key: &str);
-
-    /// Receives all models of the cluster that this node does not answer with, when they change.
-    fn set_unserved(&self, models: Vec<UnservedModel>);
-
-    /// Returns the journal of a streamed answer of this node and ends the stream. Its client, the
-    /// holder of the API key with this id, resumes at another node.
-    fn journal(&self, id: &str, key: Option<&str>) -> Option<Vec<u8>>;
-}
-
-/// Engine sizes for the model at a path, by its spec.
-pub type Sizes = dyn Fn(&Path, &Config, &InstanceSpec) -> EngineConfig + Send + Sync;
-
-/// The file of a model by the user's name for it, or why there is none.
-pub type FileLookup = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
-
-/// Makes kernels for a number of threads.
-pub type MakeKernels = dyn Fn(usize) -> std::io::Result<Arc<Kernels>> + Send + Sync;
-
-/// Dependencies of a fleet on the program around it.
-pub struct FleetSpec {
-    /// Starts workers: program and arguments.
-    pub program: (PathBuf, Vec<std::ffi::OsString>),
-    /// The complete environment of every worker: see [`for_workers`](crate::crew::for_workers).
-    pub worker_env: Vec<(std::ffi::OsString, std::ffi::OsString)>,
-    /// Folders below which workers may write.
-    pub worker_folders: Vec<PathBuf>,
-    /// The file of a model of this machine, by the user's name for it.
-    pub find: Box<FileLookup>,
-    /// Where copies of models are kept.
-    pub copies: PathBuf,
-    /// The user's models on this machine, and the disk budget.
-    pub store: Arc<OwnStore>,
-    /// The hub, for bytes of models that no node has.
-    pub hub: Arc<dyn ModelHub>,
-    /// Paceline's home folder, with the measurements for forecasts.
-    pub home: PathBuf,
-    /// Folder for the journals of open answers, so that they outlive a power cut; `None` keeps them
-    /// in memory alone.
-    pub journals: Option<PathBuf>,
-    /// Makes kernels for a number of threads.
-    pub kernels: Box<MakeKernels>,
-    /// The only interface on which workers listen; `None` for all.
-    pub interface: Option<String>,
-    /// Sizes of an engine.
-    pub sizes: Box<Sizes>,
-    /// Default threads of a worker.
-    pub threads: usize,
-    /// Receives the models that this node answers with.
-    pub doors: Box<dyn ModelRegistrar>,
-    /// Receives log lines for people; must not block.
-    pub tell: Arc<dyn Fn(&str) + Send + Sync>,
-}
-
-impl fmt::Debug for FleetSpec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "workers by {}", self.program.0.display())
-    }
-}
 
 /// An instance to which this node can send requests.
 #[derive(Clone, Debug, Serialize)]
@@ -284,51 +207,6 @@ impl RoutedModel {
             Self::Replicas(_) => ModelRoute::Replicas,
             Self::Encoder => ModelRoute::Encoder,
             Self::Own(id) => ModelRoute::Own(*id),
-        }
-    }
-}
-
-/// An instance of this node, by the epoch of its record.
-struct RunningInstance {
-    owned: OwnedInstance,
-    /// Set once it answers.
-    answers: Option<OwnerService>,
-    /// Service of the previous record, which answers until this one does.
-    former: Option<OwnerService>,
-}
-
-impl RunningInstance {
-    /// Its workers, once they answer by this record.
-    fn own_instance(&self) -> Option<Arc<Instance>> {
-        self.answers.as_ref()?.instance().cloned()
-    }
-
-    /// The workers that answer, by this record or the one before.
-    fn any_instance(&self) -> Option<Arc<Instance>> {
-        let answers = self.answers.as_ref().or(self.former.as_ref());
-        answers?.instance().cloned()
-    }
-
-    fn into_instances(self) -> impl Iterator<Item = Arc<Instance>> {
-        let services = self.answers.into_iter().chain(self.former);
-        services.filter_map(|service| service.instance().cloned())
-    }
-}
-
-/// The service of an instance on its owner.
-#[derive(Clone)]
-enum OwnerService {
-    /// Workers.
-    Instance(Arc<Instance>),
-    /// An encoder in this process.
-    Encoder(Arc<EncoderService>),
-}
-
-impl OwnerService {
-    fn instance(&self) -> Option<&Arc<Instance>> {
-        match self {
-            Self::Instance(instance) => Some(instance),
-            Self::Encoder(_) => None,
         }
     }
 }
@@ -580,53 +458,6 @@ impl fmt::Debug for Fleet {
 }
 
 impl Inner {
-    /// Starts the services for other nodes.
-    fn serve(self: &Arc<Self>) {
-        let serve = |name: &str, run: fn(&Arc<Self>, ServiceChannel)| {
-            let weak = Arc::downgrade(self);
-            self.agent.serve(name, move |channel| {
-                if let Some(inner) = weak.upgrade() {
-                    run(&inner, channel);
-                }
-            });
-        };
-        serve(CREW, |inner, channel| {
-            // The owner sees how it ended at its end of the connection.
-            let _: Result<(), _> = host(&NodeConnection(channel), &inner.host);
-        });
-        serve(FETCH, |inner, channel| {
-            inner.copies.answer_fetch(&inner.agent, &channel);
-        });
-        serve(FILE, |inner, channel| inner.copies.answer_file(&channel));
-        serve(PIECES, |inner, channel| {
-            inner.copies.answer_pieces(&inner.agent, &channel);
-        });
-        serve(STORES, |inner, channel| {
-            let peer = channel.peer();
-            stores::answer(inner, &NodeConnection(channel), peer);
-        });
-        serve(SPEED, |inner, channel| {
-            // Optional: the planning node estimates the speed without an answer.
-            let _: Result<(), _> = send_message(&NodeConnection(channel), &inner.own_speed());
-        });
-        serve(ANSWERS, |inner, channel| {
-            let line: Arc<dyn MessageConnection> = Arc::new(NodeConnection(channel));
-            ingress::answer(inner, &line);
-        });
-        serve(TRACE, |inner, channel| {
-            answer_traces::answer(inner, &NodeConnection(channel));
-        });
-        serve(STAGES, |inner, channel| {
-            answer_traces::answer_stages(inner, &NodeConnection(channel));
-        });
-        serve(journals::KEEP, |inner, channel| {
-            journals::answer_keep(inner, &NodeConnection(channel));
-        });
-        serve(journals::JOURNAL, |inner, channel| {
-            journals::answer_journal(inner, &NodeConnection(channel));
-        });
-    }
-
     /// The least loaded ready instance of a name or id, and its spec.
     fn ready_called(&self, model: &str) -> Option<(InstanceView, InstanceSpec)> {
         let map = self.agent.map();
@@ -639,61 +470,6 @@ impl Inner {
         let id: InstanceId = view.id.parse().ok()?;
         let (_, _, wanted) = specs(&map).find(|(other, ..)| *other == id)?;
         Some((view, wanted))
-    }
-
-    /// Starts an instance on its own thread, once for each record.
-    fn begin(self: &Arc<Self>, mut owned: OwnedInstance) {
-        let mut state = lock(&self.state);
-        let all = &mut state.owned;
-        let epoch = owned.epoch;
-        let is_same = |it: &RunningInstance| it.owned.epoch == epoch;
-        if all.get(&owned.id).is_some_and(is_same) {
-            return;
-        }
-        let running = RunningInstance {
-            owned: owned.clone(),
-            answers: None,
-            former: None,
-        };
-        let before = all.insert(owned.id, running);
-        let former = before.and_then(|it| it.answers.or(it.former));
-        // If the previous one answers, it continues when this one cannot start.
-        owned.goes_on &= former.is_none();
-        if let Some(it) = all.get_mut(&owned.id) {
-            it.former = former;
-        }
-        drop(state);
-        let inner = Arc::clone(self);
-        let run = move || {
-            let answers = owned.start(&inner);
-            let mut state = lock(&inner.state);
-            let own = state.owned.get_mut(&owned.id);
-            let own = own.filter(|it| it.owned.epoch == epoch);
-            let (mut goes_on, mut unused) = (false, None);
-            match (own, answers) {
-                (Some(it), Some(answers)) => {
-                    it.answers = Some(answers);
-                    unused = it.former.take();
-                }
-                (Some(it), None) => goes_on = it.former.is_some(),
-                (None, answers) => unused = answers,
-            }
-            drop(state);
-            drop(unused); // ends its workers, which takes a moment
-            // A draining node must learn that its part was not taken over.
-            let leaves = || inner.agent.nodes().iter().any(|node| node.facts.leaving);
-            if goes_on && !leaves() {
-                owned.go_on_as_before(&inner);
-            }
-        };
-        self.spawn("owner", run);
-    }
-
-    /// Whether this node starts or runs an instance of this record.
-    fn has_begun(&self, id: InstanceId, epoch: u64) -> bool {
-        let state = lock(&self.state);
-        let is_it = |it: &RunningInstance| it.owned.epoch == epoch;
-        state.owned.get(&id).is_some_and(is_it) && !self.is_over()
     }
 
     /// The replica set that contains an instance, if this node answers with it.
@@ -737,17 +513,6 @@ impl Inner {
             }
         };
         self.spawn("part", run);
-    }
-
-    /// The instance of this node, once it answers.
-    fn ready_instance(&self, id: InstanceId) -> Option<Arc<Instance>> {
-        lock(&self.state).owned.get(&id)?.any_instance()
-    }
-
-    /// Whether this instance is still the one that answers on this node.
-    fn answers_with(&self, id: InstanceId, instance: &Arc<Instance>) -> bool {
-        let current = self.ready_instance(id);
-        current.is_some_and(|current| Arc::ptr_eq(&current, instance))
     }
 
     fn is_over(&self) -> bool {

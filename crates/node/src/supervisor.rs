@@ -22,23 +22,26 @@
 //! instances from seeds.
 
 mod change;
+mod events;
+mod failing;
+mod phase;
 mod requests;
 
+pub use events::{Action, Event, Notice};
+use phase::{EpochReason, LeaveAction, Pending, Phase, Starting, WorkerState};
 use std::collections::VecDeque;
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use paceline_base::Rank;
 use paceline_cluster::workers::Event as CrewEvent;
-use paceline_engine::{Reply, RequestFailure, RequestMessage, Ticket};
+use paceline_engine::{Reply, RequestFailure, RequestMessage};
 use paceline_plan::split_selection::{self, KEYS, SplitChange, SplitSelector};
 
 pub use change::ChangeRecord;
 use requests::Requests;
 
-use crate::cause::{FailureReport, cause};
-use crate::prefill::PrefillUpdate;
-use paceline_worker::messages::{FromWorker, RankFacts};
+use crate::cause::FailureReport;
+use paceline_worker::messages::FromWorker;
 
 /// How long failure reports are collected after the first, to find the root cause. With the 1.5 s
 /// until a silent worker is detected, a failure is reported within 2 s.
@@ -136,143 +139,6 @@ impl Policy {
     }
 }
 
-/// Something that happened.
-#[derive(Debug)]
-pub enum Event {
-    /// Start the first epoch.
-    Begin,
-    /// A caller's message.
-    Request(RequestMessage),
-    /// An event of a worker.
-    Worker(CrewEvent<FromWorker>),
-    /// A worker did not start or is unreachable.
-    Unreachable {
-        rank: Rank,
-        /// Why.
-        reason: String,
-    },
-    /// A request could not be encoded as a message.
-    Unsendable {
-        ticket: Ticket,
-        /// Why.
-        reason: String,
-    },
-    /// Another split is better now: change to it, unless another change or a failure is in
-    /// progress.
-    Move {
-        to: usize,
-        /// Tokens a second there, as a multiple of those now.
-        gain: f64,
-    },
-    /// Time went by.
-    Tick,
-    /// End all workers.
-    End,
-}
-
-/// Something to do, in order.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Action {
-    /// Start a worker for a rank, and replace an earlier one.
-    Start(Rank),
-    /// Assign a rank its part of the epoch.
-    Assign {
-        rank: Rank,
-        /// Number of the epoch, from 1.
-        epoch: u64,
-        /// Index of the split.
-        way: usize,
-    },
-    /// Give the next epochs fewer rows a step: a device interrupted a step that took too long.
-    ShrinkSteps,
-    /// Send a rank the addresses of all ranks.
-    Join {
-        rank: Rank,
-        /// An address for each rank.
-        addrs: Vec<SocketAddr>,
-    },
-    /// Make a rank leave the epoch.
-    Leave(Rank),
-    /// Kill a rank's worker.
-    Stop(Rank),
-    /// Submit a request to the leader with the tokens answered so far, or make it drop one.
-    Request { rank: Rank, message: RequestMessage },
-    /// Deliver a reply to the request's caller.
-    Deliver(Ticket, Reply),
-    /// Drop the sink of a cancelled request.
-    Forget(Ticket),
-    /// Store the decode speed of a split.
-    Learn {
-        way: usize,
-        /// Decode tokens a second.
-        tok_s: f64,
-    },
-    /// Store the load time of a split, from its first order until the last rank was ready.
-    Loaded {
-        way: usize,
-        /// How long.
-        took: Duration,
-    },
-    /// Notify the observer.
-    Tell(Notice),
-    /// End all workers; the last action.
-    End,
-}
-
-/// A notice for logs and the dashboard.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Notice {
-    /// A rank has loaded `done` of `of` steps.
-    Loading {
-        rank: Rank,
-        /// Steps done.
-        done: usize,
-        /// Of how many.
-        of: usize,
-    },
-    /// An epoch takes requests.
-    Ready {
-        /// Its number.
-        epoch: u64,
-        /// Index of its split.
-        way: usize,
-        /// The ranks' facts about themselves.
-        facts: Vec<RankFacts>,
-        /// Whether it follows a failure.
-        again: bool,
-    },
-    /// The split was changed, or the change failed.
-    Changed(ChangeRecord),
-    /// An epoch failed.
-    Failed {
-        /// The rank that caused it.
-        rank: Rank,
-        /// The failure, with the rank's name.
-        reason: String,
-        /// Until the next epoch starts; `None` when none will.
-        again_in: Option<Duration>,
-    },
-    /// Disaggregated prefill started or stopped. Sent by the instance, not by its supervisor.
-    Prompts(PrefillUpdate),
-    /// Answers continue in this epoch from the tokens that they have. Their numbers are near and
-    /// not the same to the bit.
-    Continued { answers: usize },
-}
-
-impl Notice {
-    /// A line for people about answers that [continued](Self::Continued).
-    pub fn continued(answers: usize) -> String {
-        let noun = match answers {
-            1 => "answer continues",
-            _ => "answers continue",
-        };
-        format!(
-            "{answers} {noun} from the tokens so far; its bits may differ from those of an answer \
-             without the interruption"
-        )
-    }
-}
-
 /// Whether an instance takes requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Health {
@@ -285,81 +151,6 @@ pub enum Health {
         reason: String,
         /// Whether another epoch follows.
         again: bool,
-    },
-}
-
-/// State of a rank's worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum WorkerState {
-    /// There is none, or one that must be replaced.
-    Empty,
-    /// Alive, outside of any epoch.
-    Idle,
-    /// In the epoch.
-    Busy,
-}
-
-/// Why an epoch starts.
-#[derive(Clone, Debug)]
-enum EpochReason {
-    First,
-    /// After a failure.
-    Again,
-    /// Change to another split.
-    Change(Pending),
-    /// Back to the previous split, because the other one did not start.
-    Back(Pending, String),
-}
-
-/// A change of the split in progress.
-#[derive(Clone, Copy, Debug)]
-struct Pending {
-    order: SplitChange,
-    begun: Duration,
-    /// Whether the target split was in use before.
-    back: bool,
-}
-
-/// The action once all ranks have left.
-#[derive(Clone, Debug)]
-enum LeaveAction {
-    Begin(usize, EpochReason),
-    /// Wait until this time, with the reason.
-    Wait(Duration, String),
-}
-
-#[derive(Clone, Debug)]
-struct Starting {
-    way: usize,
-    why: EpochReason,
-    since: Duration,
-    /// Deadline until all listen; loading has none.
-    until: Option<Duration>,
-    addrs: Vec<Option<SocketAddr>>,
-    ready: Vec<Option<RankFacts>>,
-}
-
-#[derive(Clone, Debug)]
-enum Phase {
-    New,
-    Starting(Starting),
-    Ready,
-    /// Failure reports are collected; `start` is the failed start, if it was one.
-    Failing {
-        signs: Vec<FailureReport>,
-        until: Duration,
-        start: Option<(usize, EpochReason)>,
-    },
-    Leaving {
-        then: LeaveAction,
-        until: Duration,
-    },
-    Waiting {
-        until: Duration,
-        reason: String,
-    },
-    Ended {
-        reason: String,
     },
 }
 
@@ -581,36 +372,6 @@ impl Supervisor {
         }
     }
 
-    fn handle_failure(&mut self, now: Duration, sign: FailureReport) {
-        let rank = sign.reporter();
-        match &sign {
-            FailureReport::Exited { .. } => self.workers[rank.0 as usize] = WorkerState::Empty,
-            // It is alive and unharmed; it leaves the epoch on order.
-            FailureReport::Failed {
-                blamed: Some(_), ..
-            }
-            | FailureReport::Failed {
-                interrupted: true, ..
-            } => {}
-            FailureReport::Failed { .. }
-            | FailureReport::Silent { .. }
-            | FailureReport::Garbled { .. }
-            | FailureReport::Unreachable { .. }
-            | FailureReport::Gone { .. } => {
-                self.replace_later(rank);
-            }
-        }
-        self.record_failure(now, sign);
-    }
-
-    /// Ends a rank's worker; the next epoch starts another.
-    fn replace_later(&mut self, rank: Rank) {
-        let seat = &mut self.workers[rank.0 as usize];
-        if std::mem::replace(seat, WorkerState::Empty) != WorkerState::Empty {
-            self.out.push_back(Action::Stop(rank));
-        }
-    }
-
     fn message(&mut self, now: Duration, rank: Rank, message: FromWorker) {
         let place = rank.0 as usize;
         match (message, &mut self.phase) {
@@ -689,28 +450,6 @@ impl Supervisor {
         self.hand_over();
     }
 
-    /// Records a failure report.
-    fn record_failure(&mut self, now: Duration, sign: FailureReport) {
-        let until = now + SIGNS_WITHIN;
-        let start = match &mut self.phase {
-            Phase::Ready => None,
-            Phase::Starting(starting) => Some((starting.way, starting.why.clone())),
-            // Several messages to a dead rank may fail before its exit is detected.
-            Phase::Failing { signs, .. } if signs.contains(&sign) => return,
-            Phase::Failing { signs, .. } => return signs.push(sign),
-            // The worker states already reflect it; nothing else depends on it.
-            Phase::New | Phase::Leaving { .. } | Phase::Waiting { .. } | Phase::Ended { .. } => {
-                return;
-            }
-        };
-        let signs = vec![sign];
-        self.phase = Phase::Failing {
-            signs,
-            until,
-            start,
-        };
-    }
-
     /// Handles expired deadlines and completed phases.
     fn poll(&mut self, now: Duration) {
         match &self.phase {
@@ -746,96 +485,6 @@ impl Supervisor {
         }
     }
 
-    /// All reports are in: finds the root cause and decides what follows.
-    fn resolve_failure(&mut self, now: Duration) {
-        let Phase::Failing { signs, start, .. } = std::mem::replace(&mut self.phase, Phase::New)
-        else {
-            return;
-        };
-        if signs.iter().any(FailureReport::is_interrupted) {
-            self.out.push_back(Action::ShrinkSteps);
-        }
-        let sign = cause(&signs);
-        let (rank, reason) = (sign.rank(), sign.to_string());
-        self.losses_left = match sign.is_loss() {
-            true => self.losses_left.saturating_sub(1),
-            false => 0,
-        };
-        match start {
-            Some((_, EpochReason::Change(pending))) => {
-                let to = pending.order.from;
-                self.leave(
-                    now,
-                    LeaveAction::Begin(to, EpochReason::Back(pending, reason)),
-                );
-            }
-            Some((_, EpochReason::Back(pending, refused))) => {
-                self.refuse(now, pending, refused);
-                self.fail(now, rank, &cannot_start(&reason));
-            }
-            Some((_, EpochReason::Again)) => self.fail(now, rank, &cannot_start(&reason)),
-            Some((_, EpochReason::First)) | None => self.fail(now, rank, &reason),
-        }
-    }
-
-    /// An epoch failed.
-    fn fail(&mut self, now: Duration, rank: Rank, reason: &str) {
-        let may_start = self.was_ready || self.losses_left > 0;
-        let again = self.policy.restart && may_start;
-        if !again || !self.policy.resume {
-            self.lose(now, reason);
-        }
-        if !again {
-            self.report_failure(rank, reason, None);
-            return self.over(reason);
-        }
-        self.give_up(now, reason);
-        let wait = self.wait;
-        self.wait = (wait * 2).clamp(FIRST_WAIT, LONGEST_WAIT);
-        self.report_failure(rank, reason, Some(wait));
-        self.leave(now, LeaveAction::Wait(now + wait, reason.to_owned()));
-    }
-
-    fn report_failure(&mut self, rank: Rank, reason: &str, again_in: Option<Duration>) {
-        self.out.push_back(Action::Tell(Notice::Failed {
-            rank,
-            reason: reason.to_owned(),
-            again_in,
-        }));
-    }
-
-    /// Makes all ranks leave the epoch.
-    fn leave(&mut self, now: Duration, then: LeaveAction) {
-        let busy = (0..).map(Rank).zip(&self.workers);
-        let busy = busy.filter(|(_, seat)| **seat == WorkerState::Busy);
-        self.out.extend(busy.map(|(rank, _)| Action::Leave(rank)));
-        let until = now + LEAVE_LIMIT;
-        self.phase = Phase::Leaving { then, until };
-    }
-
-    /// Ends the ranks that have not left in time.
-    fn replace_late(&mut self) {
-        for rank in 0..self.workers.len() as u32 {
-            if self.workers[rank as usize] == WorkerState::Busy {
-                self.replace_later(Rank(rank));
-            }
-        }
-    }
-
-    fn all_left(&mut self, now: Duration) {
-        match std::mem::replace(&mut self.phase, Phase::New) {
-            Phase::Leaving {
-                then: LeaveAction::Begin(way, why),
-                ..
-            } => self.begin(now, way, why),
-            Phase::Leaving {
-                then: LeaveAction::Wait(until, reason),
-                ..
-            } => self.phase = Phase::Waiting { until, reason },
-            other => self.phase = other,
-        }
-    }
-
     fn end(&mut self, now: Duration, reason: &str) {
         if matches!(self.phase, Phase::Ended { .. }) {
             return;
@@ -865,16 +514,6 @@ impl Supervisor {
         let last = self.learned_at;
         if last.is_none_or(|last| now.saturating_sub(last) > LEARN_EVERY) {
             self.learn(now);
-        }
-    }
-}
-
-impl EpochReason {
-    fn health(&self) -> Health {
-        match self {
-            Self::First => Health::Loading,
-            Self::Change(_) | Self::Back(..) => Health::Ready,
-            Self::Again => Health::Loading,
         }
     }
 }

@@ -7,9 +7,12 @@
 //! Nothing is removed without a request: a node with a spent disk budget reports which removals
 //! would free how much.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod disk;
+
+use disk::all;
+use std::collections::BTreeSet;
 use std::fmt;
-use std::fs;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,12 +25,12 @@ use paceline_cluster::nodes::member::Life;
 use paceline_fleet::{InstanceSpec, specs};
 use serde::{Deserialize, Serialize};
 
-use super::copies::{self, COPY, MODEL, NAME, QuotaCheck, RepairReport};
+use super::copies;
 use super::copies::{MendedFile, StoredFile};
+use super::copies::{QuotaCheck, RepairReport};
 use super::hosts::NodeConnection;
 use super::{Fleet, Inner, STORES, hub};
 use crate::workers::connection::{MessageConnection, receive_message, send_message};
-use paceline_store::verified::partial_file;
 
 /// Longest wait for another node's store contents, which it reads from disk.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -256,95 +259,6 @@ fn used(agent: &Agent) -> Vec<(String, String)> {
     let here = specs(&map).filter(|(.., wanted)| is_here(wanted));
     let models = here.flat_map(|(.., wanted)| wanted.files());
     models.map(|it| (it.sha256, it.model)).collect()
-}
-
-/// The user's models and all copies, by name.
-fn all(store: &OwnStore, folder: &Path, used: &[(String, String)]) -> Vec<Holding> {
-    let mut models = (store.list)();
-    for model in &mut models {
-        model.is_loaded = used.iter().any(|(_, name)| *name == model.name);
-    }
-    let mut copies = copies_in(folder);
-    for copy in &mut copies {
-        let own = copy.sha256.as_ref();
-        copy.is_loaded = used.iter().any(|(sha256, _)| Some(sha256) == own);
-    }
-    models.extend(copies);
-    models.sort_by(|a, b| (&a.name, a.is_copy).cmp(&(&b.name, b.is_copy)));
-    models
-}
-
-/// The copies in a folder.
-fn copies_in(folder: &Path) -> Vec<Holding> {
-    let mut found: BTreeMap<String, Holding> = BTreeMap::new();
-    let (models, parts) = models_in(folder);
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let mut path = entry.path();
-        if path.extension().is_some_and(|ending| ending == "partial") {
-            path.set_extension(""); // a partial download from the hub
-            if path.is_file() {
-                continue;
-            }
-        }
-        let is_whole = path.extension().is_some_and(|ending| ending == COPY);
-        let is_part = path
-            .extension()
-            .is_some_and(|ending| ending == partial_file::FILE);
-        let (Some(stem), Ok(facts)) = (path.file_stem(), entry.metadata()) else {
-            continue;
-        };
-        if !is_whole && (!is_part || path.with_extension(COPY).is_file()) {
-            continue;
-        }
-        let sha256 = stem.to_string_lossy().into_owned();
-        let name = fs::read_to_string(path.with_extension(NAME));
-        if name.is_err() && parts.contains(&sha256) {
-            continue; // counted with its model
-        }
-        let copy = Holding {
-            name: name.unwrap_or_else(|_| sha256.clone()),
-            bytes: facts.len(),
-            here_bytes: match is_whole {
-                true => facts.len(),
-                false => partial_file::bytes_on_disk(&entry.path()),
-            },
-            sha256: Some(sha256.clone()),
-            is_copy: true,
-            ..Holding::default()
-        };
-        found.insert(sha256, copy);
-    }
-    found.into_values().chain(models).collect()
-}
-
-/// The models of several files in a folder of copies, and the SHA-256 of their files.
-fn models_in(folder: &Path) -> (Vec<Holding>, BTreeSet<String>) {
-    let mut parts = BTreeSet::new();
-    let place = |sha256: &str, ending: &str| folder.join(format!("{sha256}.{ending}"));
-    let mut models = Vec::new();
-    for (sha256, manifest) in copies::manifests_in(folder) {
-        if !place(&sha256, MODEL).is_dir() {
-            continue; // the files are the user's
-        }
-        // A file of several models counts with the first.
-        let new = manifest.files().iter();
-        let new = new.filter(|file| parts.insert(file.sha256.clone()));
-        let here = new.map(|file| match fs::metadata(place(&file.sha256, COPY)) {
-            Ok(facts) => facts.len(),
-            Err(_) => partial_file::bytes_on_disk(&place(&file.sha256, partial_file::FILE)),
-        });
-        let here_bytes = here.sum();
-        let name = fs::read_to_string(place(&sha256, NAME));
-        models.push(Holding {
-            name: name.unwrap_or_else(|_| sha256.clone()),
-            bytes: manifest.bytes(),
-            here_bytes,
-            sha256: Some(sha256),
-            is_copy: true,
-            ..Holding::default()
-        });
-    }
-    (models, parts)
 }
 
 /// Whether another node may remove these models, all of one name: the user's own stay.
@@ -653,89 +567,4 @@ impl CopyOutcome {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn model(name: &str, bytes: u64, unused_s: Option<u64>) -> Holding {
-        Holding {
-            name: name.to_owned(),
-            bytes,
-            here_bytes: bytes,
-            unused_s,
-            ..Holding::default()
-        }
-    }
-
-    #[test]
-    fn a_spent_budget_says_what_would_free_how_much() {
-        let mut models = [
-            model("new", 3000, Some(5)),
-            model("old", 1000, Some(90)),
-            model("never", 2000, None),
-        ];
-        assert_eq!(may_have(4000, 10_000, &models, "mini"), Ok(()));
-        let refused = may_have(4001, 10_000, &models, "mini").unwrap_err();
-        let refused = refused.to_string();
-        let order = ["rm never --node mini", "rm old", "rm new"].map(|part| refused.find(part));
-        assert!(order.is_sorted() && order[0].is_some(), "{refused}");
-        assert!(refused.contains("over the disk budget of"), "{refused}");
-        models.iter_mut().for_each(|it| it.is_loaded = true);
-        let refused = may_have(u64::MAX, 10_000, &models, "mini").unwrap_err();
-        let refused = refused.to_string();
-        assert!(refused.contains("--disk-budget"), "{refused}");
-        assert!(!refused.contains("paceline rm"), "{refused}");
-    }
-
-    #[test]
-    fn other_nodes_remove_copies_and_no_models_of_the_user() {
-        let own = model("a", 1, None);
-        let copy = Holding {
-            is_copy: true,
-            ..own.clone()
-        };
-        let refused = copies_only(std::slice::from_ref(&own)).unwrap_err();
-        assert!(refused.contains("--allow-delete"), "{refused}");
-        // The copy goes, and the user's model of the name stays.
-        assert_eq!(copies_only(&[own, copy]), Ok(()));
-        assert_eq!(copies_only(&[]), Ok(()), "it has no such model");
-    }
-
-    #[test]
-    fn a_full_disk_takes_no_copy() {
-        let mut models = [model("old", 1 << 30, Some(90))];
-        let fits = |more, free, models: &[Holding]| {
-            fits_disk(more, (free, Path::new("/h/copies")), models, "mini")
-        };
-        assert_eq!(fits(5, 5, &models), Ok(()));
-        let refused = fits(3 << 30, 1 << 30, &models).unwrap_err().to_string();
-        let told = "3.0 GiB more do not fit on the file system of /h/copies, 1.0 GiB are free: ";
-        let remove = "`paceline rm old --node mini` frees 1.0 GiB";
-        assert_eq!(refused, format!("{told}{remove}"));
-        models[0].is_loaded = true;
-        let refused = fits(6, 5, &models).unwrap_err().to_string();
-        assert!(refused.contains("PACELINE_HOME"), "{refused}");
-    }
-
-    #[test]
-    fn copies_are_found_by_their_files() {
-        let dir = tempfile::tempdir().unwrap();
-        let write = |name: &str, bytes: &[u8]| fs::write(dir.path().join(name), bytes).unwrap();
-        write("aa.gguf", b"12345");
-        write("aa.shard", b"12345");
-        write("aa.name", b"mine");
-        write("bb.tree", b"");
-        let part = fs::File::create(dir.path().join("cc.shard")).unwrap();
-        part.set_len(1 << 30).unwrap();
-        write("dd.gguf.partial", b"123");
-        write("dd.gguf.partial.json", b"{}");
-        write("aa.gguf.partial", b"123");
-        let found = copies_in(dir.path());
-        let told: Vec<_> = found
-            .iter()
-            .map(|it| (it.name.as_str(), it.bytes))
-            .collect();
-        assert_eq!(told, [("mine", 5), ("cc", 1 << 30), ("dd", 3)]);
-        assert!(found[1].here_bytes < 1 << 20, "{found:?}");
-        assert!(found.iter().all(|it| it.is_copy));
-    }
-}
+mod tests;

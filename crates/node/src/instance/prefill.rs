@@ -8,9 +8,13 @@
 //! The prefill ranks are an [`Instance`] too, with its own supervisor. A lost prefill rank is
 //! restarted without any effect on the decode ranks.
 
+mod group_events;
+
+pub(super) use group_events::PrefillSignal;
+pub(crate) use group_events::{GroupEventReceiver, GroupEventSender, GroupRole, group_events};
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -45,97 +49,6 @@ const LINKED_LOOK: Duration = Duration::from_millis(5);
 
 /// The only key of the recorded prefixes here.
 const OWN: InstanceId = InstanceId(0);
-
-/// One of the two groups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GroupRole {
-    /// The decode ranks.
-    Decode,
-    /// The prefill ranks.
-    Prefill,
-}
-
-/// A message to the thread.
-pub(super) enum PrefillSignal {
-    Accept(Submission, Sink),
-    Cancel(Ticket),
-    /// A group is ready with this split.
-    Ready(GroupRole, Split),
-    Lost(GroupRole, String),
-    /// A worker's message about KV transfer.
-    Worker(Rank, FromWorker),
-    Read(Ticket, Result<(), String>),
-    ReadHere(u32, Duration),
-    End,
-}
-
-/// Sends the events of one group to the thread.
-#[derive(Clone)]
-pub(crate) struct GroupEventSender {
-    side: GroupRole,
-    signals: Sender<PrefillSignal>,
-}
-
-/// Receives the events of a `GroupEventSender`.
-pub(crate) struct GroupEventReceiver {
-    signals: Sender<PrefillSignal>,
-    heard: Receiver<PrefillSignal>,
-}
-
-/// Creates the event channel of both groups, before they exist: for decode, for prefill, and the
-/// receiver.
-pub(crate) fn group_events() -> (GroupEventSender, GroupEventSender, GroupEventReceiver) {
-    let (signals, heard) = channel();
-    let of = |side| GroupEventSender {
-        side,
-        signals: signals.clone(),
-    };
-    (
-        of(GroupRole::Decode),
-        of(GroupRole::Prefill),
-        GroupEventReceiver { signals, heard },
-    )
-}
-
-impl GroupEventSender {
-    pub(crate) const fn side(&self) -> GroupRole {
-        self.side
-    }
-
-    /// Forwards a worker's message about KV transfer; returns any other message.
-    pub(super) fn worker(&self, rank: Rank, message: FromWorker) -> Option<FromWorker> {
-        let is_ours = matches!(
-            message,
-            FromWorker::Receives { .. }
-                | FromWorker::HandsOver { .. }
-                | FromWorker::Unlinked { .. }
-                | FromWorker::Arrived { .. }
-        );
-        if !is_ours {
-            return Some(message);
-        }
-        self.say(PrefillSignal::Worker(rank, message));
-        None
-    }
-
-    /// Forwards a notice of the group; `split` returns its split by index.
-    pub(super) fn notice(&self, notice: &Notice, split: impl Fn(usize) -> Split) {
-        match notice {
-            Notice::Ready { way, .. } => self.say(PrefillSignal::Ready(self.side, split(*way))),
-            Notice::Failed { reason, .. } => {
-                self.say(PrefillSignal::Lost(self.side, reason.clone()))
-            }
-            Notice::Changed(_)
-            | Notice::Loading { .. }
-            | Notice::Prompts(_)
-            | Notice::Continued { .. } => {}
-        }
-    }
-
-    fn say(&self, signal: PrefillSignal) {
-        let _ = self.signals.send(signal); // fails when the instance ends
-    }
-}
 
 /// Status of disaggregated prefill.
 #[derive(Clone, Copy, Debug, Default)]

@@ -143,7 +143,7 @@ impl Supervisor {
             if is_near {
                 self.tell_continued(&[ticket]);
             }
-            self.to_leader(RequestMessage::Submit(submission.clone()));
+            self.tell_leader(RequestMessage::Submit(submission.clone()));
         }
         let open = ActiveRequest {
             submission,
@@ -163,7 +163,7 @@ impl Supervisor {
         }
         self.out.push_back(Action::Forget(ticket));
         if matches!(self.phase, Phase::Ready) {
-            self.to_leader(RequestMessage::Cancel(ticket));
+            self.tell_leader(RequestMessage::Cancel(ticket));
         }
         self.closed(now);
     }
@@ -244,7 +244,7 @@ impl Supervisor {
         }
     }
 
-    fn to_leader(&mut self, message: RequestMessage) {
+    fn tell_leader(&mut self, message: RequestMessage) {
         let rank = self.candidates[self.way].leader;
         self.out.push_back(Action::Request { rank, message });
     }

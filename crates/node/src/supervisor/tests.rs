@@ -6,6 +6,8 @@
 
 mod failing;
 
+use paceline_engine::Ticket;
+use paceline_worker::messages::RankFacts;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::net::{Ipv4Addr, SocketAddr};
 

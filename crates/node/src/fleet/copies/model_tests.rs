@@ -1,6 +1,11 @@
 //! Copies of models of several files.
 
+use super::super::hub::HubOrigin;
+use paceline_cluster::nodes::member::Life;
+use paceline_fleet::InstanceSpec;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering;
 
 use paceline_cluster::nodes::ClusterKey;
 use paceline_weights::gguf::testing::GgufWriter;

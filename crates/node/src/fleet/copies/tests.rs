@@ -1,6 +1,17 @@
 //! Model copies between two nodes, and the lookup of copies.
 
+use super::super::FILE;
+use super::super::hub::HubOrigin;
+use super::messages::fetch;
+use paceline_cluster::nodes::member::Life;
+use paceline_fleet::InstanceSpec;
+use paceline_store::verified::damage::merged;
+use paceline_store::verified::tree::Tree;
+use paceline_store::verified::tree::shown;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use paceline_cluster::nodes::agent::{Config, Discovery, NodeFacts, join_at_rest};
 use paceline_cluster::nodes::{ClusterKey, RegisterKey};

@@ -1,6 +1,7 @@
 //! A failing worker: waits, requests that crash it, and changes of the split.
 
 use super::*;
+use paceline_engine::Ticket;
 
 /// An instance of one worker, to measure its waits after failures.
 struct Failing {
