@@ -6,9 +6,9 @@
 //! has such pages, at first. Other sequences have their rows in [lanes]; without lanes they are
 //! gathered.
 //!
-//! Each kind of layers has pages of its own ([`Kinds`](paceline_model::Kinds)). Layers with a sliding window
-//! have few, and reuse those that no later row reads. The arrays begin with [`FIRST_PAGES`] and
-//! grow before the first step that writes to later pages.
+//! Each kind of layers has pages of its own ([`Kinds`](paceline_model::Kinds)). Layers with a
+//! sliding window have few, and reuse those that no later row reads. The arrays begin with
+//! [`FIRST_PAGES`] and grow before the first step that writes to later pages.
 //!
 //! Whole pages move between sequences by their numbers alone, as everywhere. Latent attention keeps
 //! one such array, a gated delta net arrays for each page ([`DeltaPages`]).

@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Random numbers are those of the sequences, drawn ahead by the host
-//! ([`TokenDraw::uniform`](paceline_model::TokenDraw)). Only the order of additions differs from sampling on
-//! the host.
+//! ([`TokenDraw::uniform`](paceline_model::TokenDraw)). Only the order of additions differs from
+//! sampling on the host.
 
 use paceline_mlx::{Array, Dtype, Stream};
 use paceline_model::{Error, TokenDraw};

@@ -244,7 +244,8 @@ impl<S: 'static> Host<S> {
     /// Notes a hang for later processes, which wait without the hazard.
     fn note(&self, error: &Error) {
         if let Some(path) = &self.hang_note {
-            let _ = std::fs::write(path, format!("{error}\n")); // the error itself is returned anyway
+            // The error itself is returned in any case.
+            let _ = std::fs::write(path, format!("{error}\n"));
         }
     }
 

@@ -10,7 +10,8 @@
 //!
 //! A row whose largest logits do not show that they suffice goes to the host whole: where all
 //! logits are equal, for example. Logits that stay on the device are NaN on the host, as other
-//! ranks' are ([`gathered`](paceline_model::backend::gathered)). Sampling chooses the same token then.
+//! ranks' are ([`gathered`](paceline_model::backend::gathered)). Sampling chooses the same token
+//! then.
 
 use paceline_mlx::{Array, Dtype, Stream};
 use paceline_model::backend::LogitExtent;

@@ -670,7 +670,7 @@ impl HeadRanges {
     }
 
     /// Query and KV heads together.
-    pub fn len(&self) -> usize {
+    pub fn total(&self) -> usize {
         self.heads.len() + self.kv_heads.len()
     }
 }

@@ -72,7 +72,7 @@ impl Step<'_> {
             }
             _ => None,
         };
-        let columns: Vec<usize> = by_rank.iter().map(HeadRanges::len).collect();
+        let columns: Vec<usize> = by_rank.iter().map(HeadRanges::total).collect();
         let parts = self.gather_columns(links, mine.as_ref(), &columns, Dtype::F32)?;
         joined(stream, &parts)
     }
@@ -120,7 +120,7 @@ fn places(by_rank: &[HeadRanges]) -> [Vec<u32>; 2] {
                 kv_heads.push((behind + i) as u32);
             }
         }
-        first += held.len();
+        first += held.total();
     }
     [heads, kv_heads]
 }

@@ -45,7 +45,7 @@ impl Projections {
         }
         let held = shard.each_layer().map(|cut| {
             let each = cut.heads_by_rank.iter();
-            each.map(HeadRanges::len).sum::<usize>()
+            each.map(HeadRanges::total).sum::<usize>()
         });
         let layers = config.layers[shard.layers.clone()].iter();
         let all = layers.map(|shape| shape.heads + shape.kv_heads).max();
@@ -68,10 +68,10 @@ impl Projections {
         let cut = model.shard().layer(index);
         let by_rank = &cut.heads_by_rank[..];
         let mine = cut.heads_place();
-        let before: usize = by_rank[..mine].iter().map(HeadRanges::len).sum();
+        let before: usize = by_rank[..mine].iter().map(HeadRanges::total).sum();
         let held = &by_rank[mine];
         let kernels = model.kernels();
-        let own = &mut self.squares[before * rows..(before + held.len()) * rows];
+        let own = &mut self.squares[before * rows..(before + held.total()) * rows];
         squares(kernels, shape.head_dim, held, [&*q.values, &*k.values], own);
         self.exchange((model, index), by_rank, rows, turn)?;
         self.collect(shape, by_rank, rows);
@@ -106,7 +106,7 @@ impl Projections {
             squares, counts, ..
         } = self;
         counts.clear();
-        counts.extend(by_rank.iter().map(|held| held.len() * rows));
+        counts.extend(by_rank.iter().map(|held| held.total() * rows));
         let total = counts.iter().sum();
         let mut exchange = || links.gather(index, &mut squares[..total], counts);
         match turn {
@@ -119,10 +119,10 @@ impl Projections {
     fn collect(&mut self, shape: &LayerShape, by_rank: &[HeadRanges], rows: usize) {
         let n = shape.heads + shape.kv_heads;
         let mut rest = &self.squares[..];
-        for held in by_rank.iter().filter(|held| held.len() > 0) {
-            let (part, behind) = rest.split_at(held.len() * rows);
+        for held in by_rank.iter().filter(|held| held.total() > 0) {
+            let (part, behind) = rest.split_at(held.total() * rows);
             rest = behind;
-            let rows = part.chunks_exact(held.len());
+            let rows = part.chunks_exact(held.total());
             for (row, all) in rows.zip(self.all.chunks_exact_mut(n)) {
                 let (heads, kv_heads) = row.split_at(held.heads.len());
                 all[held.heads.clone()].copy_from_slice(heads);
@@ -144,7 +144,7 @@ fn squares(
         return;
     }
     let counts = [held.heads.len(), held.kv_heads.len()];
-    let out = DisjointMut::new(out, held.len());
+    let out = DisjointMut::new(out, held.total());
     kernels.for_rows(out.len(), |t| {
         // SAFETY: each row is visited once.
         let mut sums = unsafe { out.part(t) }.iter_mut();
