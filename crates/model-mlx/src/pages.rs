@@ -53,10 +53,12 @@ impl<'a> DevicePages<'a> {
     }
 }
 
-/// The type of bytes of `kv`. Without a type they are f32, which holds all that MLX computes with.
-const fn wire(kv: Option<KvType>) -> (KvType, Dtype) {
-    match kv {
-        Some(KvType::F16) => (KvType::F16, Dtype::F16),
+/// The type of bytes of `kv`, and the type whose elements have as many bytes. Without a type they
+/// are as the cache of type `own` has them.
+const fn wire(kv: Option<KvType>, own: Dtype) -> (KvType, Dtype) {
+    match (kv, own) {
+        (Some(KvType::F16), _) => (KvType::F16, Dtype::F16),
+        (None, Dtype::F16 | Dtype::BF16) => (KvType::F16, own),
         _ => (KvType::F32, Dtype::F32),
     }
 }
@@ -72,7 +74,7 @@ impl PageMemory for DevicePages<'_> {
         kv: Option<KvType>,
         put: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Error> {
-        let (kv, dtype) = wire(kv);
+        let (kv, dtype) = wire(kv, self.model.dtype);
         let (layers, id, page) = (self.layers(page.pool, kv), self.id, *page);
         let read = move |device: &mut Device| device.read_page(id, &layers, page, dtype);
         put(&self.model.host.call(read, || ())??);
@@ -85,7 +87,7 @@ impl PageMemory for DevicePages<'_> {
         kv: Option<KvType>,
         get: &mut dyn FnMut(&mut [u8]) -> bool,
     ) -> Result<bool, Error> {
-        let (kv, dtype) = wire(kv);
+        let (kv, dtype) = wire(kv, self.model.dtype);
         let (layers, id, page) = (self.layers(page.pool, kv), self.id, *page);
         let mut bytes = vec![0; layers.iter().map(|(_, bytes)| bytes).sum()];
         if !get(&mut bytes) {

@@ -72,7 +72,7 @@ fn first_pages(sequence: &Windowed, count: usize) -> Vec<PersistedPage> {
 /// on, within what the classes differ. Of the same class they have the same bits.
 #[test]
 fn pages_of_a_prompt_go_from_class_to_class() {
-    use KernelClass::{Cpu, CpuF32, MlxF32};
+    use KernelClass::{Cpu, CpuF32, Mlx, MlxF32};
     let Some(library) = library("pages of a prompt go from class to class") else {
         return;
     };
@@ -90,6 +90,8 @@ fn pages_of_a_prompt_go_from_class_to_class() {
         tiny.write(&path);
         let tokens = tiny.tokens(PAGE + 3, 7);
         let is_first = family == ModelFamily::Llama;
+        // Without a type, pages have that of the cache.
+        let mut own_bytes: Vec<usize> = Vec::new();
         let begun = |class: KernelClass, kv| {
             let model = match class.is_mlx() {
                 true => mlx(&library, &path, class),
@@ -106,18 +108,23 @@ fn pages_of_a_prompt_go_from_class_to_class() {
             (MlxF32, CpuF32, Some(KvType::F32), 1e-4),
             (CpuF32, MlxF32, Some(KvType::F32), 1e-4),
             (MlxF32, MlxF32, None, 0.0),
+            (Mlx, Mlx, None, 0.0),
             (MlxF32, Cpu, Some(KvType::F16), 5e-3),
             (Cpu, MlxF32, Some(KvType::F16), 5e-3),
             (CpuF32, Cpu, Some(KvType::F32), 5e-3),
             (Cpu, CpuF32, Some(KvType::F16), 5e-3),
         ]
         .into_iter()
-        .take(if is_first { 7 } else { 2 })
+        .take(if is_first { 8 } else { 2 })
         {
             let (mut giver, given) = begun(from, kv);
             giver.step(&tokens[..PAGE], 0);
             let pages = first_pages(&giver, 1);
             giver.compute.persist_pages(&pages).unwrap();
+            if kv.is_none() {
+                let bytes = given.pages.lock().unwrap().values().map(Vec::len).sum();
+                own_bytes.push(bytes);
+            }
             let (mut taker, taken) = begun(to, kv);
             let expected = {
                 taker.step(&tokens[..PAGE], 0);
@@ -131,6 +138,9 @@ fn pages_of_a_prompt_go_from_class_to_class() {
             println!("{name} {from}>{to}: {far:.1e}");
             assert!(far <= tolerance, "{name} {from}>{to}: {far:.1e}");
             assert!(from == to || far > 0.0, "{name} {from}>{to}: its own pages");
+        }
+        if let [f32_bytes, f16_bytes] = own_bytes[..] {
+            assert_eq!(f32_bytes, 2 * f16_bytes);
         }
     }
 }
