@@ -47,6 +47,8 @@ pub(super) struct Receive {
     kept: Vec<Received>,
     /// The exchange whose parts the graph reads.
     pending: Option<Pending>,
+    /// Values of the residual that the stage before is still to send.
+    residual: Option<usize>,
     graph: Option<InGraph>,
 }
 
@@ -220,9 +222,20 @@ impl Receive {
         Ok(&mut self.kept[0])
     }
 
-    /// Forgets the exchange of a step that failed.
+    /// The residual `(rows, width)` that the stage before is still to send, in f32.
+    pub(super) fn residual(
+        &mut self,
+        of: (&Stream, &Links),
+        shape: [usize; 2],
+    ) -> Result<Array, Error> {
+        let len = shape[0] * shape[1];
+        self.residual = Some(len);
+        self.memory(of, (len, Dtype::F32))?.part(of.0, 0, shape)
+    }
+
+    /// Forgets the exchanges of a step that failed.
     pub(super) fn forget(&mut self) {
-        self.pending = None;
+        (self.pending, self.residual) = (None, None);
     }
 }
 
@@ -326,9 +339,29 @@ impl Step<'_> {
         parts.collect()
     }
 
-    /// Waits for this rank's part of the last gather and exchanges it, if that is still to be done.
-    /// An evaluation of a step's arrays settles it first.
+    /// Receives the residual of the stage before, if that is still to be done.
+    fn take_residual_in(&mut self) -> Result<(), Error> {
+        let Some(len) = self.parts.receive.residual.take() else {
+            return Ok(());
+        };
+        let (model, stream) = (self.parts.model, self.parts.stream);
+        let links = model.links.as_ref().expect("a later stage has links");
+        let rows = self
+            .parts
+            .receive
+            .memory((stream, links), (len, Dtype::F32))?;
+        // SAFETY: what read it was evaluated at the end of the step before.
+        links.receive_residual(&model.shard, unsafe { rows.as_f32_mut()? })?;
+        let way = Way::of_residual(stream, model.dtype)?;
+        model.exchanged.add(way, rows.n_bytes());
+        Ok(())
+    }
+
+    /// Waits for this rank's part of the last gather and exchanges it, if that is still to be done;
+    /// before the first one the residual of the stage before. An evaluation of a step's arrays
+    /// settles it first.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
+        self.take_residual_in()?;
         let Some(pending) = self.parts.receive.pending.take() else {
             return Ok(());
         };

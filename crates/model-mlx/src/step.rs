@@ -125,17 +125,14 @@ impl Parts<'_> {
         }
     }
 
-    /// The residual `(n, width)` from the stage before.
-    fn received_residual(&mut self, links: &Links, n: usize) -> Result<Array, Error> {
+    /// The residual `(n, width)` from the stage before, which arrives when the step
+    /// [settles](Step::settle). So this stage makes its graph while that one computes.
+    fn residual_to_come(&mut self, links: &Links, n: usize) -> Result<Array, Error> {
         let (model, stream) = (self.model, self.stream);
-        let shape = [n, model.config.width];
-        let rows = (shape[0] * shape[1], Dtype::F32);
-        let rows = self.receive.memory((stream, links), rows)?;
-        // SAFETY: what read it was evaluated at the end of the step before.
-        links.receive_residual(&model.shard, unsafe { rows.as_f32_mut()? })?;
-        let way = Way::of_residual(stream, model.dtype)?;
-        model.exchanged.add(way, rows.n_bytes());
-        Ok(stream.astype(&rows.part(stream, 0, shape)?, model.dtype)?)
+        let rows = self
+            .receive
+            .residual((stream, links), [n, model.config.width])?;
+        Ok(stream.astype(&rows, model.dtype)?)
     }
 }
 
@@ -175,7 +172,7 @@ impl<'a> Step<'a> {
             parts.watch.during(batch.rows(), grow)?;
         }
         let residual = match &model.links {
-            Some(links) if !model.shard.embeds() => parts.received_residual(links, batch.rows())?,
+            Some(links) if !model.shard.embeds() => parts.residual_to_come(links, batch.rows())?,
             _ => embed(model, stream, weights, constants, &tokens)?,
         };
         let mut step = Self {
