@@ -12,7 +12,7 @@ use paceline_model::{Config, ModelSource};
 use super::device_memory::NodeRooms;
 use super::{Inner, LoadRequest};
 use crate::classes::{self, Classes, EngineChoice, Engines};
-use crate::forecast::devices::DeviceSpeed;
+use crate::forecast::devices::{DeviceSpeed, chunk_rows};
 use paceline_fleet::memory::{mlx_device, weight_bytes};
 use paceline_worker::prefill_classes::UnlikePrefill;
 
@@ -215,7 +215,7 @@ impl Inner {
         shares.map(drop).map_err(|error| error.to_string())
     }
 
-    /// Sizes of an engine whose prompt chunks suit the slowest device of a pipeline.
+    /// Sizes of an engine whose prompt chunks suit the device with the longest fixed part.
     pub(super) fn with_chunks(
         &self,
         wanted: &InstanceSpec,
@@ -229,9 +229,18 @@ impl Inner {
             is_rank && wanted.is_on_mlx(view.id)
         });
         let devices = on_mlx.filter_map(|view| DeviceSpeed::of(mlx_device(&view.facts)?));
-        let rows = devices.map(|device| device.fixed_rows(stage)).max();
+        let rows: Vec<usize> = devices.map(|device| device.fixed_rows(stage)).collect();
+        let Some(fixed_rows) = rows.iter().copied().max() else {
+            return sizes;
+        };
+        // A rank on a processor takes main memory for each row.
+        let max_rows = match rows.len() == n {
+            true => chunk_rows(fixed_rows, sizes.max_rows),
+            false => sizes.max_rows,
+        };
         EngineConfig {
-            fixed_rows: rows.unwrap_or(sizes.fixed_rows),
+            fixed_rows,
+            max_rows,
             ..sizes
         }
     }

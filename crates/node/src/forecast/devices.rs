@@ -36,6 +36,19 @@ const OPERATION_S: f64 = 7e-6;
 /// (mlx #4438). CUDA's is a guess.
 const CROSSING_S: [f64; 2] = [180e-6, 50e-6];
 
+/// Most rows of a prompt's chunk: as of mlx-lm (`prefill_step_size` in its `generate.py`, 0.32.2).
+const CHUNK_MAX: usize = 2048;
+
+/// Rows of a chunk over those of a step's fixed part: a tenth of the time goes to that part.
+const CHUNK: usize = 9;
+
+/// Rows of a prompt's chunk on a device with these [`fixed_rows`](DeviceSpeed::fixed_rows): a power
+/// of two, at least `least`, so that small changes of a measured rate change no bits.
+pub(crate) fn chunk_rows(fixed: usize, least: usize) -> usize {
+    let rows = fixed.saturating_mul(CHUNK).min(CHUNK_MAX);
+    rows.next_power_of_two().max(least)
+}
+
 /// A device of MLX and its rates.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSpeed {
@@ -253,6 +266,20 @@ mod tests {
         let [plain, ultra] = ["Apple M4", "Apple M3 Ultra"].map(rows);
         assert!((5..40).contains(&plain), "{plain}");
         assert!((5..40).contains(&ultra), "{ultra}");
+    }
+
+    #[test]
+    fn chunks_are_long_where_the_fixed_part_is() {
+        // Fixed rows of an M4, of an H100 with an 8B model in 4 bits, and of a guess without end.
+        for (fixed, rows) in [
+            (0, 512),
+            (30, 512),
+            (60, 1024),
+            (330, 2048),
+            (usize::MAX, 2048),
+        ] {
+            assert_eq!(chunk_rows(fixed, 512), rows, "{fixed}");
+        }
     }
 
     #[test]
