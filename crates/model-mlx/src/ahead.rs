@@ -56,6 +56,10 @@ impl Ahead {
         None
     }
 
+    pub(super) const fn is_submitted(&self) -> bool {
+        self.submitted.is_some()
+    }
+
     pub(super) const fn pauses(&self) -> bool {
         self.pause > 0
     }

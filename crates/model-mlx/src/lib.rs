@@ -23,6 +23,21 @@
 //!
 //! States of delta nets and routers are f32 in every class.
 //!
+//! **Not computed.** Class `cpu` has these, and MLX refuses them by name:
+//!
+//! | asked for | error | why |
+//! |---|---|---|
+//! | recurrent layers, but gated delta nets | [`Error::Recurrence`] | MLX has no scan |
+//! | `mlx-exact` of layers that differ | [`Error::FamilyClass`] | experts' rows share a product |
+//! | an adapter beside the weights | [`Error::AdapterEngine`] | a fused model is as good |
+//! | storage types that differ within a layer | [`Error::MixedForms`] | experts are one array |
+//! | a tensor split within a group of values | [`Error::CutGroup`] | a group has one scale |
+//! | training on a type without a form | [`Error::NoForm`] | gradients need the file's values |
+//!
+//! For other requests it takes what it has. Answers have no drafts and no tokens forced at once,
+//! since several rows take several times as long as one, and have other bits. Keys and values have
+//! the type of activations. Pages of delta nets are computed again, not read from disk.
+//!
 //! **Memory.** What weights and the full cache will take is known from the file's header and
 //! compared with the device before anything is loaded. The cache begins small and grows with the
 //! pages in use ([`Cache::grow`]). Sequences have [lanes](cache) in the memory that is left. MLX
@@ -461,6 +476,18 @@ impl Device {
             cache: Bytes(step.0.max(CACHE_MIN)),
             wired: needed(positions),
         })?)
+    }
+
+    /// Drops a cache once the device has computed the step ahead on it, if there is one. MLX that
+    /// computes while its process ends breaks the heap.
+    fn forget(&mut self, cache: u64) {
+        let Some(reserved) = self.caches.remove(&cache) else {
+            return;
+        };
+        if reserved.ahead.is_submitted() {
+            let wait = || self.stream.synchronize();
+            let _ = self.watch.during_part(1, wait); // nobody reads that step, nor its error
+        }
     }
 
     /// Computes this rank's part of a step; the number of rows of logits.
@@ -1015,9 +1042,6 @@ impl Drop for OnMlx {
     fn drop(&mut self) {
         let id = self.id;
         // A thread that is gone has dropped it.
-        let _ = self
-            .model
-            .host
-            .call(move |device| drop(device.caches.remove(&id)), || ());
+        let _ = self.model.host.call(move |device| device.forget(id), || ());
     }
 }

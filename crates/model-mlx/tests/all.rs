@@ -845,10 +845,15 @@ fn what_the_owner_should_know_is_told() {
     }
 }
 
+/// Known from the file's header, without MLX.
 #[test]
-fn class_mlx_exact_is_refused_by_name_where_layers_differ() {
+fn classes_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
+    Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&path);
+    let error = try_mlx(&path, options(Path::new("/none"), KernelClass::Cpu)).unwrap_err();
+    let told = "kernel class cpu is not one of engine mlx";
+    assert_eq!(error.to_string(), told);
     for family in ModelFamily::ALL {
         if ModelFamily::DENSE.contains(&family) {
             continue;
