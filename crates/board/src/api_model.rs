@@ -18,7 +18,12 @@ use crate::Error;
 
 /// Fingerprint of kernel classes, version and model identity; without identity if its files cannot
 /// be read.
-pub fn fingerprint<S: Display, E>(classes: &str, identity: Result<S, E>) -> String {
+pub fn fingerprint<S: Display, E>(
+    (classes, kv): (&str, Option<&str>),
+    identity: Result<S, E>,
+) -> String {
+    let kv = kv.map_or(String::new(), |kv| format!("-{kv}"));
+    let classes = format!("{classes}{kv}");
     let version = env!("CARGO_PKG_VERSION");
     match identity {
         Ok(identity) => format!("{classes}-{version}-{identity}"),
@@ -59,12 +64,16 @@ pub fn instance(
     let context = wanted
         .options
         .context
-        .map_or(config.context, |context| context as usize);
+        .map_or(config.context, |context| positions(context, &config));
+    let kv = wanted.machine.as_ref().and_then(|it| it.kv.as_deref());
     Ok(ServedModel {
         id: names.0,
         aliases: names.1,
         created_unix_s: changed_unix_s(path),
-        fingerprint: fingerprint(&wanted.class_names(), paceline_worker::identity(&source)),
+        fingerprint: fingerprint(
+            (&wanted.class_names(), kv),
+            paceline_worker::identity(&source),
+        ),
         classes: wanted.class_names(),
         tokenizer: Arc::new(texts::tokenizer(&source)?),
         template,

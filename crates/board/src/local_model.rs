@@ -19,7 +19,7 @@ use paceline_node::workers::{LocalInstanceWorkers, LocalSpec};
 use paceline_node::{
     Error, Instance, Observer, Options, PrefillOptions, PreparedModel, ServingModel,
 };
-use paceline_tensor::{Kernels, Pinning};
+use paceline_tensor::{Kernels, KvType, Pinning};
 use paceline_text::chat::{ChatTemplate, Error as ChatError};
 use paceline_text::tokenizer::Tokenizer;
 use paceline_worker::interpreter::ChildProgram;
@@ -120,7 +120,8 @@ impl SplitModel {
     /// Kernel classes, version and model identity. With request and seed they determine an answer's
     /// bits.
     pub fn fingerprint(&self) -> String {
-        fingerprint(&self.options().classes.to_string(), self.identity())
+        let (classes, kv) = (self.options().classes.to_string(), self.options().kv);
+        fingerprint((&classes, kv.map(KvType::name)), self.identity())
     }
 
     /// Whether it needs no workers: one node and no prefill workers.

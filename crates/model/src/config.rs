@@ -821,7 +821,10 @@ pub fn store(
                 heads,
                 head_dim,
                 value_dim,
-                kv_type,
+                kv_type: match layer.latent {
+                    Some(_) => kv_type.of_latent(),
+                    None => kv_type,
+                },
             };
             match layer.latent.map(|latent| latent.selection) {
                 Some(Selection::Own(indexer)) => LayerStore::Indexed(shape, indexer.dim),

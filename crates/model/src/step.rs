@@ -777,6 +777,20 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         Ok(())
     }
 
+        let kept = cache.rows(keeper);
+        let heads = [cut.heads.len(), cut.kv_heads.len()];
+        if let Some(part) = kept.rotated() {
+            let of = [heads[0] * kept.head_dim, heads[1] * kept.head_dim];
+            let rows = self.rows;
+            let rotate = |x: &mut [f32], len: usize| {
+                kernels.rotate_heads(&mut x[..rows * len], len, part);
+            };
+            rotate(&mut self.ws.q, of[0]);
+            if keeper == held {
+                rotate(&mut self.ws.k, of[1]);
+                rotate(&mut self.ws.v, heads[1] * kept.value_dim);
+            }
+        }
     fn attend_latent(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
@@ -804,6 +818,10 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             };
             let out = latents.read(self.rows);
             match ws.index.as_mut().filter(|index| index.is_sparse(sequences)) {
+        if let Some(part) = kept.rotated() {
+            let len = heads[0] * kept.value_dim;
+            kernels.rotate_heads(&mut out[..self.rows * len], len, part);
+        }
                 Some(index) => index.attend(kernels, &step, &mut ws.scratch, out),
                 None => kernels.attention(&step, &mut ws.scratch, out),
             }
@@ -861,6 +879,15 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             key_heads: &net.key_heads,
             conv: &net.conv,
             queries: &ws.q,
+            let kept = cache.rows(held);
+            let dims = [kept.head_dim, kept.value_dim].map(|dim| cut.heads.len() * dim);
+            let rotate = |x: &mut [f32], len: usize| {
+                if let Some(part) = kept.rotated() {
+                    kernels.rotate_heads(&mut x[..self.rows * len], len, part);
+                }
+            };
+            rotate(&mut ws.k, kept.head_dim);
+            rotate(&mut ws.q, dims[0]);
             keys: &ws.k,
             values: &ws.v,
             steps: &mixer.steps,
@@ -879,6 +906,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
     }
 
     fn project_attention(&mut self, w: &LayerShard) -> Result<(), Error> {
+            rotate(out, dims[1]);
         let (held, cut) = (self.held(self.index), &self.layer().1.attention);
         let ws = &mut *self.ws;
         let attended = ws.attended.of(held);

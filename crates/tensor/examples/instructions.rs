@@ -27,7 +27,8 @@ fn main() -> ExitCode {
     let rounds: usize = rounds.parse().unwrap_or(1);
     match &work[..] {
         "attention-decode" => attention(&kernels, KvType::F16, 1, rounds),
-        "attention-decode-q8_0" => attention(&kernels, KvType::Q8_0, 1, rounds),
+        "attention-decode-q8" => attention(&kernels, KvType::Q8, 1, rounds),
+        "attention-decode-q4" => attention(&kernels, KvType::Q4, 1, rounds),
         "attention-prompt" => attention(&kernels, KvType::F16, 64, rounds),
         "rows" => rows(&kernels, rounds),
         _ => {

@@ -19,7 +19,7 @@
 use half::f16;
 
 use crate::isa::{self, Isa, LANES};
-use crate::kv::SCALED;
+use crate::kv::{Q4_RUN, Q8_RUN};
 
 /// Positions in a page. Sixty-four keys are four registers of 16 scores; with 32 the merges cost
 /// twice as much, with 128 a short sequence wastes memory.
@@ -37,35 +37,80 @@ const LINE: usize = 64;
 /// of the time of one prefetch of the next page (the bench `attention`, Intel Xeon).
 const NEAR: usize = 512;
 
-/// An element of the key/value cache.
+/// A form of the elements of keys or values.
 pub(crate) trait KvElement: Copy {
-    /// Whether a scale goes with every [`SCALED`] elements of a position.
-    const HAS_SCALES: bool = false;
-    unsafe fn load<S: Isa>(p: *const Self) -> S::F;
+    /// Elements of a position that share a scale; 0 without scales.
+    const RUN: usize = 0;
+    /// Bits of an element at its first address.
+    const BITS: usize;
+    /// Sixteen of `len` elements at `p`, from element `at` on.
+    unsafe fn load<S: Isa>(p: *const u8, at: usize, len: usize) -> S::F;
 }
 
 impl KvElement for i8 {
-    const HAS_SCALES: bool = true;
+    const RUN: usize = Q8_RUN;
+    const BITS: usize = 8;
     #[inline(always)]
-    unsafe fn load<S: Isa>(p: *const Self) -> S::F {
+    unsafe fn load<S: Isa>(p: *const u8, at: usize, _: usize) -> S::F {
         // SAFETY: passed on.
-        unsafe { S::to_f(S::load_i8(p.cast())) }
+        unsafe { S::to_f(S::load_i8(p.add(at))) }
     }
 }
 
 impl KvElement for f16 {
+    const BITS: usize = 16;
     #[inline(always)]
-    unsafe fn load<S: Isa>(p: *const Self) -> S::F {
+    unsafe fn load<S: Isa>(p: *const u8, at: usize, _: usize) -> S::F {
         // SAFETY: passed on; f16 is a transparent u16.
-        unsafe { S::load_f16(p.cast()) }
+        unsafe { S::load_f16(p.cast::<u16>().add(at)) }
     }
 }
 
 impl KvElement for f32 {
+    const BITS: usize = 32;
     #[inline(always)]
-    unsafe fn load<S: Isa>(p: *const Self) -> S::F {
+    unsafe fn load<S: Isa>(p: *const u8, at: usize, _: usize) -> S::F {
         // SAFETY: passed on.
-        unsafe { S::load(p) }
+        unsafe { S::load(p.cast::<f32>().add(at)) }
+    }
+}
+
+/// Keys of five bits ([`crate::kv`]): rows of 64 nibbles in pairs, and rows of bits in eights.
+#[derive(Clone, Copy)]
+pub(crate) struct FiveBitKey;
+
+impl KvElement for FiveBitKey {
+    const RUN: usize = Q4_RUN;
+    const BITS: usize = 4;
+    #[inline(always)]
+    unsafe fn load<S: Isa>(p: *const u8, at: usize, len: usize) -> S::F {
+        let (d, slot) = (at / PAGE, at % PAGE);
+        // SAFETY: the bytes of sixteen positions in a row of nibbles, and in one of bits.
+        unsafe {
+            let pair = S::load_u8(p.add(d / 2 * PAGE + slot));
+            let low = match d % 2 {
+                0 => S::and_i(pair, S::splat_i(15)),
+                _ => S::shr4_i(pair),
+            };
+            let eight = S::load_u8(p.add(len / 2 + d / 8 * PAGE + slot));
+            let bit = S::to_f(S::and_i(eight, S::splat_i(1 << (d % 8))));
+            let one = S::splat(16.0 / (1 << (d % 8)) as f32); // a bit that is set is 16
+            S::fma(bit, one, S::sub(S::to_f(low), S::splat(15.5))) // exact
+        }
+    }
+}
+
+/// Values of four bits.
+#[derive(Clone, Copy)]
+pub(crate) struct FourBitValue;
+
+impl KvElement for FourBitValue {
+    const RUN: usize = Q4_RUN;
+    const BITS: usize = 4;
+    #[inline(always)]
+    unsafe fn load<S: Isa>(p: *const u8, at: usize, _: usize) -> S::F {
+        // SAFETY: the bytes of sixteen nibbles.
+        unsafe { S::sub(S::to_f(S::load_nibbles(p.add(at / 2))), S::splat(7.5)) }
     }
 }
 
@@ -92,7 +137,7 @@ pub(crate) const fn partial_len(value_dim: usize) -> usize {
 pub(crate) struct PageView {
     /// `(head_dim, 64)`: transposed, so that a register holds 16 positions.
     pub(crate) keys: *const u8,
-    /// `(ceil(head_dim / 32), 64)` f16, where there are scales.
+    /// `(ceil(head_dim / run), 64)` f16, where there are scales.
     pub(crate) key_scales: *const u16,
     /// `(64, value_dim)`.
     pub(crate) values: *const u8,
@@ -132,21 +177,22 @@ impl PageView {
 /// Attends `queries` to one page.
 ///
 /// # Safety
-/// Features of `S`; pointers as documented; pages hold elements `E`.
+/// Features of `S`; pointers as documented; pages hold keys of elements `K` and values of
+/// elements `V`.
 #[inline(always)]
-pub(crate) unsafe fn attend<S: Isa, E: KvElement>(page: PageView, queries: &[Query]) {
+pub(crate) unsafe fn attend<S: Isa, K: KvElement, V: KvElement>(page: PageView, queries: &[Query]) {
     // SAFETY: passed on.
     unsafe {
         if S::REGISTERS >= 32 {
-            attend_tiles::<S, E, { TILES[0] }>(page, queries);
+            attend_tiles::<S, K, V, { TILES[0] }>(page, queries);
         } else {
-            attend_tiles::<S, E, { TILES[1] }>(page, queries);
+            attend_tiles::<S, K, V, { TILES[1] }>(page, queries);
         }
     }
 }
 
 #[inline(always)]
-unsafe fn attend_tiles<S: Isa, E: KvElement, const TILE: usize>(
+unsafe fn attend_tiles<S: Isa, K: KvElement, V: KvElement, const TILE: usize>(
     mut page: PageView,
     queries: &[Query],
 ) {
@@ -154,27 +200,30 @@ unsafe fn attend_tiles<S: Isa, E: KvElement, const TILE: usize>(
     // SAFETY: passed on; each call gets exactly its number of queries.
     unsafe {
         while rest.len() >= TILE {
-            attend_some::<S, E, TILE>(page, rest);
+            attend_some::<S, K, V, TILE>(page, rest);
             rest = &rest[TILE..];
             (page.to_next, page.values_to_next) = (0, 0); // asked for once
         }
         match rest.len() {
-            5 => attend_some::<S, E, 5>(page, rest),
-            4 => attend_some::<S, E, 4>(page, rest),
-            3 => attend_some::<S, E, 3>(page, rest),
-            2 => attend_some::<S, E, 2>(page, rest),
-            1 => attend_some::<S, E, 1>(page, rest),
+            5 => attend_some::<S, K, V, 5>(page, rest),
+            4 => attend_some::<S, K, V, 4>(page, rest),
+            3 => attend_some::<S, K, V, 3>(page, rest),
+            2 => attend_some::<S, K, V, 2>(page, rest),
+            1 => attend_some::<S, K, V, 1>(page, rest),
             _ => {}
         }
     }
 }
 
 #[inline(always)]
-unsafe fn attend_some<S: Isa, E: KvElement, const N: usize>(page: PageView, queries: &[Query]) {
+unsafe fn attend_some<S: Isa, K: KvElement, V: KvElement, const N: usize>(
+    page: PageView,
+    queries: &[Query],
+) {
     // SAFETY: at least N queries.
     unsafe {
         let mut p = [[0.0f32; PAGE]; N];
-        page_scores::<S, E, N>(page, queries, &mut p);
+        page_scores::<S, K, N>(page, queries, &mut p);
         let mut i = 0;
         while i < N {
             if page.cap != 0.0 {
@@ -183,7 +232,7 @@ unsafe fn attend_some<S: Isa, E: KvElement, const N: usize>(page: PageView, quer
             softmax::<S>(queries.get_unchecked(i), &mut p[i]);
             i += 1;
         }
-        weigh_all::<S, E, N>(page, queries, &p);
+        weigh_all::<S, V, N>(page, queries, &p);
     }
 }
 
@@ -210,15 +259,19 @@ pub(crate) unsafe fn page_scores<S: Isa, E: KvElement, const N: usize>(
     }
 }
 
-/// `R` registers of elements.
+/// `R` registers of `len` elements at `p`, from element `at` on.
 #[inline(always)]
-unsafe fn load_run<S: Isa, E: KvElement, const R: usize>(p: *const E) -> [S::F; R] {
-    // SAFETY: 16 R elements at `p`.
+unsafe fn load_run<S: Isa, E: KvElement, const R: usize>(
+    p: *const u8,
+    at: usize,
+    len: usize,
+) -> [S::F; R] {
+    // SAFETY: 16 R elements from `at` on.
     unsafe {
         let mut x = [S::splat(0.0); R];
         let mut r = 0;
         while r < R {
-            x[r] = E::load::<S>(p.add(r * LANES));
+            x[r] = E::load::<S>(p, at + r * LANES, len);
             r += 1;
         }
         x
@@ -232,7 +285,7 @@ unsafe fn scaled<S: Isa, E: KvElement, const R: usize>(
     scales: [S::F; R],
 ) -> [S::F; R] {
     let mut r = 0;
-    while E::HAS_SCALES && r < R {
+    while E::RUN > 0 && r < R {
         // SAFETY: register arithmetic.
         x[r] = unsafe { S::mul(x[r], scales[r]) };
         r += 1;
@@ -250,20 +303,20 @@ unsafe fn scores<S: Isa, E: KvElement, const N: usize, const R: usize>(
     // SAFETY: the keys are (head_dim, 64) elements, each query head_dim floats; `first` stays
     // below four runs.
     unsafe {
-        let keys = page.keys.cast::<E>();
+        let (keys, len) = (page.keys, page.head_dim * PAGE);
         let mut first = 0;
         while first < PAGE {
             let mut s = [[S::splat(0.0); R]; N];
             let mut scales = [S::splat(1.0); R];
             for d in 0..page.head_dim {
-                if E::HAS_SCALES && d % SCALED == 0 {
-                    let row = page.key_scales.add(d / SCALED * PAGE + first);
-                    scales = load_run::<S, f16, R>(row.cast());
+                if E::RUN > 0 && d % E::RUN == 0 {
+                    let row = page.key_scales.add(d / E::RUN * PAGE + first);
+                    scales = load_run::<S, f16, R>(row.cast(), 0, R * LANES);
                 }
-                let row = keys.add(d * PAGE + first);
-                let bytes = R * LANES * size_of::<E>();
-                PageView::prefetch::<S>(row.cast(), bytes, page.to_next);
-                let k = scaled::<S, E, R>(load_run::<S, E, R>(row), scales);
+                let at = d * PAGE + first;
+                let bytes = R * LANES * E::BITS / 8;
+                PageView::prefetch::<S>(keys.add(at * E::BITS / 8), bytes, page.to_next);
+                let k = scaled::<S, E, R>(load_run::<S, E, R>(keys, at, len), scales);
                 let mut i = 0;
                 while i < N {
                     let q = S::splat(*queries.get_unchecked(i).q.add(d));
@@ -435,17 +488,18 @@ unsafe fn weigh_some<S: Isa, E: KvElement, const N: usize, const R: usize, const
 ) {
     // SAFETY: the values are (64, value_dim) elements; d + 16 R <= value_dim.
     unsafe {
-        let values = page.values.cast::<E>();
+        let (values, len) = (page.values, page.value_dim * PAGE);
         for pos in lo..hi {
-            let row = values.add(pos * page.value_dim + d);
-            let bytes = R * LANES * size_of::<E>();
-            PageView::prefetch::<S>(row.cast(), bytes, page.values_to_next);
-            let scales = if E::HAS_SCALES {
-                value_scales::<S, R>(page.value_scales.add(pos), d)
+            let at = pos * page.value_dim + d;
+            let bytes = R * LANES * E::BITS / 8;
+            let row = values.add(at * E::BITS / 8);
+            PageView::prefetch::<S>(row, bytes, page.values_to_next);
+            let scales = if E::RUN > 0 {
+                value_scales::<S, E, R>(page.value_scales.add(pos), d)
             } else {
                 [S::splat(1.0); R]
             };
-            let v = scaled::<S, E, R>(load_run::<S, E, R>(row), scales);
+            let v = scaled::<S, E, R>(load_run::<S, E, R>(values, at, len), scales);
             let mut i = 0;
             while i < N {
                 let query = queries.get_unchecked(i);
@@ -465,13 +519,13 @@ unsafe fn weigh_some<S: Isa, E: KvElement, const N: usize, const R: usize, const
 
 /// The scales of elements `d..d + 16 R` at the position that `p` points to.
 #[inline(always)]
-unsafe fn value_scales<S: Isa, const R: usize>(p: *const u16, d: usize) -> [S::F; R] {
+unsafe fn value_scales<S: Isa, E: KvElement, const R: usize>(p: *const u16, d: usize) -> [S::F; R] {
     // SAFETY: scales lie in rows of 64 positions.
     unsafe {
         let mut scales = [S::splat(1.0); R];
         let mut r = 0;
         while r < R {
-            let at = p.add((d + r * LANES) / SCALED * PAGE);
+            let at = p.add((d + r * LANES) / E::RUN * PAGE);
             scales[r] = S::splat_f16(at);
             r += 1;
         }

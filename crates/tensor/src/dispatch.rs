@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use paceline_base::BlockType;
 
 use crate::activations::{ActivationWriter, Precision};
-use crate::attention::{self, PageView, Query};
+use crate::attention::{self, FiveBitKey, FourBitValue, PageView, Query};
 #[cfg(target_arch = "x86_64")]
 use crate::batch::amx::{AmxState, state as amx_state};
 #[cfg(target_arch = "aarch64")]
@@ -164,6 +164,7 @@ pub(crate) struct KernelTable {
     pub(crate) attend_f16: unsafe fn(PageView, &[Query]),
     pub(crate) attend_f32: unsafe fn(PageView, &[Query]),
     pub(crate) attend_q8: unsafe fn(PageView, &[Query]),
+    pub(crate) attend_q4: unsafe fn(PageView, &[Query]),
     pub(crate) index_f16: unsafe fn(PageView, IndexQueries, *mut f32),
     pub(crate) index_f32: unsafe fn(PageView, IndexQueries, *mut f32),
     pub(crate) index_q8: unsafe fn(PageView, IndexQueries, *mut f32),
@@ -469,11 +470,13 @@ macro_rules! kernels {
             kernel!([$($feature)?] exp_scaled(x: &[f32], shift: f32, scale: f32, out: &mut [f32])
                 = vector::exp_scaled::<$isa>);
             kernel!([$($feature)?] attend_f16(page: PageView, queries: &[Query])
-                = attention::attend::<$isa, f16>);
+                = attention::attend::<$isa, f16, f16>);
             kernel!([$($feature)?] attend_f32(page: PageView, queries: &[Query])
-                = attention::attend::<$isa, f32>);
+                = attention::attend::<$isa, f32, f32>);
             kernel!([$($feature)?] attend_q8(page: PageView, queries: &[Query])
-                = attention::attend::<$isa, i8>);
+                = attention::attend::<$isa, i8, i8>);
+            kernel!([$($feature)?] attend_q4(page: PageView, queries: &[Query])
+                = attention::attend::<$isa, FiveBitKey, FourBitValue>);
             kernel!([$($feature)?] index_f16(page: PageView, row: IndexQueries, out: *mut f32)
                 = sparse::index::<$isa, f16>);
             kernel!([$($feature)?] index_f32(page: PageView, row: IndexQueries, out: *mut f32)
@@ -507,6 +510,7 @@ macro_rules! kernels {
                 attend_f16,
                 attend_f32,
                 attend_q8,
+                attend_q4,
                 index_f16,
                 index_f32,
                 index_q8,

@@ -23,6 +23,7 @@ use crate::vector::RopePairs;
 mod attention;
 mod delta;
 mod recurrent;
+mod rotation;
 #[cfg(target_arch = "x86_64")]
 mod self_test;
 mod sparse;

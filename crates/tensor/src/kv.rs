@@ -16,10 +16,20 @@
 //! streams the cache as products stream weights. The caller decides which sequence owns which page.
 //! Memory is touched (and so taken from the system) only when a page is first written.
 //!
-//! [`KvType::Q8_0`] keeps 32 elements of a position as one byte each with a scale in f16. There
-//! `scale = f16(max / 127)` and `q = round_ties_even(x / scale)`. Keys and values are each followed
-//! by their scales, `(ceil(head_dim / 32), 64)`. Attention computes with `scale * q`, rounded once
-//! to f32.
+//! Quantised types keep runs of a position's elements as integers with a scale in f16. Keys and
+//! values are each followed by their scales, `(ceil(head_dim / run), 64)`:
+//!
+//! | type | bits of keys, values | run | attention computes with, rounded once to f32 |
+//! |---|---|---|---|
+//! | [`KvType::Q8`] | 8, 8 | 32 | `scale * q`, `scale = f16(max / 127)` |
+//! | [`KvType::Q4`] | 5, 4 | 64 | `scale * (q - 15.5)` and `scale * (q - 7.5)` |
+//!
+//! A key's five bits are a nibble, `(head_dim / 2, 64)` bytes, and a bit, `(head_dim / 8, 64)`
+//! bytes behind these. No byte belongs to two positions, since threads write positions of their
+//! own. Callers rotate what they write and read ([`Kernels::rotate_heads`]), so that no element of
+//! a run is much larger than the others.
+//!
+//! [`Kernels::rotate_heads`]: crate::Kernels::rotate_heads
 //!
 //! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone; their first `value_dim`
 //! elements are the values. With a lightning indexer ([`LayerStore::Indexed`]) the index keys
@@ -36,8 +46,12 @@ use crate::attention::{PAGE, PageView};
 use crate::error::Error;
 use crate::memory::HugeMap;
 
-/// Elements that share a scale in [`KvType::Q8_0`]; the last of a head may be fewer.
-pub(crate) const SCALED: usize = 32;
+/// Elements that share a scale in [`KvType::Q8`]; the last of a head may be fewer.
+pub(crate) const Q8_RUN: usize = 32;
+
+/// [`Q8_RUN`] in [`KvType::Q4`]. With 32 a position has a quarter bit more for each element, and
+/// SmolLM2's text is no more likely.
+pub(crate) const Q4_RUN: usize = 64;
 
 /// Element type of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -46,20 +60,24 @@ pub enum KvType {
     F16,
     /// Single precision: the kernel class `cpu-f32`.
     F32,
-    /// A byte each and a scale for 32: about half the memory of `F16`, and less exact.
-    Q8_0,
+    /// A byte each and a scale for 32: 0.27 of the memory of `F32`.
+    Q8,
+    /// Keys of five bits and values of four, a scale for 64: 0.15 of the memory of `F32`. Layers of
+    /// latent attention have bytes ([`of_latent`](Self::of_latent)).
+    Q4,
 }
 
 impl KvType {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::F16, Self::F32, Self::Q8_0];
+    pub const ALL: [Self; 4] = [Self::F16, Self::F32, Self::Q8, Self::Q4];
 
     /// The name used in options and results.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F16 => "f16",
             Self::F32 => "f32",
-            Self::Q8_0 => "q8_0",
+            Self::Q8 => "q8",
+            Self::Q4 => "q4",
         }
     }
 
@@ -71,19 +89,52 @@ impl KvType {
         }
     }
 
-    /// Bytes of an element, scales left out.
-    const fn bytes(self) -> usize {
+    /// The type that layers of latent attention have: their keys are their values too, so that they
+    /// are few and have no bits to lose.
+    #[must_use]
+    pub const fn of_latent(self) -> Self {
         match self {
-            Self::F16 => 2,
-            Self::F32 => 4,
-            Self::Q8_0 => 1,
+            Self::Q4 => Self::Q8,
+            other => other,
+        }
+    }
+
+    /// Whether elements are integers with scales.
+    pub const fn is_quantised(self) -> bool {
+        self.run().is_some()
+    }
+
+    /// Elements that share a scale, if some do.
+    const fn run(self) -> Option<usize> {
+        match self {
+            Self::F16 | Self::F32 => None,
+            Self::Q8 => Some(Q8_RUN),
+            Self::Q4 => Some(Q4_RUN),
+        }
+    }
+
+    /// Bits of an element of a key, scales left out.
+    const fn key_bits(self) -> usize {
+        match self {
+            Self::F16 => 16,
+            Self::F32 => 32,
+            Self::Q8 => 8,
+            Self::Q4 => 5,
+        }
+    }
+
+    /// Bits of an element of a value.
+    const fn value_bits(self) -> usize {
+        match self {
+            Self::Q4 => 4,
+            other => other.key_bits(),
         }
     }
 }
 
 /// Not the name of a storage type of keys and values.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown type of keys and values {0:?}, expected f16, f32 or q8_0")]
+#[error("unknown type of keys and values {0:?}, expected f16, f32, q8 or q4")]
 pub struct UnknownKvType(pub String);
 
 impl FromStr for KvType {
@@ -115,24 +166,43 @@ impl KvShape {
         self.heads * self.head_bytes()
     }
 
+    /// Elements of keys, values and queries that callers rotate together: those of quantised types.
+    pub fn rotated(self) -> Option<usize> {
+        let part = 1 << (self.head_dim | self.value_dim).trailing_zeros();
+        self.kv_type.is_quantised().then_some(part)
+    }
+
     /// Bytes of one head in a page.
     const fn head_bytes(self) -> usize {
-        self.part_bytes(self.head_dim) + self.part_bytes(self.value_dim)
+        self.key_bytes(self.head_dim) + self.value_bytes()
     }
 
-    /// Bytes of the keys (or values) of one head in a page, scales included.
-    const fn part_bytes(self, dim: usize) -> usize {
-        let scales = match self.kv_type {
-            KvType::F16 | KvType::F32 => 0,
-            KvType::Q8_0 => 2 * PAGE * dim.div_ceil(SCALED),
-        };
-        self.element_bytes(dim) + scales
+    /// Bytes of the keys of `dim` elements of one head in a page, scales included.
+    const fn key_bytes(self, dim: usize) -> usize {
+        key_elements(self.kv_type, dim) + self.scale_bytes(dim)
     }
 
-    /// Bytes of the keys (or values) of one head in a page, where the scales begin.
-    const fn element_bytes(self, dim: usize) -> usize {
-        PAGE * dim * self.kv_type.bytes()
+    /// Bytes of the values of one head in a page, scales included.
+    const fn value_bytes(self) -> usize {
+        self.value_elements() + self.scale_bytes(self.value_dim)
     }
+
+    const fn scale_bytes(self, dim: usize) -> usize {
+        match self.kv_type.run() {
+            None => 0,
+            Some(run) => 2 * PAGE * dim.div_ceil(run),
+        }
+    }
+
+    /// Bytes of the values of one head in a page, where the scales begin.
+    const fn value_elements(self) -> usize {
+        PAGE * self.value_dim * self.kv_type.value_bits() / 8
+    }
+}
+
+/// Bytes of the keys of `dim` elements of one head in a page, where the scales begin.
+const fn key_elements(kv_type: KvType, dim: usize) -> usize {
+    PAGE * dim * kv_type.key_bits() / 8
 }
 
 /// Shape of a layer's states, all in f32. For each head and page it has the state before the page's
@@ -243,9 +313,9 @@ impl LayerStore {
     pub const fn page_bytes(self) -> usize {
         match self {
             Self::Rows(shape) => shape.page_bytes(),
-            Self::Latent(shape) => shape.heads * shape.part_bytes(shape.head_dim),
+            Self::Latent(shape) => shape.heads * shape.key_bytes(shape.head_dim),
             Self::Indexed(shape, dim) => {
-                shape.heads * (shape.part_bytes(shape.head_dim) + shape.part_bytes(dim))
+                shape.heads * (shape.key_bytes(shape.head_dim) + shape.key_bytes(dim))
             }
             Self::State(shape) => shape.page_bytes(),
             Self::Delta(shape) => shape.page_bytes(),
@@ -297,7 +367,8 @@ impl KvCache {
     ///
     /// # Panics
     /// If the size of a key or value is not a multiple of 16, or there is no such pool. Also if a
-    /// value that is part of its key is longer than the key.
+    /// value that is part of its key is longer than the key, or of a type that latent layers have
+    /// not.
     pub fn new(layers: &[(usize, LayerStore)], pages: &[usize]) -> Result<Self, Error> {
         let mut page_bytes = vec![0; pages.len()];
         let place = |&(pool, store): &(usize, LayerStore)| {
@@ -306,9 +377,12 @@ impl KvCache {
             | LayerStore::Indexed(shape, _) = store
             {
                 let (head_dim, value_dim) = (shape.head_dim, shape.value_dim);
-                let within = matches!(store, LayerStore::Rows(_)) || value_dim <= head_dim;
+                let within = match store {
+                    LayerStore::Rows(_) => true,
+                    _ => value_dim <= head_dim && shape.kv_type.of_latent() == shape.kv_type,
+                };
                 let fits = head_dim.is_multiple_of(16) && value_dim.is_multiple_of(16) && within;
-                assert!(fits, "head_dim {head_dim}, value_dim {value_dim}");
+                assert!(fits, "{shape:?}");
             }
             let start = page_bytes[pool];
             page_bytes[pool] += store.page_bytes();
@@ -466,14 +540,15 @@ impl KvCache {
         let next = next.map_or(start, |(page, head)| self.offset(layer, page, head));
         let place = &self.layers[layer];
         let bytes = &self.pools[place.pool].data[start..start + place.head_bytes];
-        let (keys, values) = bytes.split_at(shape.part_bytes(shape.head_dim));
+        let (keys, values) = bytes.split_at(shape.key_bytes(shape.head_dim));
+        let key_scales = &keys[key_elements(shape.kv_type, shape.head_dim)..];
         let (values, scales) = match self.is_latent(layer) {
-            true => (keys, &keys[shape.element_bytes(shape.head_dim)..]),
-            false => (values, &values[shape.element_bytes(shape.value_dim)..]),
+            true => (keys, key_scales),
+            false => (values, &values[shape.value_elements()..]),
         };
         PageView {
             keys: keys.as_ptr(),
-            key_scales: keys[shape.element_bytes(shape.head_dim)..].as_ptr().cast(),
+            key_scales: key_scales.as_ptr().cast(),
             values: values.as_ptr(),
             value_scales: scales.as_ptr().cast(),
             head_dim: shape.head_dim,
@@ -490,8 +565,8 @@ impl KvCache {
         let start = self.offset(layer, page, 0);
         let place = &self.layers[layer];
         let bytes = &self.pools[place.pool].data[start..start + place.head_bytes];
-        let keys = &bytes[shape.part_bytes(shape.head_dim)..];
-        let scales = &keys[shape.element_bytes(dim)..];
+        let keys = &bytes[shape.key_bytes(shape.head_dim)..];
+        let scales = &keys[key_elements(shape.kv_type, dim)..];
         PageView {
             keys: keys.as_ptr(),
             key_scales: scales.as_ptr().cast(),
@@ -556,24 +631,16 @@ impl KvWriter<'_> {
         assert_eq!((key.len(), value.len()), (shape.heads * k, shape.heads * v));
         for head in 0..shape.heads {
             let start = self.cache.offset(self.layer, page, head);
-            let column = Strides {
-                first: slot,
-                step: PAGE,
-            };
-            let row = Strides {
-                first: slot * v,
-                step: 1,
-            };
             let (key, value) = (&key[head * k..][..k], &value[head * v..][..v]);
             // SAFETY: one head of a page lies within the cache; elements and scales of other
             // positions are not touched.
             unsafe {
                 let keys = self.data.add(start);
-                write_head(shape, key, keys, slot, column);
+                write_key(shape.kv_type, key, keys, slot);
                 if latent {
                     continue;
                 }
-                write_head(shape, value, keys.add(shape.part_bytes(k)), slot, row);
+                write_value(shape, value, keys.add(shape.key_bytes(k)), slot);
             }
         }
     }
@@ -589,14 +656,10 @@ impl KvWriter<'_> {
             self.cache.index_dim(self.layer),
         );
         assert_eq!(key.len(), dim);
-        let start = self.cache.offset(self.layer, page, 0) + shape.part_bytes(shape.head_dim);
-        let column = Strides {
-            first: slot,
-            step: PAGE,
-        };
+        let start = self.cache.offset(self.layer, page, 0) + shape.key_bytes(shape.head_dim);
         // SAFETY: the index keys of a page lie within the cache; elements and scales of other
         // positions are not touched.
-        unsafe { write_head(shape, key, self.data.add(start), slot, column) }
+        unsafe { write_key(shape.kv_type, key, self.data.add(start), slot) }
     }
 
     /// Copies the keys of positions, each a page and a slot of `layer` of `from`, into the first
@@ -619,25 +682,26 @@ impl KvWriter<'_> {
         let mut keys = [std::ptr::null(); PAGE];
         for (key, &(page, slot)) in keys.iter_mut().zip(positions) {
             let start = from.offset(layer, page, 0);
-            let element = slot * shape.kv_type.bytes();
+            let element = slot * shape.kv_type.key_bits() / 8;
             // SAFETY: a position of a page, which lies within the cache.
             *key = unsafe { data.add(start + element) };
         }
         let (keys, dim) = (&keys[..positions.len()], shape.head_dim);
-        let elements = shape.element_bytes(dim);
+        let elements = key_elements(shape.kv_type, dim);
         // SAFETY: keys of one head lie within a page of either cache; rows of 64 elements.
         unsafe {
             let to = self.data.add(self.cache.offset(self.layer, page, 0));
             match shape.kv_type {
                 KvType::F16 => copy_columns::<u16>(keys, dim, to),
                 KvType::F32 => copy_columns::<u32>(keys, dim, to),
-                KvType::Q8_0 => {
+                KvType::Q4 => unreachable!("latent layers have bytes"),
+                KvType::Q8 => {
                     copy_columns::<u8>(keys, dim, to);
                     let mut scales = [std::ptr::null(); PAGE];
                     for ((scale, key), (_, slot)) in scales.iter_mut().zip(keys).zip(positions) {
                         *scale = key.sub(*slot).add(elements + 2 * slot);
                     }
-                    let rows = dim.div_ceil(SCALED);
+                    let rows = dim.div_ceil(Q8_RUN);
                     copy_columns::<u16>(&scales[..keys.len()], rows, to.add(elements));
                 }
             }
@@ -773,19 +837,89 @@ struct Strides {
     step: usize,
 }
 
-/// Stores one position of a head.
+impl Strides {
+    const fn at(self, d: usize) -> usize {
+        self.first + d * self.step
+    }
+}
+
+/// Stores a key, `x`, in the column of its position.
+///
+/// # Safety
+/// `out` is good for the keys of one head of a page.
+unsafe fn write_key(kv_type: KvType, x: &[f32], out: *mut u8, slot: usize) {
+    let column = Strides {
+        first: slot,
+        step: PAGE,
+    };
+    // SAFETY: elements and scales lie within the head.
+    unsafe {
+        let scales = out.add(key_elements(kv_type, x.len())).cast::<f16>();
+        if kv_type != KvType::Q4 {
+            return write_elements(kv_type, x, out, (column, scales.add(slot)));
+        }
+        let bits = out.add(PAGE * x.len() / 2);
+        for (run, x) in x.chunks(Q4_RUN).enumerate() {
+            let (scale, q) = quantise::<KEY_LEVELS>(x);
+            for (i, pair) in q[..x.len()].chunks_exact(2).enumerate() {
+                let row = run * Q4_RUN / 2 + i;
+                out.add(row * PAGE + slot)
+                    .write(pair[0] & 15 | pair[1] << 4);
+            }
+            for (i, eight) in q[..x.len()].chunks_exact(8).enumerate() {
+                let row = run * Q4_RUN / 8 + i;
+                let byte = eight.iter().rev().fold(0, |byte, q| byte << 1 | q >> 4);
+                bits.add(row * PAGE + slot).write(byte);
+            }
+            scales.add(run * PAGE + slot).write_unaligned(scale);
+        }
+    }
+}
+
+/// Stores a value, `x`, in the row of its position.
+///
+/// # Safety
+/// `out` is good for the values of one head of a page.
+unsafe fn write_value(shape: KvShape, x: &[f32], out: *mut u8, slot: usize) {
+    let row = Strides {
+        first: slot * x.len(),
+        step: 1,
+    };
+    // SAFETY: elements and scales lie within the head.
+    unsafe {
+        let scales = out.add(shape.value_elements()).cast::<f16>();
+        if shape.kv_type != KvType::Q4 {
+            let scales = scales.add(slot);
+            return write_elements(shape.kv_type, x, out, (row, scales));
+        }
+        for (run, x) in x.chunks(Q4_RUN).enumerate() {
+            let (scale, q) = quantise::<VALUE_LEVELS>(x);
+            let to = out.add((slot * shape.value_dim + run * Q4_RUN) / 2);
+            for (i, pair) in q[..x.len()].chunks_exact(2).enumerate() {
+                to.add(i).write(pair[0] | pair[1] << 4);
+            }
+            scales.add(run * PAGE + slot).write_unaligned(scale);
+        }
+    }
+}
+
+/// Stores one position of a head in whole bytes; `scales` points to the position's first.
 ///
 /// # Safety
 /// `out` is good for the keys or the values of one head of a page.
-unsafe fn write_head(shape: KvShape, x: &[f32], out: *mut u8, slot: usize, at: Strides) {
-    let elements = shape.element_bytes(x.len());
-    for (block, x) in x.chunks(SCALED).enumerate() {
-        let at = |d: usize| at.first + (block * SCALED + d) * at.step;
+unsafe fn write_elements(
+    kv_type: KvType,
+    x: &[f32],
+    out: *mut u8,
+    (to, scales): (Strides, *mut f16),
+) {
+    for (run, x) in x.chunks(Q8_RUN).enumerate() {
+        let at = |d: usize| to.at(run * Q8_RUN + d);
         // SAFETY: element and scale lie within the head.
         unsafe {
-            match shape.kv_type {
+            match kv_type {
                 KvType::F16 => {
-                    let mut halves = [f16::ZERO; SCALED];
+                    let mut halves = [f16::ZERO; Q8_RUN];
                     halves[..x.len()].convert_from_f32_slice(x);
                     for (d, half) in halves[..x.len()].iter().enumerate() {
                         out.cast::<f16>().add(at(d)).write_unaligned(*half);
@@ -796,28 +930,32 @@ unsafe fn write_head(shape: KvShape, x: &[f32], out: *mut u8, slot: usize, at: S
                         out.cast::<f32>().add(at(d)).write_unaligned(*value);
                     }
                 }
-                KvType::Q8_0 => {
-                    let (scale, q) = quantise(x);
+                KvType::Q8 => {
+                    let (scale, q) = quantise_bytes(x);
                     for (d, q) in q[..x.len()].iter().enumerate() {
                         out.cast::<i8>().add(at(d)).write(*q);
                     }
-                    let scales = out.add(elements).cast::<f16>();
-                    scales.add(block * PAGE + slot).write_unaligned(scale);
+                    scales.add(run * PAGE).write_unaligned(scale);
                 }
+                KvType::Q4 => unreachable!("no whole bytes"),
             }
         }
     }
 }
 
+/// Its addition to a float rounds that to the nearest integer: 1.5 * 2^23.
+const ROUND: f32 = 12_582_912.0;
+
+fn largest(x: &[f32]) -> f32 {
+    x.iter()
+        .fold(0.0f32, |m, x| if x.abs() > m { x.abs() } else { m })
+}
+
 /// Up to 32 elements as bytes and their scale.
-fn quantise(x: &[f32]) -> (f16, [i8; SCALED]) {
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: its addition rounds to the nearest integer
-    let largest = x
-        .iter()
-        .fold(0.0f32, |m, x| if x.abs() > m { x.abs() } else { m });
-    let scale = f16::from_f32(largest / 127.0);
+fn quantise_bytes(x: &[f32]) -> (f16, [i8; Q8_RUN]) {
+    let scale = f16::from_f32(largest(x) / 127.0);
     let step = scale.to_f32();
-    let mut q = [0i8; SCALED];
+    let mut q = [0i8; Q8_RUN];
     if step > 0.0 && step.is_finite() {
         for (q, x) in q.iter_mut().zip(x) {
             // A scale that was rounded down may leave the largest element above 127.
@@ -825,4 +963,41 @@ fn quantise(x: &[f32]) -> (f16, [i8; SCALED]) {
         }
     }
     (scale, q)
+}
+
+/// Levels of a key of [`KvType::Q4`]: `scale * (q - 15.5)`.
+pub(crate) const KEY_LEVELS: u8 = 32;
+
+/// Levels of its values: `scale * (q - 7.5)`.
+pub(crate) const VALUE_LEVELS: u8 = 16;
+
+/// Parts of a run's largest element that the outermost level is tried at. Of 64 rotated elements
+/// few are near the largest one, so that finer steps are worth what they cut off.
+pub(crate) const CUTS: [f32; 5] = [1.0, 0.94, 0.88, 0.82, 0.76];
+
+/// Up to 64 elements as integers below `LEVELS` and their scale: of [`CUTS`] the first with the
+/// least sum of squared errors.
+fn quantise<const LEVELS: u8>(x: &[f32]) -> (f16, [u8; Q4_RUN]) {
+    let (most, middle) = (f32::from(LEVELS - 1), f32::from(LEVELS - 1) / 2.0);
+    let largest = largest(x);
+    let mut best = (f16::from_f32(largest / middle), [0u8; Q4_RUN]);
+    let mut least = f32::INFINITY;
+    for cut in CUTS {
+        let scale = f16::from_f32(largest * cut / middle);
+        let step = scale.to_f32();
+        if !(step > 0.0 && step.is_finite()) {
+            continue;
+        }
+        let (mut q, mut error) = ([0u8; Q4_RUN], 0.0f32);
+        for (q, x) in q.iter_mut().zip(x) {
+            let level = (x / step + middle).clamp(0.0, most) + ROUND - ROUND;
+            let off = (level - middle) * step - x;
+            error += off * off;
+            *q = level as u8;
+        }
+        if error < least {
+            (best, least) = ((scale, q), error);
+        }
+    }
+    best
 }

@@ -8,6 +8,7 @@ use half::{bf16, f16};
 use paceline_base::{BlockType, tree};
 
 use crate::attention::PAGE;
+use crate::kv::CUTS;
 use crate::packing::span;
 use crate::storage::units::{UNIT, UNIT_CHUNKS, Unit, is_wide};
 use crate::storage::{self, Chunk};
@@ -173,8 +174,36 @@ pub fn attention(
     o.iter().map(|o| o / l).collect()
 }
 
-/// A head of keys or values as a cache of [`KvType::Q8_0`](crate::KvType) gives it back.
-pub fn q8_0(head: &[f32]) -> Vec<f32> {
+/// A head of keys or values as a cache of [`KvType::Q4`](crate::KvType) gives it back; keys have 32
+/// levels, values 16.
+pub fn q4(head: &[f32], levels: u8) -> Vec<f32> {
+    let middle = f32::from(levels - 1) / 2.0;
+    let cut = |x: &[f32], scale: f32| -> Vec<f32> {
+        let one = |x: &f32| {
+            let level = (x / scale + middle).clamp(0.0, 2.0 * middle);
+            (level.round_ties_even() - middle) * scale
+        };
+        x.iter().map(one).collect()
+    };
+    let run = |x: &[f32]| -> Vec<f32> {
+        let largest = x.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+        let scales = CUTS.map(|cut| f16::from_f32(largest * cut / middle).to_f32());
+        let mut best = (f32::INFINITY, vec![0.0; x.len()]);
+        for scale in scales.into_iter().filter(|scale| *scale > 0.0) {
+            let values = cut(x, scale);
+            let errors = values.iter().zip(x).map(|(a, b)| (a - b) * (a - b));
+            let error = errors.fold(0.0, |sum, x| sum + x);
+            if error < best.0 {
+                best = (error, values);
+            }
+        }
+        best.1
+    };
+    head.chunks(64).flat_map(run).collect()
+}
+
+/// A head of keys or values as a cache of [`KvType::Q8`](crate::KvType) gives it back.
+pub fn q8(head: &[f32]) -> Vec<f32> {
     let run = |x: &[f32]| -> Vec<f32> {
         let largest = x.iter().fold(0.0f32, |m, x| m.max(x.abs()));
         let scale = f16::from_f32(largest / 127.0).to_f32();

@@ -22,7 +22,7 @@ pub enum Error {
     #[error("nodes for prompts: class {from} hands no states of layers to class {to}")]
     PromptStates { from: KernelClass, to: KernelClass },
     /// Keys and values in blocks with scales are not converted.
-    #[error("nodes for prompts: class {from} hands no q8_0 keys and values to class {to}")]
+    #[error("nodes for prompts: class {from} hands no q8 or q4 keys and values to class {to}")]
     PromptsQuantised { from: KernelClass, to: KernelClass },
     /// Unlike classes give near answers.
     #[error("nodes for prompts: with {from} reading for {to}, answers would only be near")]

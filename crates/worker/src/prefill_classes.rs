@@ -80,7 +80,7 @@ impl UnlikePrefill {
         if from == to {
             return Ok(None);
         }
-        if kv == Some(KvType::Q8_0) {
+        if kv.is_some_and(KvType::is_quantised) {
             return Err(Error::PromptsQuantised { from, to });
         }
         Ok(Some(Self {

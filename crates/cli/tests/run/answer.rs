@@ -323,7 +323,7 @@ fn instruction_sets_and_types_of_keys_are_chosen() {
         sets += 1;
     }
     assert!(sets > 0, "every machine has the first");
-    for (kv, more) in [("f16", "--pin"), ("q8_0", "--raw")] {
+    for (kv, more) in [("f16", "--pin"), ("q8", "--raw"), ("q4", "--raw")] {
         let json = world.json(&model, &[&["hi", "--kv", kv, more], &GREEDY[..]].concat());
         assert_eq!(json["kv_type"], kv);
     }

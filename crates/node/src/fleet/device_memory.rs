@@ -110,11 +110,13 @@ impl Inner {
         let Some(memory) = for_all(&rooms, &shares.unwrap_or_default()) else {
             return sizes;
         };
+        let kv = wanted.machine.as_ref().and_then(|it| it.kv.as_deref());
+        let kv: Option<KvType> = kv.and_then(|kv| kv.parse().ok());
         let form = |id: &NodeId| {
             let class: KernelClass = wanted.class_of(*id).parse().unwrap_or_default();
             match class.is_mlx() {
                 true => KvMemory::Device(class),
-                false => KvMemory::Main(KvType::of(class)),
+                false => KvMemory::Main(kv.unwrap_or(KvType::of(class))),
             }
         };
         let page_bytes = wanted.nodes.iter().map(|id| form(id).page_bytes(config));

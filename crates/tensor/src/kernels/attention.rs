@@ -381,7 +381,8 @@ impl AttentionTask<'_> {
         let kernel = match kv_type {
             KvType::F16 => self.table.attend_f16,
             KvType::F32 => self.table.attend_f32,
-            KvType::Q8_0 => self.table.attend_q8,
+            KvType::Q8 => self.table.attend_q8,
+            KvType::Q4 => self.table.attend_q4,
         };
         // SAFETY: the view covers a page of this element type, queries point to head_dim floats
         // and to partials of the right length; features were detected.
@@ -414,7 +415,8 @@ impl<'a> PageValues<'a> {
                 match kv_type {
                     KvType::F16 => attention::turn::<u16>(view.keys.cast(), dim, to.cast()),
                     KvType::F32 => attention::turn::<u32>(view.keys.cast(), dim, to.cast()),
-                    KvType::Q8_0 => attention::turn::<u8>(view.keys, dim, to),
+                    KvType::Q8 => attention::turn::<u8>(view.keys, dim, to),
+                    KvType::Q4 => unreachable!("latent layers have bytes"),
                 }
             }
             self.of = Some(page);

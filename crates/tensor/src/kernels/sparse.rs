@@ -193,7 +193,8 @@ impl Kernels {
         let kernel = match kv_type {
             KvType::F16 => self.table.index_f16,
             KvType::F32 => self.table.index_f32,
-            KvType::Q8_0 => self.table.index_q8,
+            KvType::Q8 => self.table.index_q8,
+            KvType::Q4 => unreachable!("latent layers have bytes"),
         };
         let most = block.clone().map(|t| row_of(step.sequences, t).seen());
         let runs = most.max().unwrap_or(0).div_ceil(RUN_PAGES * PAGE);

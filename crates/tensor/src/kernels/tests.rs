@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::*;
 use crate::activations::Precision;
 use crate::attention::PAGE;
-use crate::kv::{KvCache, KvShape, KvType};
+use crate::kv::{KEY_LEVELS, KvCache, KvShape, KvType, VALUE_LEVELS};
 use crate::packing::{PackOptions, StoredMatrix};
 use crate::{naive, storage};
 use half::f16;
@@ -558,14 +558,19 @@ const SINKS: [f32; 26] = {
 fn history(case: &Case, n: usize, seed: u64) -> [Vec<Vec<f32>>; 2] {
     let mut random = KernelRng(seed);
     let len = case.kv_heads * case.head_dim;
-    let round = |x: Vec<f32>| -> Vec<f32> {
+    let round = |x: Vec<f32>, levels: u8| -> Vec<f32> {
+        let heads = x.chunks(case.head_dim);
         match case.kv_type {
             KvType::F16 => x.iter().map(|x| f16::from_f32(*x).to_f32()).collect(),
             KvType::F32 => x,
-            KvType::Q8_0 => x.chunks(case.head_dim).flat_map(naive::q8_0).collect(),
+            KvType::Q8 => heads.flat_map(naive::q8).collect(),
+            KvType::Q4 => heads.flat_map(|head| naive::q4(head, levels)).collect(),
         }
     };
-    [(); 2].map(|()| (0..n).map(|_| round(random.floats(len, 2.0))).collect())
+    [KEY_LEVELS, VALUE_LEVELS].map(|levels| {
+        let rows = (0..n).map(|_| round(random.floats(len, 2.0), levels));
+        rows.collect()
+    })
 }
 
 fn naive_row(
@@ -674,8 +679,8 @@ fn attention_equals_naive() {
         (26, 1, 48),
     ];
     for (i, (heads, kv_heads, head_dim)) in shapes.into_iter().enumerate() {
-        for window in [None, Some(1), Some(40), Some(70)] {
-            let kv_type = KvType::ALL[i % 3];
+        for (j, window) in [None, Some(1), Some(40), Some(70)].into_iter().enumerate() {
+            let kv_type = KvType::ALL[(i + j) % 4];
             let case = Case {
                 heads,
                 kv_heads,
@@ -690,6 +695,37 @@ fn attention_equals_naive() {
                 check_attention(&case, [130, 20], [70, 20], &kernels);
                 check_attention(&case, [150, 3], [33, 3], &kernels);
             }
+        }
+    }
+}
+
+/// Rotated queries have the products of the others with rotated keys, a second rotation undoes the
+/// first, and a large element becomes small.
+#[test]
+fn heads_are_rotated_and_back() {
+    let kernels = &all_kernels()[0];
+    for dim in [1, 16, 64, 256] {
+        let mut random = KernelRng(dim as u64);
+        let [mut keys, mut queries] = [(); 2].map(|()| random.floats(3 * 2 * dim, 1.0));
+        keys[1] = 50.0;
+        let stored = [keys.clone(), queries.clone()];
+        let products = |a: &[f32], b: &[f32]| -> Vec<f32> {
+            let heads = a.chunks_exact(dim).zip(b.chunks_exact(dim));
+            let one = |(a, b): (&[f32], &[f32])| a.iter().zip(b).map(|(a, b)| a * b).sum();
+            heads.map(one).collect()
+        };
+        let expected = products(&keys, &queries);
+        kernels.rotate_heads(&mut keys, 2 * dim, dim);
+        kernels.rotate_heads(&mut queries, 2 * dim, dim);
+        for (got, expected) in products(&keys, &queries).iter().zip(expected) {
+            assert!((got - expected).abs() < 1e-3, "{dim}: {got}, {expected}");
+        }
+        let is_spread = keys.iter().all(|x| x.abs() < 20.0);
+        assert!(is_spread || dim == 1, "{dim}: {keys:?}");
+        for (mut x, stored) in [keys, queries].into_iter().zip(stored) {
+            kernels.rotate_heads(&mut x, 2 * dim, dim);
+            let same = x.iter().zip(stored).all(|(x, y)| (x - y).abs() < 1e-4);
+            assert!(same, "{dim}: {x:?}");
         }
     }
 }

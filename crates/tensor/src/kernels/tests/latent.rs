@@ -58,7 +58,7 @@ fn latent(
 
 #[test]
 fn values_within_keys_are_as_good_as_values() {
-    for kv_type in KvType::ALL {
+    for kv_type in [KvType::F16, KvType::F32, KvType::Q8] {
         for sizes in [(4, 1), (30, 1), (4, 70), (50, 3)] {
             for kernels in all_kernels() {
                 let expected = latent(kv_type, false, sizes, &kernels);

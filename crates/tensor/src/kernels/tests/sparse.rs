@@ -112,7 +112,7 @@ fn defined(position: usize, top_k: usize) -> Vec<u32> {
 /// also for a row alone. In f32 the positions are those of the definition.
 #[test]
 fn a_row_attends_to_the_best_positions() {
-    for kv_type in KvType::ALL {
+    for kv_type in [KvType::F16, KvType::F32, KvType::Q8] {
         for top_k in [24, 150] {
             let naive = sparse(kv_type, (POSITIONS, top_k), &all_kernels()[0]);
             for kernels in all_kernels() {
@@ -144,7 +144,7 @@ fn a_row_attends_to_the_best_positions() {
 #[test]
 fn other_positions_do_not_matter() {
     const TOP_K: usize = 70;
-    for kv_type in KvType::ALL {
+    for kv_type in [KvType::F16, KvType::F32, KvType::Q8] {
         let kernels = &all_kernels()[0];
         let (selected, out) = sparse(kv_type, (1, TOP_K), kernels);
         let keys = KernelRng(5).floats(POSITIONS * DIMS.0, 1.0);
