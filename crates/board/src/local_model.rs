@@ -23,6 +23,7 @@ use paceline_tensor::{Kernels, KvType, Pinning};
 use paceline_text::chat::{ChatTemplate, Error as ChatError};
 use paceline_text::tokenizer::Tokenizer;
 use paceline_worker::interpreter::ChildProgram;
+use paceline_worker::load::PackedPlace;
 use paceline_worker::texts;
 
 use crate::MessageSink;
@@ -110,6 +111,17 @@ impl SplitModel {
         self.prepared.guess_with(source)?;
         self.draft = Some(path);
         Ok(())
+    }
+
+    /// Keeps packed weights on disk below `folder` when [loaded here](Self::load_here).
+    pub fn keep_packed(&mut self, folder: PathBuf) {
+        let model = self.path.clone();
+        self.prepared.keep_packed(PackedPlace { folder, model });
+    }
+
+    /// Whether packed weights are kept on disk.
+    pub const fn keeps_packed(&self) -> bool {
+        self.prepared.keeps_packed()
     }
 
     /// Path of the model.

@@ -122,6 +122,11 @@ pub fn tls_folder(home: &Path) -> PathBuf {
     home.join("tls")
 }
 
+/// The folder of packed weights.
+pub fn packed(home: &Path) -> PathBuf {
+    home.join("packed")
+}
+
 /// The on-disk prefix cache, limited to `limit`.
 pub fn prefixes(home: &Path, limit: Bytes) -> DiskCache {
     DiskCache {

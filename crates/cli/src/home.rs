@@ -55,6 +55,26 @@ pub(crate) fn prefixes(limit: Bytes) -> anyhow::Result<DiskCache> {
     Ok(settings::prefixes(&folder()?, limit))
 }
 
+/// The folder of packed weights.
+///
+/// # Errors
+/// As [`folder`].
+pub(crate) fn packed() -> anyhow::Result<PathBuf> {
+    Ok(settings::packed(&folder()?))
+}
+
+/// As [`packed`], for the sandbox of workers: made if possible, without those of models that are
+/// gone. A worker without it says so and packs in memory.
+///
+/// # Errors
+/// As [`folder`].
+pub(crate) fn make_packed() -> anyhow::Result<Option<PathBuf>> {
+    let folder = packed()?;
+    let _ = paceline_model::remove_packed_orphans(&folder); // only takes room
+    let made = std::fs::create_dir_all(&folder);
+    Ok(made.ok().map(|()| folder))
+}
+
 /// The file of API keys.
 ///
 /// # Errors

@@ -257,6 +257,25 @@ impl LocalModel {
         loaded.map_err(|error| in_model(&path, error))
     }
 
+    /// Keeps packed weights on disk.
+    ///
+    /// # Errors
+    /// An unknown home folder.
+    pub(crate) fn keep_packed(&mut self) -> anyhow::Result<()> {
+        self.0.keep_packed(home::packed()?);
+        Ok(())
+    }
+
+    /// Arguments of workers, and folders that they may write to.
+    fn worker_args(&self) -> anyhow::Result<(Vec<OsString>, Vec<PathBuf>)> {
+        let mut args = log::worker_args();
+        if !self.keeps_packed() {
+            return Ok((args, Vec::new()));
+        }
+        args.push("--packed".into());
+        Ok((args, home::make_packed()?.into_iter().collect()))
+    }
+
     /// Serves by a service of this machine's node; `on` names the nodes.
     pub(crate) fn with_service(self, service: Arc<dyn Service>, on: String) -> ReadyModel {
         self.0.with_service(service, on)

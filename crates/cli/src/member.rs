@@ -63,6 +63,10 @@ pub(crate) struct NodeArgs {
     /// starts again need not read them again; `off` for none
     #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = prefix_cache)]
     prefix_cache: PrefixCacheSize,
+    /// Keep weights on disk as the processor computes with them, so that a later start reads them
+    /// instead of packing them again; they take as much as the models besides
+    #[arg(long)]
+    packed: bool,
     /// Most bytes of models on this machine's disk, such as 200G: what would go over it is refused
     /// with what would free how much, and nothing is removed unasked [default: all that is free]
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
@@ -207,22 +211,27 @@ impl NodeArgs {
         let PrefixCacheSize(limit) = self.prefix_cache;
         let limit = limit.map(|bytes| format!("--prefix-cache={bytes}").into());
         let args = log::worker_args().into_iter();
-        args.chain(ports).chain(limit).collect()
+        args.chain(ports).chain(limit).chain(packed).collect()
     }
 
     /// Folders that workers of the node may write to; created if possible. A worker without its
     /// folder reports that and continues without.
     ///
+        let packed = self.packed.then(|| OsString::from("--packed"));
     /// # Errors
     /// An unknown home folder.
     pub(crate) fn worker_folders(&self) -> anyhow::Result<Vec<PathBuf>> {
         let PrefixCacheSize(limit) = self.prefix_cache;
-        let Some(limit) = limit else {
-            return Ok(Vec::new());
-        };
-        let cache = home::prefixes(Bytes(limit))?;
-        let made = cache.make();
-        Ok(made.ok().map(|()| cache.folder).into_iter().collect())
+        let mut folders = Vec::new();
+        if let Some(limit) = limit {
+            let cache = home::prefixes(Bytes(limit))?;
+            let made = cache.make();
+            folders.extend(made.ok().map(|()| cache.folder));
+        }
+        if self.packed {
+            folders.extend(home::make_packed()?);
+        }
+        Ok(folders)
     }
 
     /// Listen options of a rank for another machine's benchmark.

@@ -98,7 +98,11 @@ pub(crate) fn remove(args: &RmArgs) -> anyhow::Result<()> {
             return Err(Error::Loaded { model, users }.into());
         }
     }
-    let removed = paceline_store::remove(&home, &args.model)?;
+    let mut removed = paceline_store::remove(&home, &args.model)?;
+    let folder = home::packed()?;
+    let packed = paceline_model::remove_packed_orphans(&folder);
+    let packed = packed.with_context(|| format!("cannot remove packed weights in {folder:?}"))?;
+    removed.bytes = Bytes(removed.bytes.0 + packed.0);
     let name = removed.name.as_str();
     if args.json {
         let (bytes, files) = (removed.bytes.0, removed.files);

@@ -80,6 +80,10 @@ pub(crate) struct Args {
     pub(crate) json: bool,
     /// Compute in this process instead of this machine's node
     #[arg(long)]
+    /// Keep weights on disk as the processor computes with them, so that a later start reads them
+    /// instead of packing them again; they take as much as the model besides
+    #[arg(long)]
+    packed: bool,
     local: bool,
     #[command(flatten)]
     compute: ComputeArgs,
@@ -208,6 +212,7 @@ impl Args {
             ("--draft", self.draft.is_some()),
             ("--engine", self.engine.engine.is_some()),
             ("--class", compute.class.is_some()),
+            ("--packed", self.packed),
             ("--kv", compute.kv.is_some()),
             ("--pin", compute.pin),
             ("--threads", compute.threads.is_some()),

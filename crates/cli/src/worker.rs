@@ -24,6 +24,9 @@ pub(crate) struct Args {
     /// Bytes on disk for prompts that were read; none without
     #[arg(long, value_name = "BYTES")]
     prefix_cache: Option<u64>,
+    /// Keep packed weights on disk
+    #[arg(long)]
+    packed: bool,
 }
 
 /// Runs the worker; errors go to the parent, so nothing is printed.
@@ -45,6 +48,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         mlx: home::mlx_places()?,
         ports,
         disk,
+        packed: args.packed.then(home::packed).transpose()?,
         halted,
     };
     match paceline_worker::process::run(kernels, wire, settings) {

@@ -39,6 +39,7 @@ mod page_store;
 mod plan;
 mod progress;
 mod role;
+mod packed_file;
 mod rope;
 pub mod shape;
 mod source;
@@ -69,6 +70,7 @@ pub use rope::{LongContext, LongFrequencies, Rope};
 pub use source::ModelSource;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
 pub use step::{
+pub use packed_file::{PackedFault, PackedFile, remove_packed_orphans};
     Batch, BatchSequence, BatchSize, ForbiddenTokens, Logits, TokenDraw, TopLogits, WindowPages,
     Workspace,
 };

@@ -18,6 +18,7 @@ use crate::adapter::{Adapter, AdapterId, Adapters};
 use crate::config;
 use crate::expert_usage::{ExpertUses, LayerUses};
 use crate::links::Links;
+use crate::packed_file::PackedFile;
 use crate::page_store::PersistentCache;
 use crate::plan::StepPlan;
 use crate::split::{Shard, Split};
@@ -116,13 +117,47 @@ impl Model {
     /// As [`load_shard`](Self::load_shard).
     pub fn load_config(
         source: &ModelSource,
-        mut config: Config,
+        config: Config,
         split: &Split,
         rank: Rank,
         options: LoadOptions,
         kernels: Arc<Kernels>,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Self, Error> {
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self, Error> {
+        let part = (split, rank);
+        Self::load_part(source, config, part, (options, None), kernels, progress)
+    }
+
+    /// As [`load_shard`](Self::load_shard), with the weights of `packed` where they are there, and
+    /// written to it where not.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load). Those of `packed` are in [`PackedFile::take_fault`].
+    ///
+    /// # Panics
+    /// As [`load_shard`](Self::load_shard).
+    pub fn load_packed(
+        source: &ModelSource,
+        part: (&Split, Rank),
+        (options, packed): (LoadOptions, &PackedFile),
+        kernels: Arc<Kernels>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self, Error> {
+        let config = Config::read(source)?;
+        let options = (options, Some(packed));
+        let model = Self::load_part(source, config, part, options, kernels, progress)?;
+        packed.finish();
+        Ok(model)
+    }
+
+    fn load_part(
+        source: &ModelSource,
+        mut config: Config,
+        (split, rank): (&Split, Rank),
+        (options, packed): (LoadOptions, Option<&PackedFile>),
+        kernels: Arc<Kernels>,
         if options.class.is_mlx() {
             let (class, engine) = (options.class, "cpu");
             return Err(Error::Class { class, engine });
@@ -142,6 +177,7 @@ impl Model {
             few_experts: false,
         };
         let per_layer = loader.per_layer_inputs()?;
+            packed,
         let embeds = shard.embeds() || per_layer.is_some();
         let embedding = embeds.then(|| loader.embedding()).transpose()?;
         let n = shard.layers.len();

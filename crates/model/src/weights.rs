@@ -14,6 +14,7 @@ use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, UNIT,
 use paceline_weights::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_weights::tensor::{MappedBytes, Tensor};
 
+use crate::packed_file::PackedFile;
 use crate::rope::{LongContext, LongFrequencies, MIN_DIVISOR};
 use crate::split::{LeafCut, Shard};
 use crate::{Config, Error, LayerCache, LayerRole, ModelFamily, ModelSource, Nth, Role, config};
@@ -550,6 +551,8 @@ impl ShardLoader<'_> {
         let (c, held) = (self.config, &self.shard.layers);
         let (p, all) = (c.per_layer, c.per_layer * c.layers.len());
         if p == 0 {
+    /// Packed weights on disk.
+    pub(crate) packed: Option<&'a PackedFile>,
             return Ok(None);
         }
         let mine = held.start * p..held.end * p;
@@ -854,7 +857,7 @@ impl ShardLoader<'_> {
         let part = (0..shape[0], 0..shape[1]);
         self.packed(role, shape, part, |stored, mut options| {
             options.as_f32 |= as_f32;
-            PackedMatrix::new(stored, options, self.pool)
+            self.matrix(stored, 0..stored.cols, options)
         })
     }
 
@@ -864,8 +867,11 @@ impl ShardLoader<'_> {
         let bias = bias.map(|bias| bias[mine.clone()].to_vec());
         let part = (mine, 0..shape[1]);
         let matrix = self.packed(role, shape, part, |stored, options| {
-            PackedMatrix::new(stored, options, self.pool)
+            self.matrix(stored, 0..stored.cols, options)
         })?;
+        if self.packed.is_some_and(PackedFile::is_complete) {
+            return Ok(()); // checked when they were packed
+        }
         Ok(Linear { matrix, bias })
     }
 
@@ -885,8 +891,7 @@ impl ShardLoader<'_> {
             let root = |columns: Range<usize>| {
                 let first_col = columns.start - mine.start;
                 let columns = columns.start - before..columns.end - before;
-                let packed = PackedMatrix::of_columns(stored, columns, options, self.pool)?;
-                Ok((first_col, packed))
+                Ok((first_col, self.matrix(stored, columns, options)?))
             };
             cut.root_columns().into_iter().map(root).collect()
         })?;
@@ -900,7 +905,7 @@ impl ShardLoader<'_> {
         role: Role,
         shape: [usize; 2],
         (rows, cols): (Range<usize>, Range<usize>),
-        pack: impl FnOnce(StoredMatrix<'_>, PackOptions) -> Result<T, paceline_tensor::Error>,
+        pack: impl Fn(StoredMatrix<'_>, PackOptions) -> Result<T, paceline_tensor::Error>,
     ) -> Result<T, Error> {
         let options = PackOptions {
             leaf_cols: 0,
@@ -956,12 +961,34 @@ impl ShardLoader<'_> {
             self.pool.run(n, &|_| {
                 let next = lock(&parts).next();
                 if let Some((i, part)) = next {
+                // A damaged record needs the stored bytes after all.
+                if self.packed.is_some_and(PackedFile::is_complete)
+                    && let Ok(packed) = pack(part, options)
+                {
+                    return Ok(packed);
+                }
+                let joined = self.joined(&matrix, rows.clone(), &cols)?;
+                part.bytes = &joined;
                     own.join(i * ROWS_JOINED, cols, part);
                 }
             });
         });
         matrix.discard();
         let bytes = bytes.map(|bytes| bytes.slice(0..len).expect("all but the filling"));
+    /// Packs columns of a matrix, or reads them from the packed weights on disk.
+    fn matrix(
+        &self,
+        stored: StoredMatrix<'_>,
+        columns: Range<usize>,
+        options: PackOptions,
+    ) -> Result<PackedMatrix, paceline_tensor::Error> {
+        let pack = || PackedMatrix::of_columns(stored, columns.clone(), options, self.pool);
+        match self.packed {
+            Some(file) => file.matrix(stored, (columns.clone(), options), self.pool, pack),
+            None => pack(),
+        }
+    }
+
         bytes.map_err(|error| {
             let tensor = matrix.name.clone();
             paceline_weights::hf::Error::Memory { tensor, error }.into()

@@ -11,6 +11,7 @@ mod hostile_models;
 mod llama_cpp;
 mod llama_cpp_tiny;
 mod numerics_rule;
+mod packed;
 mod quant_models;
 mod scaled;
 mod splits;

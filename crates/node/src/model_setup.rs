@@ -40,7 +40,7 @@ use crate::workers::InstanceWorkers;
 use crate::{Error, Instance, InstanceConfig, Observer, PlannedSplit, SharedForecast};
 use paceline_worker::InstanceTraffic;
 use paceline_worker::adapters::{AdapterOf, read_all};
-use paceline_worker::load::{ShardSpec, mlx_rank_bytes};
+use paceline_worker::load::{PackedPlace, ShardSpec, mlx_rank_bytes};
 use paceline_worker::prefill_classes::{UnlikePrefill, page_type};
 use paceline_worker::{identity, load_whole, texts};
 
@@ -139,6 +139,8 @@ pub struct PreparedModel {
     unlike: Option<UnlikePrefill>,
 }
 
+    /// Where this process keeps packed weights.
+    packed: Option<PackedPlace>,
 /// The draft model of another one.
 #[derive(Debug)]
 struct DraftModel {
@@ -192,9 +194,20 @@ impl PreparedModel {
     pub fn adapt(&mut self, name: &str, path: &Path) -> Result<(), Error> {
         if !self.options.classes.on_cpu() {
             return Err(Error::AdapterOnMlx);
+            packed: None,
         }
         if self.adapters.iter().any(|known| known.name == name) {
             let name = name.to_owned();
+    /// Keeps packed weights on disk when [loaded here](Self::here).
+    pub fn keep_packed(&mut self, place: PackedPlace) {
+        self.packed = Some(place);
+    }
+
+    /// Whether packed weights are kept on disk.
+    pub const fn keeps_packed(&self) -> bool {
+        self.packed.is_some()
+    }
+
             return Err(Error::SameAdapter { name });
         }
         let (got, most) = (self.adapters.len() + 1, ADAPTERS_MAX);
@@ -276,6 +289,7 @@ impl PreparedModel {
             let takers = &cut.split;
             for to in (0..takers.ranks()).map(Rank) {
                 kv_transfer_plan(&self.config, kv, (givers, Rank(0)), (takers, to))?;
+            packed: None,
             }
         }
         Ok(())
@@ -657,6 +671,8 @@ impl PreparedModel {
             weights,
             device,
         }))
+            captures: &self.captures(),
+            packed: self.packed.as_ref(),
     }
 }
 

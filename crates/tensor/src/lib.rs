@@ -71,7 +71,7 @@ pub use kernels::{
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use meter::{Meter, Metered};
-pub use packing::{PackOptions, PackedMatrix, StoredMatrix};
+pub use packing::{PACKING, PackOptions, PackedMatrix, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use storage::units::UNIT;
 pub use vector::RopePairs;

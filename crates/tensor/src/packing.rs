@@ -22,6 +22,9 @@ use crate::storage::units::{self, UNIT, UNIT_CHUNKS, Unit};
 use crate::storage::{self, BLOCK_LEN_MAX, CODEBOOK, Chunk, e2m1_code};
 use fp8::Fp8Layout;
 
+/// Revision of the packed form of all types. It is higher after every change of a layout.
+pub const PACKING: u32 = 1;
+
 /// A matrix as it lies in a model file: `(rows, cols)`, row-major, whole blocks per row.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredMatrix<'a> {
@@ -184,13 +187,28 @@ impl PackedMatrix {
         if matrix.block_type.is_decoded() && !as_f32 {
             return Self::of_decoded(matrix, &columns, options, pool);
         }
-        let block_type = if as_f32 { BlockType::F32 } else { block_type };
-        let cut = ColumnUnits::new(matrix, &columns);
+        let (mut packed, cut) = Self::unfilled(matrix, &columns, options)?;
+        packed.fill(matrix, &cut, pool);
+        Ok(packed)
+    }
+
+    /// A matrix of a packed type, still zero. Does not read the stored bytes.
+    fn unfilled(
+        matrix: StoredMatrix<'_>,
+        columns: &Range<usize>,
+        options: PackOptions,
+    ) -> Result<(Self, ColumnUnits), Error> {
+        let as_f32 = options.as_f32 && !matrix.block_type.is_float();
+        let block_type = match as_f32 {
+            true => BlockType::F32,
+            false => matrix.block_type.computed(),
+        };
+        let cut = ColumnUnits::new(matrix, columns);
         let (chunks, kept) = (cut.chunks(), cut.kept.len());
         let (headers, blocks) = group_parts(block_type, (chunks, kept), columns.len());
         let group_bytes = headers + blocks;
         let data = HugeMap::zeroed(group_bytes * matrix.rows.div_ceil(LANES))?;
-        let mut packed = Self {
+        let packed = Self {
             block_type,
             rows: matrix.rows,
             cols: columns.len(),
@@ -206,8 +224,48 @@ impl PackedMatrix {
             decoded: None,
             data,
         };
-        packed.fill(matrix, &cut, pool);
+        Ok((packed, cut))
+    }
+
+    /// The matrix that [`of_columns`](Self::of_columns) gives with these arguments, from
+    /// [its data](Self::data), which `read` fills in. The stored bytes are not read and may be
+    /// empty.
+    ///
+    /// # Errors
+    /// [`Error::Memory`], and those of `read`.
+    ///
+    /// # Panics
+    /// If [`has_data`](Self::has_data) is false, or the matrix has fewer columns.
+    pub fn read_back<E: From<Error>>(
+        matrix: StoredMatrix<'_>,
+        columns: Range<usize>,
+        options: PackOptions,
+        is_tiny: bool,
+        read: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let has_data = Self::has_data(matrix.block_type, options);
+        assert!(has_data && columns.end <= matrix.cols, "{columns:?}");
+        let (mut packed, _) = Self::unfilled(matrix, &columns, options)?;
+        packed.tiny = is_tiny;
+        read(&mut packed.data)?;
         Ok(packed)
+    }
+
+    /// Whether the form of packed matrices of a type follows from their shapes: not of decoded
+    /// types.
+    pub const fn has_data(block_type: BlockType, options: PackOptions) -> bool {
+        options.as_f32 || !block_type.is_decoded()
+    }
+
+    /// The packed bytes of revision [`PACKING`], for [`read_back`](Self::read_back).
+    pub fn data(&self) -> &[u8] {
+        &self.data
+    }
+
+    /// Whether BF16 weights have values that kernels treat apart: the argument of
+    /// [`read_back`](Self::read_back).
+    pub const fn is_tiny(&self) -> bool {
+        self.tiny
     }
 
     /// The columns of a matrix of a decoded type.

@@ -30,6 +30,7 @@ pub mod messages;
 pub mod partial_source;
 pub mod prefill_classes;
 pub mod process;
+mod stamp;
 pub mod texts;
 mod traffic;
 

@@ -1,15 +1,37 @@
 //! A rank's weights on the engine of its kernel class.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use paceline_base::{KernelClass, Rank};
 use paceline_engine::EngineConfig;
 use paceline_model::{
-    Adapter, BatchSize, Config, Error, Links, LoadOptions, LoadedModel, Model, ModelSource, Split,
+    Adapter, BatchSize, Config, Error, Links, LoadOptions, LoadedModel, Model, ModelSource,
+    PackedFile, Split,
 };
 use paceline_model_mlx::{MlxModel, MlxOptions, MlxPlaces, MlxRankBytes};
 use paceline_tensor::{Kernels, KvType};
 use tracing::warn;
+
+use crate::stamp::WeightsStamp;
+
+/// Where packed weights are kept on disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackedPlace {
+    /// Folder of those of all models.
+    pub folder: PathBuf,
+    /// Path of the model's file or folder.
+    pub model: PathBuf,
+}
+
+impl PackedPlace {
+    /// The file of a shard; `None` if the model's files cannot be looked at.
+    fn open(&self, shard: &str) -> Option<PackedFile> {
+        let stamp = WeightsStamp::read(&self.model).ok()?;
+        let stamp = format!("{stamp:?}");
+        Some(PackedFile::open(&self.folder, &self.model, shard, &stamp))
+    }
+}
 
 /// Specification of the shard to load.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +48,10 @@ pub struct ShardSpec<'a> {
     pub mlx: &'a MlxPlaces,
     /// Adapters of the model; not on MLX.
     pub adapters: &'a [Adapter],
+    /// Layers whose input a draft head reads; not on MLX.
+    pub captures: &'a [usize],
+    /// Where packed weights are kept; not on MLX.
+    pub packed: Option<&'a PackedPlace>,
 }
 
 impl ShardSpec<'_> {
@@ -61,7 +87,21 @@ impl ShardSpec<'_> {
             });
         }
         let options = LoadOptions { class };
-        let model = Model::load_shard(self.source, split, rank, options, kernels, progress)?;
+        let shard = || Ok::<_, Error>(split.shard(&Config::read(self.source)?, rank));
+        let packed = match self.packed {
+            Some(place) => place.open(&format!("{class} {:?}", shard()?)),
+            None => None,
+        };
+        let model = match &packed {
+            Some(packed) => {
+                let part = (split, rank);
+                Model::load_packed(self.source, part, (options, packed), kernels, progress)?
+            }
+            None => Model::load_shard(self.source, split, rank, options, kernels, progress)?,
+        };
+        if let Some(fault) = packed.and_then(|packed| packed.take_fault()) {
+            warn!(rank = rank.0, "{fault}");
+        }
         let model = model.with_adapters(self.source, self.adapters)?;
         let model = match self.kv {
             Some(kv) => model.with_kv(kv),
@@ -114,5 +154,7 @@ pub fn load_whole(
         mlx,
         adapters: &[],
     };
+        captures: &[],
+        packed: None,
     wanted.load(None, kernels, progress)
 }

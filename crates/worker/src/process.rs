@@ -14,11 +14,10 @@ mod watchdog;
 use std::io;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use paceline_base::{KernelClass, Rank};
 use paceline_cluster::{Control, EXIT_CODE_PARENT_GONE};
@@ -33,8 +32,9 @@ use tracing::{debug, info, warn};
 
 use crate::adapters::read_all;
 use crate::disk::Disk;
-use crate::load::ShardSpec;
+use crate::load::{PackedPlace, ShardSpec};
 use crate::messages::{FromWorker, PeerWire, PrefillRole, RankAssignment, RankFacts, ToWorker};
+use crate::stamp::WeightsStamp;
 use crate::partial_source::RangeRequest;
 use crate::traffic::RankTraffic;
 use crate::{AdapterOf, DiskCache, Error, partial_source};
@@ -65,6 +65,8 @@ pub struct WorkerSettings {
     /// Allowed listen ports for ranks of other machines; `None` for any.
     pub ports: Option<RangeInclusive<u16>>,
     /// The prefix cache on disk, if there is one.
+    /// Folder of packed weights on disk, if they are kept.
+    pub packed: Option<PathBuf>,
     pub disk: Option<DiskCache>,
     /// Once set, the rank hangs at its next layer: an injected fault, to test the watchdog.
     pub halted: Arc<AtomicBool>,
@@ -86,6 +88,7 @@ pub fn run(
     let WorkerSettings {
         mlx,
         ports,
+        packed,
         disk,
         halted,
     } = settings;
@@ -98,6 +101,7 @@ pub fn run(
         find_wire: &wire,
         mlx,
         ports,
+        packed,
         disk,
         halted,
         number: 0,
@@ -138,44 +142,6 @@ struct Identity {
     adapters: Vec<AdapterOf>,
 }
 
-/// Length, modification time and inode number of a file. For a folder: the sum of its files'
-/// lengths, the latest of their times, and the XOR of their inode numbers. The folder's own time
-/// changes when the download of a file ends.
-#[derive(Clone, Debug, PartialEq)]
-struct WeightsStamp(u64, SystemTime, u64);
-
-impl WeightsStamp {
-    fn of(path: &Path) -> Result<Self, Error> {
-        Self::read(path).map_err(|source| Error::System {
-            what: "look at the model's file",
-            source,
-        })
-    }
-
-    fn read(path: &Path) -> io::Result<Self> {
-        let facts = std::fs::metadata(path)?;
-        if !facts.is_dir() {
-            return Self::of_file(&facts);
-        }
-        let mut stamp = Self(0, SystemTime::UNIX_EPOCH, 0);
-        for entry in std::fs::read_dir(path)? {
-            // Without links to nowhere.
-            let Ok(facts) = std::fs::metadata(entry?.path()) else {
-                continue;
-            };
-            let Self(len, time, inode) = Self::of_file(&facts)?;
-            if facts.is_file() {
-                stamp = Self(stamp.0 + len, stamp.1.max(time), stamp.2 ^ inode);
-            }
-        }
-        Ok(stamp)
-    }
-
-    fn of_file(facts: &std::fs::Metadata) -> io::Result<Self> {
-        Ok(Self(facts.len(), facts.modified()?, facts.ino()))
-    }
-}
-
 struct RankWorker<'a> {
     channel: ControlChannel,
     make_kernels: &'a MakeKernels<'a>,
@@ -184,6 +150,8 @@ struct RankWorker<'a> {
     /// Allowed listen ports for ranks of other machines; `None` for any.
     ports: Option<RangeInclusive<u16>>,
     /// The prefix cache on disk, if there is one.
+    /// Folder of packed weights on disk, if they are kept.
+    packed: Option<PathBuf>,
     disk: Option<DiskCache>,
     /// See [`WorkerSettings::halted`].
     halted: Arc<AtomicBool>,
@@ -456,6 +424,13 @@ impl RankWorker<'_> {
         let progress = |done, of| {
             // If the instance is lost, the reader of the channel ends this process.
             let _ = self.channel.send(&FromWorker::Loading { done, of });
+        // Files that are still fetched change until they are complete.
+        let folder = self.packed.as_ref();
+        let folder = folder.filter(|_| !partial_source::is_partial(&job.model));
+        let packed = folder.map(|folder| PackedPlace {
+            folder: folder.clone(),
+            model: job.model.clone(),
+        });
         };
         let wanted = ShardSpec {
             source,
@@ -465,6 +440,8 @@ impl RankWorker<'_> {
             kv: job.kv.as_deref().map(|kv| parse(kv, "kv")).transpose()?,
             engine: &job.engine,
             mlx: &self.mlx,
+            captures: &job.captures,
+            packed: packed.as_ref(),
             adapters: &read_all(&job.adapters, &Config::read(source)?)?,
         };
         let weights = wanted.load(links, kernels, progress)?;

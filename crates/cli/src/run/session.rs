@@ -56,6 +56,9 @@ impl RunSession {
         if let (Some(name), Some(adapter)) = (&name, adapter) {
             opened.add_adapter(name, adapter)?;
         }
+        if args.packed {
+            opened.keep_packed()?;
+        }
         opened.forecast();
         if stays {
             opened.stay();

@@ -46,6 +46,59 @@ impl ModelSample {
 }
 
 impl Model {
+    /// Layer `at` of `config` alone, with the norm and the output head of `head` behind it, or with
+    /// the model's output head.
+    pub(crate) fn one_layer(
+        source: &ModelSource,
+        config: &Config,
+        (at, (norm, output)): (usize, (Vec<f32>, Option<PackedMatrix>)),
+        class: KernelClass,
+        kernels: Arc<Kernels>,
+    ) -> Result<Self, Error> {
+        let own = Config {
+            layers: vec![config.layers[at]],
+            ..config.clone()
+        };
+        own.check_layers()?;
+        let whole = Split::whole(config).shard(config, Rank(0));
+        let loader = ShardLoader {
+            names: WeightReader { source, config },
+            config,
+            shard: &whole,
+            class,
+            pool: kernels.pool(),
+            few_experts: false,
+            packed: None,
+        };
+        let tied = loader.names.is_tied()?;
+        let output = match output {
+            Some(matrix) => Linear { matrix, bias: None },
+            None => loader.output(tied)?,
+        };
+        let split = Split::whole(&own);
+        let shard = split.shard(&own, Rank(0));
+        Ok(Self {
+            leader: split.leader(),
+            links: None,
+            class,
+            kv_type: KvType::of(class),
+            kinds: Kinds::new(&own),
+            uses: LayerUses::of(&own, shard.layers.clone()),
+            embedding: Some(loader.embedding()?),
+            per_layer: None,
+            layers: vec![loader.layer(at)?],
+            head: Some((norm, output)),
+            tied,
+            captures: Vec::new(),
+            adapters: Adapters::default(),
+            config: own,
+            shard,
+            kernels,
+        })
+    }
+}
+
+impl Model {
     /// Packs the sampled layers and head rows. Of each layer's experts it packs only as many as a
     /// row uses, evenly spaced over the layer, and every row is routed to these. Per-layer
     /// embeddings are left out.
@@ -85,6 +138,7 @@ impl Model {
             class: options.class,
             pool: kernels.pool(),
             few_experts: true,
+            packed: None,
         };
         let embedding = Some(loader.embedding()?);
         let layers = sample.layers.iter().map(|index| loader.layer(*index));

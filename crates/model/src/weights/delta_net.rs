@@ -209,7 +209,7 @@ impl ShardLoader<'_> {
         let shape = [all, self.config.width];
         let pack = |stored: StoredMatrix<'_>, mut options: PackOptions| {
             options.as_f32 |= as_f32;
-            PackedMatrix::new(stored, options, self.pool)
+            self.matrix(stored, 0..stored.cols, options)
         };
         if let [rows] = rows {
             let part = (rows.clone(), 0..shape[1]);

@@ -146,7 +146,7 @@ impl ShardLoader<'_> {
     ) -> Result<PackedMatrix, Error> {
         self.packed(role, shape, (rows, 0..shape[1]), |stored, mut options| {
             options.leaf_cols = shape[1];
-            PackedMatrix::new(stored, options, self.pool)
+            self.matrix(stored, 0..stored.cols, options)
         })
     }
 }

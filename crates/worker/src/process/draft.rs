@@ -10,7 +10,8 @@ use paceline_model_mlx::MlxPlaces;
 use paceline_tensor::Kernels;
 use paceline_text::tokenizer::Tokenizer;
 
-use super::{WeightsStamp, check_file, parse};
+use super::{check_file, parse};
+use crate::stamp::WeightsStamp;
 use crate::messages::{DraftJob, RankAssignment};
 use crate::{Error, load_whole, texts};
 
