@@ -9,6 +9,7 @@ use paceline_engine::SamplingParams;
 use paceline_fleet::InstanceSpec;
 use paceline_model::encoder::EncoderConfig;
 use paceline_model::{Config, ModelSource};
+use paceline_node::context_size::positions;
 use paceline_serve::{ModelDetails, ServedModel, default_sampling};
 use paceline_text::tokenizer;
 use paceline_worker::interpreter::ChildProgram;

@@ -2,6 +2,7 @@
 //! `--pin`.
 
 use paceline_base::{Bytes, KernelClass};
+use paceline_fleet::CONTEXT_MAX;
 use paceline_node::classes::{self, Classes, Engines};
 use paceline_node::context_size::KvMemory;
 use paceline_tensor::KvType;
@@ -51,6 +52,15 @@ impl ComputeArgs {
             _ => class,
         };
         KvMemory::of_machine(class, self.kv)
+    }
+}
+
+/// Parses `--context`.
+pub(crate) fn context(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        _ if text == "max" => Ok(CONTEXT_MAX),
+        Ok(n @ 2..CONTEXT_MAX) => Ok(n),
+        _ => Err("expected a number from 2 on, or max".to_owned()),
     }
 }
 

@@ -17,6 +17,7 @@ use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use crate::adapter;
+use crate::compute::context;
 use crate::error::Error;
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
@@ -73,8 +74,8 @@ pub(crate) struct LoadArgs {
     /// Threads of each machine [default: as many as this one has cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Most tokens of a conversation and its answer
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    /// Most tokens of a conversation and its answer; max: those that the model was trained for
+    #[arg(long, value_name = "N|max", value_parser = context)]
     context: Option<u32>,
     /// Answers that are computed at the same time; more wait
     #[arg(long, value_name = "N", default_value_t = InstanceOptions::default().parallel,

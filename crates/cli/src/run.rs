@@ -19,7 +19,7 @@ use paceline_text::chat::ChatMessage;
 use serde_json::Value;
 
 use crate::adapter;
-use crate::compute::{ComputeArgs, EngineArgs};
+use crate::compute::{ComputeArgs, EngineArgs, context};
 use crate::error::{Error, PROMPT_BYTES_MAX};
 use crate::instance_choice::{self, InstanceRequest};
 use crate::interrupt::Signals;
@@ -67,9 +67,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) max_tokens: Option<usize>,
     /// Most tokens of conversation and answer [default: what the model was trained for, as
-    /// far as memory has room]
-    #[arg(long, value_name = "N", allow_negative_numbers = true,
-          value_parser = clap::value_parser!(u32).range(2..))]
+    /// far as memory has room]; max: all of that
+    #[arg(long, value_name = "N|max", allow_negative_numbers = true, value_parser = context)]
     context: Option<u32>,
     /// Text that ends the answer and is not shown; may be given several times
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true,

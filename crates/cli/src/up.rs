@@ -27,7 +27,7 @@ use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
 use serde_json::json;
 
 use crate::adapter;
-use crate::compute::{ComputeArgs, EngineArgs};
+use crate::compute::{ComputeArgs, EngineArgs, context};
 use crate::home;
 use crate::instances::LoadProgress;
 use crate::interrupt::Signals;
@@ -123,9 +123,8 @@ pub(crate) struct Args {
     #[arg(long)]
     follow: bool,
     /// Most tokens of a conversation and its answer [default: what the model was trained for, as
-    /// far as memory has room]
-    #[arg(long, value_name = "N", allow_negative_numbers = true,
-          value_parser = clap::value_parser!(u32).range(2..))]
+    /// far as memory has room]; max: all of that
+    #[arg(long, value_name = "N|max", allow_negative_numbers = true, value_parser = context)]
     context: Option<u32>,
     /// Address to listen on; may be given several times. Other machines speak TLS with it
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]

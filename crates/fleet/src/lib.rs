@@ -36,7 +36,7 @@ pub use report::{Report, State, has_failed, report, specs};
 pub use rules::{Action, History, ResumeReason, UnloadReason, WriteReason, reconcile};
 pub use service_starts::ServiceStarts;
 pub use spec::{
-    ADAPTERS_MAX, AdapterFile, AdapterNaming, DraftOf, InstanceOptions, InstanceSpec,
+    ADAPTERS_MAX, AdapterFile, AdapterNaming, CONTEXT_MAX, DraftOf, InstanceOptions, InstanceSpec,
     MachineOptions, NODES_MAX, NotWeights, SMALL_BYTES, SPARE_AUTO, SPLIT_ANY, WeightDistribution,
 };
 

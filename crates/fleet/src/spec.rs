@@ -130,7 +130,7 @@ const fn is_zero(bytes: &u64) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct InstanceOptions {
-    /// Positions of a sequence, `None` for the default.
+    /// Positions of a sequence, [`CONTEXT_MAX`] for those of the model, `None` for the default.
     pub context: Option<u32>,
     /// Answers computed concurrently.
     pub parallel: u16,
@@ -238,6 +238,9 @@ pub enum WeightDistribution {
     /// All of it, before the load.
     Whole,
 }
+
+/// Positions of a sequence that stand for all that the model was trained for.
+pub const CONTEXT_MAX: u32 = u32::MAX;
 
 /// The largest file in bytes that [`WeightDistribution::Auto`] copies whole to every node: two
 /// seconds at 1 Gbit/s.

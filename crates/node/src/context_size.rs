@@ -9,7 +9,7 @@ use std::path::Path;
 use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::machine;
 use paceline_engine::EngineConfig;
-use paceline_fleet::InstanceOptions;
+use paceline_fleet::{CONTEXT_MAX, InstanceOptions};
 use paceline_fleet::memory::WEIGHTS;
 use paceline_model::{BatchSize, Config};
 use paceline_tensor::{KvType, PAGE};
@@ -61,8 +61,19 @@ impl KvMemory {
 /// uses more where memory allows.
 pub(crate) fn needed_positions(config: &Config, options: &InstanceOptions) -> usize {
     match options.context {
-        Some(context) => context as usize * usize::from(options.parallel.max(1)),
+        Some(context) => {
+            positions(context, config).saturating_mul(usize::from(options.parallel.max(1)))
+        }
         None => config.context.min(LEAST),
+    }
+}
+
+/// The positions that a request for `context` means: for [`CONTEXT_MAX`] those that the model was
+/// trained for.
+pub fn positions(context: u32, config: &Config) -> usize {
+    match context {
+        CONTEXT_MAX => config.context,
+        context => context as usize,
     }
 }
 
@@ -84,7 +95,7 @@ impl ContextBudget {
         asked: Option<u32>,
         parallel: usize,
     ) -> Self {
-        if let Some(context) = asked.map(|context| context as usize) {
+        if let Some(context) = asked.map(|context| positions(context, config)) {
             let all = context.saturating_mul(parallel);
             return Self { context, all };
         }

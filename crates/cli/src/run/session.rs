@@ -9,7 +9,7 @@ use paceline_board::answer::AnswerStats;
 use paceline_board::session::{self, SessionOptions};
 use paceline_engine::{EngineConfig, RequestFailure, SamplingParams};
 use paceline_model::Config;
-use paceline_node::context_size::ContextBudget;
+use paceline_node::context_size::{ContextBudget, positions};
 use paceline_node::trace::Timeline;
 use paceline_store::Cancel;
 
@@ -167,7 +167,8 @@ fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<LocalMode
 /// Warns about more positions than the model was trained for.
 fn warn_of_context(asked: Option<u32>, config: &Config) {
     let trained = config.context;
-    if let Some(context) = asked.filter(|context| *context as usize > trained) {
+    let asked = asked.map(|context| positions(context, config));
+    if let Some(context) = asked.filter(|context| *context > trained) {
         print_err(format_args!(
             "warning: --context is {context}, but the model was trained for {trained} positions: \
              answers get worse beyond them"
