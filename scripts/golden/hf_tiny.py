@@ -17,6 +17,7 @@ Needs torch (a CPU build will do), transformers, tokenizers, safetensors, numpy:
 
 import json
 import sys
+import types
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
-    AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast)
+    AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast)
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -420,6 +421,49 @@ MODELS |= {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "indexer_types": ["full", "shared", "full"]} | SPARSE, torch.bfloat16, 1),
 }
+# Short convolutions over four positions, which reach into the page before, and attention.
+LFM2 = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "norm_eps": 1e-5, "conv_L_cache": 4, "conv_bias": False,
+    "layer_types": ["conv", FULL, "conv", "conv"], "rope_parameters": THETA, "dtype": "bfloat16",
+}
+MODELS |= {
+    # The width of the feed-forward before its adjustment: 128 are computed.
+    "lfm2-bf16": (LFM2 | {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "intermediate_size": 180,
+        "block_auto_adjust_ff_dim": True, "block_multiple_of": 64,
+        "block_ffn_dim_multiplier": 1.0, "tie_word_embeddings": True}, torch.bfloat16, 1),
+    "lfm2moe-bf16": (LFM2 | {
+        "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe",
+        "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 6,
+        "num_experts_per_tok": 3, "num_dense_layers": 1, "norm_topk_prob": True,
+        "use_expert_bias": True, "routed_scaling_factor": 1.0, "tie_word_embeddings": True},
+        torch.bfloat16, 1),
+    # Mamba 2 and attention, with a feed-forward, with experts, and alone.
+    "nemotron-h-bf16": ({
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
+        "hidden_size": 64, "intermediate_size": 128, "hybrid_override_pattern": "M-M*EME",
+        "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "attention_bias": False, "mlp_bias": False, "mlp_hidden_act": "relu2",
+        "ssm_state_size": 32, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
+        "conv_kernel": 4, "chunk_size": 64, "use_conv_bias": True, "use_bias": False,
+        "mamba_hidden_act": "silu", "mamba_proj_bias": False, "time_step_min": 1e-9,
+        "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False, "dtype": "bfloat16"},
+        torch.bfloat16, 1),
+    # The text part of a model with pictures; experts are stacked, inputs by outputs.
+    "qwen3vlmoe-bf16": ({
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
+        "tie_word_embeddings": False, "vision_config": {"model_type": "qwen3_vl_moe"},
+        "text_config": {k: v for k, v in QWEN3_MOE.items() if "sliding" not in k} | {
+            "model_type": "qwen3_vl_moe_text", "tie_word_embeddings": False,
+            "num_hidden_layers": 2, "mlp_only_layers": [],
+            "decoder_sparse_step": 1, "dtype": "bfloat16", "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5000000.0, "mrope_interleaved": True,
+                "mrope_section": [6, 5, 5]}}}, torch.bfloat16, 1),
+}
 # Folders whose configuration and weights have the text part in a place of its own.
 WITH_PICTURES = ["gemma4-moe-bf16"]
 
@@ -474,7 +518,7 @@ def draw(model, rng):
         values = rng.standard_normal(tuple(weight.shape), dtype=np.float32)
         if name.endswith("dt_bias"):
             values = 0.5 * values - 4.0  # states that outlast a chunk
-        elif "conv1d" in name or name.endswith("A_log"):
+        elif "conv1d" in name or name.endswith(("A_log", "conv.conv.weight")):
             values *= 0.5
         elif "norm" in name.replace("norm_attn_norm", ""):
             # Gemma 3 and delta nets store the weight less one.
@@ -485,7 +529,7 @@ def draw(model, rng):
             # models; of both signs, or the tied head would say the last token again.
             values *= 12.0 if gemma and is_last else 1.0
         elif name.endswith("bias"):
-            values *= 0.5
+            values *= 0.5 if "expert_bias" not in name else 0.2
         elif name.endswith("sinks"):
             pass  # among the scores
         elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
@@ -514,7 +558,7 @@ def write_folder(folder, config, dtype, shards, seed):
         outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
         outer |= {"text_config": config, "vision_config": {"model_type": "gemma4_vision"}}
     (folder / "config.json").write_text(json.dumps(outer, indent=2) + "\n")
-    model = AutoModelForCausalLM.from_config(plain_config(folder))
+    model = from_config(plain_config(folder))
     draw(model, np.random.default_rng(seed))
     state = {n: w.detach().to(dtype).contiguous() for n, w in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -522,11 +566,12 @@ def write_folder(folder, config, dtype, shards, seed):
     if "quantization_config" in config:
         state = dict(part for n, w in state.items() for part in in_mxfp4(n, w, seed))
     elif "text_config" in config:
-        state = {n.replace("model.", TEXT_PART, 1): w for n, w in state.items()}
+        turn = config["model_type"] == "qwen3_vl_moe"
+        state = {n.replace("model.", TEXT_PART, 1): w.mT.contiguous()
+                 if turn and ".experts." in n else w for n, w in state.items()}
     elif config["model_type"] not in ("gpt_oss", "mistral4", "gemma4_text", "dbrx"):
         # Experts of the others are joined on the hub too.
-        mixtral = config["model_type"] in ("mixtral", "minimax_m2")
-        parts = (as_on_the_hub(name, weight, mixtral) for name, weight in state.items())
+        parts = (as_on_the_hub(name, weight, config["model_type"]) for name, weight in state.items())
         state = dict(part for named in parts for part in named)
     if folder.name in WITH_PICTURES:
         state = {n.replace("model.", "model.language_model.", 1): w for n, w in state.items()}
@@ -549,6 +594,27 @@ def plain_config(folder):
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+class TextPart(torch.nn.Module):
+    """A causal model of a text part that transformers has no class for."""
+
+    def __init__(self, config, **named):
+        super().__init__()
+        self.config = config
+        self.model = AutoModel.from_config(config, **named)
+        self.lm_head = torch.nn.Linear(
+            config.hidden_size, config.vocab_size, bias=False, dtype=self.model.dtype)
+
+    def forward(self, ids, use_cache):
+        out = self.model(ids, use_cache=use_cache)
+        return types.SimpleNamespace(logits=self.lm_head(out.last_hidden_state))
+
+
+def from_config(config, **named):
+    if config.model_type == "qwen3_vl_moe_text":
+        return TextPart(config, **named)
+    return AutoModelForCausalLM.from_config(config, **named)
 
 
 def in_mxfp4(name, weight, seed):
@@ -578,15 +644,24 @@ def from_mxfp4(folder, dtype):
     return model
 
 
-def as_on_the_hub(name, weight, mixtral):
+def as_on_the_hub(name, weight, kind):
     """The experts of a layer, which transformers 5 joins, one by one under the names of the hub."""
-    if name.endswith("e_score_correction_bias"):
+    mixtral = kind in ("mixtral", "minimax_m2")
+    if name.endswith(("e_score_correction_bias", "expert_bias")):
         weight = weight.float()
+    if kind == "nemotron_h":
+        name = name.replace("model.", "backbone.", 1)
+        split = ".experts." in name
+        stem, part = name.rsplit(".", 1)
+        for expert, matrix in enumerate(weight if split else [weight]):
+            yield (f"{stem}.{expert}.{part}.weight" if split else name), matrix.clone()
+        return
     if ".experts." not in name:
         yield (name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name), weight
         return
     stem = name.rsplit(".", 1)[0].replace(".mlp.", ".block_sparse_moe." if mixtral else ".mlp.")
-    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    short = mixtral or kind == "lfm2_moe"
+    names = ("w1", "w3", "w2") if short else ("gate_proj", "up_proj", "down_proj")
     for expert, matrix in enumerate(weight):
         joined = name.endswith("gate_up_proj")
         parts = zip(names[:2], matrix.chunk(2)) if joined else [(names[2], matrix)]
@@ -673,11 +748,13 @@ AttentionMaskInterface.register("half_kv", eager_mask)
 def load(folder, attention="eager", dtype=torch.float32):
     stated = json.loads((folder / "config.json").read_text())
     if "text_config" in stated:
-        model = AutoModelForCausalLM.from_config(
+        model = from_config(
             plain_config(folder), dtype=dtype, attn_implementation=attention,
             experts_implementation="eager")
         state = load_file(folder / "model.safetensors")
-        model.load_state_dict({n.replace(TEXT_PART, "model."): w for n, w in state.items()})
+        turn = stated["model_type"] == "qwen3_vl_moe"
+        model.load_state_dict({n.replace(TEXT_PART, "model."): w.mT
+                               if turn and ".experts." in n else w for n, w in state.items()})
         return model.eval()
     if "quantization_config" in stated:
         model = from_mxfp4(folder, dtype)
@@ -752,6 +829,7 @@ def choose_prompt(model, folder, seed):
     which rounded keys and values turn no router to another expert."""
     rng = np.random.default_rng([seed, 1])
     has_pages = model.config.model_type in DELTA_NETS or folder.name.endswith("sparse-bf16")
+    has_pages = has_pages or model.config.model_type.startswith(("lfm2", "nemotron"))
     length = PAGES_PROMPT if has_pages else PROMPT
     for _ in range(200):
         prompt = [BOS, *rng.integers(3, VOCABULARY, length - 1).tolist()]
@@ -769,7 +847,9 @@ def trace(model, prompt):
     stream = []
     is_dbrx = model.config.model_type == "dbrx"
     layers = model.transformer.blocks if is_dbrx else model.model.layers
-    norm = model.transformer.norm_f if is_dbrx else model.model.norm
+    inner = model.transformer if is_dbrx else model.model
+    norm = next(getattr(inner, name) for name in ("norm", "norm_f", "embedding_norm")
+                if hasattr(inner, name))
     hooks = [layer.register_forward_hook(
         lambda _, args, out: stream.append(out[0] if isinstance(out, tuple) else out))
         for layer in layers]
@@ -780,6 +860,10 @@ def trace(model, prompt):
     logits = model(torch.tensor([prompt]), use_cache=False).logits
     for hook in hooks:
         hook.remove()
+    if model.config.model_type == "nemotron_h":
+        # A feed-forward is a block of its own there, and the second half of a layer here.
+        halves = [kind in ("mlp", "moe") for kind in model.config.layers_block_type]
+        stream = [h for h, half in zip(stream, [*halves, False, False]) if not half]
     tensors = {f"hidden.{i}": h[0] for i, h in enumerate(stream[:-1])}
     return {"logits": logits[0], "final": stream[-1][0]} | tensors
 

@@ -201,13 +201,17 @@ impl ModelFacts {
         self.bytes("cache of a token", token);
     }
 
-    /// Adds family and trained context, or why the engine does not support it.
+    /// Adds family, trained context and unknown fields of `config.json`, or why the engine does not support it.
     pub fn add_config(&mut self, source: &ModelSource) {
         match Config::read(source) {
             Ok(config) => {
                 self.text_fact("family", config.family.name());
                 self.number("trained context", config.context as u64);
                 self.add("computes here", "yes", json!(true));
+                let unknown = Config::unknown_fields(source);
+                if !unknown.is_empty() {
+                    self.add("unknown fields", unknown.join(", "), json!(unknown));
+                }
             }
             Err(error) => self.add("computes here", format!("no: {error}"), json!(false)),
         }

@@ -46,7 +46,7 @@ fn rows() -> impl Iterator<Item = FamilyRow> {
     let decoders = ModelFamily::ALL.into_iter().map(|family| FamilyRow {
         names: family.stored_names(),
         models: family.models(),
-        engines: vec!["cpu", "mlx"],
+        engines: family.engines().to_vec(),
         splits: family.splits().to_vec(),
         drafts: true,
         training: paceline_train::FAMILIES.contains(&family),

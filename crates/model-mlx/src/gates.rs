@@ -193,6 +193,7 @@ impl Gates {
         let function = match config.activation {
             Activation::Silu => Function::Silu,
             Activation::GeluTanh => Function::Gelu(Gelu::new(stream, dtype)?),
+            Activation::ReluSquared => unreachable!("models with it have Mamba: refused at load"),
         };
         let experts = config.experts();
         let limit = experts.and_then(|experts| experts.clamp);

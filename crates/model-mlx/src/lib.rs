@@ -78,7 +78,7 @@ use paceline_model::{
     Kinds, LayerCache, LayerCut, LayerShape, Links, LoadedModel as Loaded, ModelSource, PageStore,
     PersistedPage, Rope, Shard, Split, WindowPages, WindowPool,
 };
-use paceline_tensor::{Kernels, PAGE};
+use paceline_tensor::{Kernels, PAGE, StateRule};
 
 use ahead::{Ahead, NextStep};
 use cache::{Cache, DeltaSizes, LaneLimits, LayerSizes, SpanKind};
@@ -368,14 +368,18 @@ impl MlxModel {
 
 /// Refuses what MLX does not compute, and what a class does not.
 fn refuse(config: &Config, class: KernelClass) -> Result<(), Error> {
-    let has_state = |layer: &LayerShape| matches!(layer.cache, LayerCache::State(_));
-    if config.layers.iter().any(has_state) {
-        return Err(Error::Recurrence { engine: "mlx" });
-    }
+    let has_state = |layer: &LayerShape| match layer.cache {
+        LayerCache::State(_) | LayerCache::Conv(_) => true,
+        LayerCache::Delta(net) => net.rule == StateRule::Sum,
+        _ => false,
+    };
     let alike = config.is_uniform() && config.experts().is_none();
     if class == KernelClass::MlxExact && !alike {
         let family = config.family.name();
         return Err(Error::FamilyClass { family, class });
+    }
+    if config.layers.iter().any(has_state) {
+        return Err(Error::Recurrence { engine: "mlx" });
     }
     Ok(())
 }
@@ -783,7 +787,7 @@ const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
         return LayerSizes::Nothing;
     }
     match (shape.cache, shape.latent) {
-        (LayerCache::Of(_) | LayerCache::State(_), _) => LayerSizes::Nothing,
+        (LayerCache::Of(_) | LayerCache::State(_) | LayerCache::Conv(_), _) => LayerSizes::Nothing,
         (LayerCache::Delta(_), _) => {
             let of = DeltaSizes {
                 heads,

@@ -268,8 +268,8 @@ fn slot(part: LayerRole) -> usize {
 /// Outputs and inputs of a matrix of a layer. `None` where the layer has no such matrix, or
 /// computes it by a path without adapters.
 fn sizes(width: usize, shape: &LayerShape, part: LayerRole) -> Option<[usize; 2]> {
-    let is_plain =
-        shape.latent.is_none() && !shape.gated && !matches!(shape.cache, LayerCache::Delta(_));
+    let has_heads = !matches!(shape.cache, LayerCache::Delta(_) | LayerCache::Conv(_));
+    let is_plain = shape.latent.is_none() && !shape.gated && has_heads;
     let of = |there: bool, out: usize, inputs: usize| there.then_some([out, inputs]);
     let (heads, kv) = (shape.heads, shape.kv_heads);
     match part {

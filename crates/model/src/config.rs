@@ -6,10 +6,10 @@
 use std::borrow::Cow;
 
 use paceline_tensor::{
-    DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, RopePairs, StateShape,
+    DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, RopePairs, StateRule, StateShape,
 };
 
-use crate::families::{ConfigFields, ModelFamily};
+use crate::families::{ConfigFields, ModelFamily, unknown_fields};
 use crate::rope::Rope;
 use crate::{Error, LayerRole, ModelSource, Role};
 
@@ -20,6 +20,8 @@ pub enum Activation {
     Silu,
     /// The tanh form of GELU.
     GeluTanh,
+    /// The square of what is above 0, without a gate.
+    ReluSquared,
 }
 
 /// Contents of a layer's cache.
@@ -33,6 +35,9 @@ pub enum LayerCache {
     State(&'static dyn Recurrence),
     /// The states of a gated delta net.
     Delta(DeltaNet),
+    /// The inputs of a short convolution over this many positions, its own included: 1 to
+    /// [`MAX_TAPS`].
+    Conv(usize),
 }
 
 /// A gated delta net in place of attention. The layer's `heads` are its value heads, its `kv_heads`
@@ -43,6 +48,8 @@ pub struct DeltaNet {
     pub taps: usize,
     /// Mapping of value heads to key heads.
     pub order: HeadOrder,
+    /// What enters the state: [`StateRule::Sum`] for Mamba 2.
+    pub rule: StateRule,
 }
 
 /// Mapping of H value heads to K key heads.
@@ -65,6 +72,7 @@ impl PartialEq for LayerCache {
             (Self::Of(a), Self::Of(b)) => a == b,
             (Self::State(a), Self::State(b)) => a.name() == b.name(),
             (Self::Delta(a), Self::Delta(b)) => a == b,
+            (Self::Conv(a), Self::Conv(b)) => a == b,
             _ => false,
         }
     }
@@ -293,12 +301,41 @@ impl LayerShape {
         }
     }
 
+    /// Roles of the matrices that give queries, keys and values.
+    pub const fn input_roles(&self) -> [LayerRole; 3] {
+        match self.cache {
+            LayerCache::Conv(_) => [
+                LayerRole::ConvQuery,
+                LayerRole::ConvKey,
+                LayerRole::ConvValue,
+            ],
+            _ => [LayerRole::Query, LayerRole::Key, LayerRole::Value],
+        }
+    }
+
+    /// Role of the matrix that projects the attention output, or what the layer has instead.
+    pub const fn output_role(&self) -> LayerRole {
+        match self.cache {
+            LayerCache::Delta(_) => LayerRole::DeltaOutput,
+            LayerCache::Conv(_) => LayerRole::ConvOutput,
+            _ => LayerRole::AttentionOutput,
+        }
+    }
+
     /// Columns of a leaf of the attention output's sum: the fewest whole heads that are a multiple
     /// of 32. A tensor split cuts heads there.
+    ///
+    /// In Mamba 2 they are those of whole groups, since norms are over the heads of a group.
     pub const fn attention_leaf(&self) -> usize {
-        let mut leaf = self.output_dim();
+        let each = match self.cache {
+            LayerCache::Delta(net) if matches!(net.rule, StateRule::Sum) => {
+                self.output_dim() * (self.heads / self.kv_heads)
+            }
+            _ => self.output_dim(),
+        };
+        let mut leaf = each;
         while !leaf.is_multiple_of(32) {
-            leaf += self.output_dim();
+            leaf += each;
         }
         leaf
     }
@@ -307,7 +344,7 @@ impl LayerShape {
     const fn keeps_in(&self, index: usize) -> usize {
         match self.cache {
             LayerCache::Of(of) => of,
-            LayerCache::Rows | LayerCache::State(_) | LayerCache::Delta(_) => index,
+            _ => index,
         }
     }
 
@@ -323,6 +360,7 @@ impl LayerShape {
         match self.cache {
             LayerCache::State(_) => Some(2),
             LayerCache::Delta(_) => Some(PAGE + 1),
+            LayerCache::Conv(taps) => Some(taps),
             LayerCache::Rows | LayerCache::Of(_) => self.window,
         }
     }
@@ -364,11 +402,12 @@ impl LayerShape {
     }
 
     /// Bytes of a sequence's states, with the rows since their last update; `None` without states.
-    /// A delta net takes two pages per sequence: the last full page and the current one.
+    /// A delta net and a convolution take two pages per sequence: the last full page and the
+    /// current one.
     pub fn state_bytes(&self) -> Option<u64> {
         let pages = match self.cache {
             LayerCache::State(_) => 1,
-            LayerCache::Delta(_) => 2,
+            LayerCache::Delta(_) | LayerCache::Conv(_) => 2,
             LayerCache::Rows | LayerCache::Of(_) => return None,
         };
         let store = store(self, (self.heads, self.kv_heads), KvType::F32);
@@ -387,7 +426,12 @@ impl LayerShape {
 
     /// Whether it has a dense feed-forward, alone or in parallel to experts.
     pub const fn has_dense(&self) -> bool {
-        self.experts.is_none() || self.dense_beside
+        (self.experts.is_none() || self.dense_beside) && self.ffn > 0
+    }
+
+    /// Whether it has a dense feed-forward or experts; only some families have layers without.
+    pub const fn has_feed_forward(&self) -> bool {
+        self.experts.is_some() || self.ffn > 0
     }
 }
 
@@ -490,6 +534,12 @@ impl Config {
         Ok(config)
     }
 
+    /// Fields of `config.json` that no reader knows and that may change the computation, for a
+    /// warning. Empty for GGUF files, which [`read`](Self::read) refuses with unknown keys.
+    pub fn unknown_fields(source: &ModelSource) -> Vec<String> {
+        unknown_fields(source)
+    }
+
     /// Whether `source` is a decoder whose positions attend to later ones too.
     pub(crate) fn is_bidirectional(source: &ModelSource) -> bool {
         let fields = ConfigFields::of(source);
@@ -506,10 +556,13 @@ impl Config {
         let heads = fields.size("attention.head_count", "num_attention_heads", 1, MAX_HEADS)?;
         let has_latent = family.has_latent_attention();
         let latent = has_latent.then(|| fields.latent()).transpose()?;
-        let n_layers = fields.size("block_count", "num_hidden_layers", 1, MAX_LAYERS)?;
+        let n_layers = match family {
+            ModelFamily::NemotronH => fields.nemotron_layers()?.len(),
+            _ => fields.size("block_count", "num_hidden_layers", 1, MAX_LAYERS)?,
+        };
         let (kv_heads, head_dim) = match latent {
             Some(latent) => (vec![1; n_layers], latent.key_dim()),
-            None => Self::kv_heads(fields, n_layers, heads, width)?,
+            None => Self::kv_heads(family, fields, n_layers, (heads, width))?,
         };
         let ffns = fields.ffns(family, n_layers)?;
         let context = fields.size("context_length", "max_position_embeddings", 1, MAX_CONTEXT)?;
@@ -554,13 +607,19 @@ impl Config {
 
     /// KV heads of each layer and the head size, for attention without latent keys.
     fn kv_heads(
+        family: ModelFamily,
         fields: &ConfigFields<'_>,
         n_layers: usize,
-        heads: usize,
-        width: usize,
+        (heads, width): (usize, usize),
     ) -> Result<(Vec<usize>, usize), Error> {
         let names = ("attention.head_count_kv", "num_key_value_heads");
-        let kv_heads = fields.opt_sizes(names, n_layers, (1, MAX_HEADS))?;
+        // GGUF files have 0 for layers without attention.
+        let few_attend = family.has_short_convs() || family == ModelFamily::NemotronH;
+        let sizes = (u64::from(!few_attend), MAX_HEADS);
+        let kv_heads = match family {
+            ModelFamily::NemotronH => fields.opt_largest(names, sizes)?.map(|n| vec![n; n_layers]),
+            _ => fields.opt_sizes(names, n_layers, sizes)?,
+        };
         let head_dim = fields.opt_size("attention.key_length", "head_dim", 1, MAX_WIDTH)?;
         let kv_heads = kv_heads.unwrap_or_else(|| vec![heads; n_layers]);
         Ok((kv_heads, head_dim.unwrap_or(width / heads)))
@@ -738,11 +797,16 @@ impl Config {
             if own != all || !self.fits_latent(shape) {
                 return bad("its latent attention is not the model's");
             }
-            let taps = |net: DeltaNet| (1..=MAX_TAPS).contains(&net.taps);
-            if matches!(shape.cache, LayerCache::Delta(net) if !taps(net)) {
+            let taps = match shape.cache {
+                LayerCache::Delta(net) => net.taps,
+                LayerCache::Conv(taps) => taps,
+                _ => 1,
+            };
+            if !(1..=MAX_TAPS).contains(&taps) {
                 return bad("its convolution looks at no input, or at more than 16");
             }
-            if shape.ffn == 0 || shape.rope >= self.ropes.len() {
+            let needs_ffn = self.family != ModelFamily::NemotronH;
+            if needs_ffn && shape.ffn == 0 || shape.rope >= self.ropes.len() {
                 return bad("it has no feed-forward or no rotation");
             }
             let fits = |e: Experts| {
@@ -843,6 +907,12 @@ pub fn store(
             heads,
             len: recurrence.state_len(head_dim, value_dim),
             head_dim,
+            value_dim,
+        }),
+        LayerCache::Conv(_) => LayerStore::State(StateShape {
+            heads,
+            len: 0,
+            head_dim: 0,
             value_dim,
         }),
     }

@@ -149,4 +149,19 @@ pub enum LayerRole {
     DeltaNorm,
     /// `(C, H E)`
     DeltaOutput,
+    /// `(2 H E + 2 K D + H, C)` of Mamba 2: gates, values, keys, queries and steps. Its other weights
+    /// are those of a gated delta net.
+    MambaInput,
+    /// `(H,)`: factor of the value in the result.
+    MambaSkip,
+    /// Short convolution, like all variants that follow. `(C, C)`: gates of its result.
+    ConvQuery,
+    /// `(C, C)`: gates of its input.
+    ConvKey,
+    /// `(C, C)`: its input.
+    ConvValue,
+    /// `(C, taps)`, in some files with a dimension of 1.
+    ConvTaps,
+    /// `(C, C)`
+    ConvOutput,
 }

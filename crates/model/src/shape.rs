@@ -6,13 +6,13 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use paceline_plan::{AttentionKind, Bits, Caches, DeltaNet, ModelShape, Moe, Sliding};
+use paceline_plan::{AttentionKind, Bits, Caches, DeltaNet, Indexer, ModelShape, Moe, Sliding};
 use paceline_weights::gguf::{self, Gguf};
 use paceline_weights::hf::{self, HfFolder};
 use serde_json::Value;
 
 use crate::families::class_default;
-use crate::{Config, LayerCache, LayerShape, ModelSource, Role};
+use crate::{Config, LayerCache, LayerShape, ModelSource, Role, Selection};
 
 mod packed;
 
@@ -29,6 +29,14 @@ const DBRX: [(&str, &str); 8] = [
     ("moe_intermediate_size", "/ffn_config/ffn_hidden_size"),
     ("num_experts", "/ffn_config/moe_num_experts"),
     ("num_experts_per_tok", "/ffn_config/moe_top_k"),
+];
+
+/// The same of Nemotron-H, for the fields of a gated delta net and of experts.
+const NEMOTRON: [(&str, &str); 4] = [
+    ("linear_key_head_dim", "/ssm_state_size"),
+    ("linear_num_key_heads", "/n_groups"),
+    ("linear_num_value_heads", "/mamba_num_heads"),
+    ("linear_value_head_dim", "/mamba_head_dim"),
 ];
 
 /// Why a model's shape cannot be read.
@@ -147,6 +155,7 @@ impl ShapeFields<'_> {
             tied,
             attention: self.attention(heads, width),
             sliding: self.sliding(layers),
+            indexer: self.indexer(layers),
             caches: self.caches(layers, width),
             ffn: self
                 .get("feed_forward_length", "intermediate_size")
@@ -179,6 +188,16 @@ impl ShapeFields<'_> {
         })
     }
 
+    /// A lightning indexer; layers that use another one's choice are not counted apart.
+    fn indexer(&self, layers: u32) -> Option<Indexer> {
+        Some(Indexer {
+            layers,
+            top_k: self.get("attention.indexer.top_k", "index_topk")?,
+            heads: self.get("attention.indexer.head_count", "index_n_heads")?,
+            dim: self.get("attention.indexer.key_length", "index_head_dim")?,
+        })
+    }
+
     /// Number of listed layers with this cache kind.
     fn listed(&self, keeps: LayerCacheKind) -> Option<u32> {
         let kinds = self.kinds.as_ref()?.iter();
@@ -190,7 +209,12 @@ impl ShapeFields<'_> {
         let borrowed = self.get("attention.shared_kv_layers", "num_kv_shared_layers");
         let borrowed = borrowed.unwrap_or(0).min(layers.saturating_sub(1));
         let net = self.delta_net();
-        let state_bytes = net.map_or(0.0, |net| net.state_bytes());
+        let conv = self.get("shortconv.l_cache", "conv_L_cache");
+        let (state_bytes, state_params) = match (net, conv) {
+            (Some(net), _) => (net.state_bytes(), net.params(f64::from(width))),
+            (None, Some(_)) => short_conv(f64::from(width)),
+            (None, None) => (0.0, 0.0),
+        };
         let every = self.get("full_attention_interval", "full_attention_interval");
         let states = match every.filter(|n| state_bytes > 0.0 && *n > 1) {
             Some(every) => layers - layers / every,
@@ -204,7 +228,7 @@ impl ShapeFields<'_> {
             borrowed,
             states: states.min(layers - borrowed),
             state_bytes,
-            state_params: net.map_or(0.0, |net| net.params(f64::from(width))),
+            state_params,
             together: if borrowed == 0 {
                 0
             } else {
@@ -337,6 +361,13 @@ impl ShapeFields<'_> {
     }
 }
 
+/// Bytes of the inputs of a short convolution of width `c`, two pages per sequence, and its weights:
+/// three inputs and the output.
+fn short_conv(c: f64) -> (f64, f64) {
+    const PAGE: f64 = 64.0;
+    (2.0 * PAGE * 4.0 * c, 4.0 * c * c)
+}
+
 /// The planner's shape of a computable model; `source` has the bytes.
 pub fn of(source: &ModelSource, config: &Config) -> ModelShape {
     let mut shape = ModelShape {
@@ -349,8 +380,9 @@ pub fn of(source: &ModelSource, config: &Config) -> ModelShape {
             .unwrap_or_else(|| matches!(source.opt_weight(config.family, Role::Output), Ok(None))),
         attention: attention_of(config),
         sliding: windows_of(config),
+        indexer: indexer_of(config),
         caches: caches_of(config),
-        ffn: number(config.ffn),
+        ffn: ffn_of(config),
         moe: moe_of(config),
         bits: Bits::uniform(8.0),
     };
@@ -409,11 +441,28 @@ fn moe_of(config: &Config) -> Option<Moe> {
         experts: number(of.count),
         active: number(of.used),
         shared: number(of.shared.div_ceil(of.width.max(1))),
-        ffn: number(of.width),
+        ffn: as_gated(config, of.width),
         dense_layers: number(dense),
         every: number(every),
         groups: number(of.groups.map_or(1, |groups| groups.count)),
     })
+}
+
+/// Width of the mean dense feed-forward; some layers of Nemotron-H have none.
+fn ffn_of(config: &Config) -> u32 {
+    let dense = config.layers.iter().filter(|layer| layer.experts.is_none());
+    match dense.clone().count() {
+        0 => number(config.ffn),
+        n => as_gated(config, dense.map(|layer| layer.ffn).sum::<usize>() / n),
+    }
+}
+
+/// The width at which a feed-forward with a gate has as many weights.
+fn as_gated(config: &Config, width: usize) -> u32 {
+    match config.family.has_gates() {
+        true => number(width),
+        false => number(2 * width / 3),
+    }
 }
 
 /// Layers without keys and values of their own.
@@ -435,14 +484,36 @@ fn caches_of(config: &Config) -> Caches {
     }
 }
 
-/// Weights of a gated delta net: queries, keys, values, gates and output, and two numbers per head.
+/// Weights of a short convolution, of a gated delta net or of Mamba 2. Of the last two: queries,
+/// keys, values, gates and output, and two numbers per head.
 fn delta_params(config: &Config, layer: &LayerShape) -> Option<f64> {
-    let LayerCache::Delta(_) = layer.cache else {
-        return None;
+    let rows = match layer.cache {
+        LayerCache::Delta(_) => {
+            let heads = layer.heads * (3 * layer.value_dim + 2);
+            heads + 2 * layer.kv_heads * layer.head_dim
+        }
+        LayerCache::Conv(_) => 4 * layer.heads * layer.head_dim,
+        _ => return None,
     };
-    let heads = layer.heads * (3 * layer.value_dim + 2);
-    let keys = 2 * layer.kv_heads * layer.head_dim;
-    Some(config.width as f64 * (keys + heads) as f64)
+    Some(config.width as f64 * rows as f64)
+}
+
+/// The lightning indexer, and the layers with one of their own.
+fn indexer_of(config: &Config) -> Option<Indexer> {
+    let own = config
+        .layers
+        .iter()
+        .filter_map(|layer| match layer.latent?.selection {
+            Selection::Own(indexer) => Some(indexer),
+            Selection::All | Selection::Before => None,
+        });
+    let first = own.clone().next()?;
+    Some(Indexer {
+        layers: number(own.count()),
+        top_k: number(first.top_k),
+        heads: number(first.heads),
+        dim: number(first.dim),
+    })
 }
 
 /// Layers with a sliding window. If windows differ, which no model has yet, the widest counts.
@@ -465,6 +536,15 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
             value => value.as_u64(),
         }
     };
+    // Layers of LFM2 without KV heads are short convolutions.
+    let convs = arch.starts_with("lfm2").then(|| {
+        let heads = meta.u64s(&format!("{arch}.attention.head_count_kv")).ok()?;
+        let kind = |heads: &u64| match heads {
+            0 => LayerCacheKind::State,
+            _ => LayerCacheKind::All,
+        };
+        Some(heads.iter().map(kind).collect())
+    });
     let windows = meta.opt_bools(&format!("{arch}.attention.sliding_window_pattern"));
     let keeps = |is_windowed: &bool| {
         if *is_windowed {
@@ -480,7 +560,8 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
         kinds: windows
             .ok()
             .flatten()
-            .map(|list| list.iter().map(keeps).collect()),
+            .map(|list| list.iter().map(keeps).collect())
+            .or_else(|| convs.flatten()),
     };
     let vocab = file
         .info("token_embd.weight")
@@ -536,8 +617,26 @@ fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
     // Multimodal models have the text part in an object of its own.
     let text = config.get("text_config").unwrap_or(config);
     let family = text.get("model_type").and_then(Value::as_str);
+    // Blocks of Nemotron-H without a cache are the second halves of layers.
+    let blocks = text.get("hybrid_override_pattern").and_then(Value::as_str);
+    let blocks: Option<Vec<LayerCacheKind>> = blocks.map(|blocks| {
+        let kinds = blocks.chars().filter_map(|block| match block {
+            'M' => Some(LayerCacheKind::State),
+            '*' => Some(LayerCacheKind::All),
+            _ => None,
+        });
+        kinds.collect()
+    });
     let number = |_: &str, hf: &str| {
-        let mut own = DBRX.iter().filter(|_| family == Some("dbrx"));
+        if let ("num_hidden_layers", Some(blocks)) = (hf, &blocks) {
+            return Some(blocks.len() as u64);
+        }
+        let own: &[(&str, &str)] = match family {
+            Some("dbrx") => &DBRX,
+            Some("nemotron_h") => &NEMOTRON,
+            _ => &[],
+        };
+        let mut own = own.iter();
         let value = match own.find(|(usual, _)| *usual == hf) {
             Some((_, place)) => text.pointer(place),
             None => text.get(hf).or_else(|| class_default(family, hf)),
@@ -547,13 +646,15 @@ fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
     let kinds = text.get("layer_types").and_then(Value::as_array);
     let keeps = |kind: &Value| match kind.as_str() {
         Some("sliding_attention") => LayerCacheKind::Window,
-        Some("linear_attention") => LayerCacheKind::State,
+        Some("linear_attention" | "conv") => LayerCacheKind::State,
         _ => LayerCacheKind::All,
     };
     let fields = ShapeFields {
         number: &number,
         family: family.unwrap_or_default(),
-        kinds: kinds.map(|kinds| kinds.iter().map(keeps).collect()),
+        kinds: blocks
+            .clone()
+            .or_else(|| kinds.map(|kinds| kinds.iter().map(keeps).collect())),
     };
     let vocab = fields.need("vocab_size", "vocab_size")?;
     let tied = [text, config]
@@ -686,6 +787,39 @@ mod tests {
         assert_eq!((shape.caches.states, shape.row_layers(0..40)), (30, 10.0));
         let bytes = shape.state_bytes(0..40);
         assert!((345e6..349e6).contains(&bytes), "{bytes}");
+    }
+
+    /// Mamba 2 and short convolutions, whose layers the files list in their own ways.
+    #[test]
+    fn other_states_are_counted() {
+        let usual = serde_json::json!({
+            "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 64, "intermediate_size": 5632, "vocab_size": 65_536
+        });
+        for (more, expected) in [
+            (
+                serde_json::json!({
+                    "model_type": "nemotron_h", "hybrid_override_pattern": "M-M-M*-M-",
+                    "num_hidden_layers": 9, "ssm_state_size": 128, "n_groups": 8,
+                    "mamba_num_heads": 64, "mamba_head_dim": 64
+                }),
+                (5, 4),
+            ),
+            (
+                serde_json::json!({
+                    "model_type": "lfm2", "num_hidden_layers": 3, "conv_L_cache": 3,
+                    "layer_types": ["conv", "conv", "full_attention"]
+                }),
+                (3, 2),
+            ),
+        ] {
+            let mut config = usual.clone();
+            let fields = config.as_object_mut().unwrap();
+            fields.extend(more.as_object().unwrap().clone());
+            let shape = from_config("x", &config).unwrap();
+            assert_eq!((shape.layers, shape.caches.states), expected, "{more}");
+            assert!(shape.caches.state_bytes > 0.0 && shape.caches.state_params > 0.0);
+        }
     }
 
     /// Qwen1.5-MoE with every second layer dense; its shared expert is four times as wide as

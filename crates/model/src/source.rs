@@ -15,7 +15,9 @@ use paceline_weights::tensor::{FindArrivals, Tensor};
 use serde_json::Value;
 
 use crate::Error;
-use crate::families::{ExpertLayout, FileNames, ModelFamily, dbrx_stem};
+use crate::families::{
+    ConfigFields, ExpertLayout, FileNames, ModelFamily, QWEN3_VL_MOE, dbrx_stem,
+};
 use crate::role::{LayerRole, Nth, Role};
 
 /// An opened model: a GGUF file with all its parts, or a Hugging Face folder.
@@ -62,6 +64,7 @@ impl ModelSource {
 
     /// Tensor name of a weight, without `.weight` or `.bias`.
     pub(crate) fn stem(&self, family: ModelFamily, role: Role) -> String {
+        let role = self.in_block(family, role);
         match self {
             Self::Gguf(_) => gguf_stem(family, role),
             Self::Hf(folder) if family == ModelFamily::Dbrx => {
@@ -75,7 +78,23 @@ impl ModelSource {
                 let apart = apart.filter(|apart| folder.has(&format!("{apart}.weight")));
                 apart.unwrap_or(stem)
             }
-            Self::Hf(folder) => hf_stem(family.file_names(), prefix(folder), role),
+            Self::Hf(folder) => {
+                let stem = hf_stem(family.file_names(), prefix(folder), role);
+                prediction_stem(folder, role, &stem).unwrap_or(stem)
+            }
+        }
+    }
+
+    /// `role` with the block of the file in place of the layer, where a layer may have two blocks.
+    fn in_block(&self, family: ModelFamily, role: Role) -> Role {
+        let (ModelFamily::NemotronH, Role::Layer(layer, part)) = (family, role) else {
+            return role;
+        };
+        let layers = ConfigFields::of(self).and_then(|fields| fields.nemotron_layers());
+        let blocks = layers.ok().and_then(|layers| layers.get(layer).copied());
+        match blocks {
+            Some(blocks) => Role::Layer(blocks.mixer + usize::from(part.is_of_ffn()), part),
+            None => role,
         }
     }
 
@@ -88,7 +107,7 @@ impl ModelSource {
                 format!("{stem}.scale")
             }
             (Self::Gguf(_), Role::Layer(_, LayerRole::DeltaBias)) => format!("{stem}.bias"),
-            (Self::Gguf(_), Role::Layer(_, LayerRole::DeltaScale)) => stem,
+            (Self::Gguf(_), Role::Layer(_, LayerRole::DeltaScale | LayerRole::MambaSkip)) => stem,
             (Self::Hf(_), Role::Layer(_, part)) if part.is_bare_in_hf() => stem,
             _ => format!("{stem}.weight"),
         }
@@ -175,7 +194,7 @@ impl ModelSource {
         {
             return Ok(tensor);
         }
-        if family.joins_qkv()
+        if (family.joins_qkv() || conv_part(role).is_some())
             && let Some(tensor) = self.joined(family, role)?
         {
             return Ok(tensor);
@@ -226,14 +245,7 @@ impl ModelSource {
             return Ok(None);
         };
         if let LayerRole::ExpertDown(_) = part {
-            let Nth { index, of } = nth;
-            let (first, step) = (0, 1);
-            let wanted = StackSlice {
-                index,
-                of,
-                first,
-                step,
-            };
+            let wanted = StackSlice::whole(nth.index, nth.of);
             return Ok(Some(folder.stacked_rows(&stack, wanted)?));
         }
         let own = nth.index..nth.index + 1;
@@ -247,6 +259,9 @@ impl ModelSource {
         family: ModelFamily,
         role: Role,
     ) -> Result<Option<(usize, Range<usize>)>, Error> {
+        if let Some(part) = conv_part(role) {
+            return Ok(Some((3, part..part + 1)));
+        }
         let place = match role {
             Role::Layer(_, LayerRole::Gate) if family.joins_gate_up() => {
                 return Ok(Some((2, 0..1)));
@@ -319,7 +334,8 @@ impl ModelSource {
 
     /// An expert's matrix from a folder that stacks all experts in one tensor, where the rows of
     /// `up` follow those of `gate`. Gemma 4 folders always have this layout; other families may, as
-    /// written by transformers 5. `None` for other folders and weights.
+    /// written by transformers 5. Those of Qwen3-VL have inputs by outputs. `None` for other
+    /// folders and weights.
     fn behind(&self, family: ModelFamily, role: Role) -> Result<Option<Tensor>, Error> {
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return Ok(None);
@@ -337,7 +353,10 @@ impl ModelSource {
             return Ok(None);
         }
         let nth = part.expert().expect("it is of an expert");
-        let tensor = of_expert(folder.tensor(&stack)?, nth)?;
+        let tensor = match model_type(folder) == Some(QWEN3_VL_MOE) {
+            true => folder.stacked(&stack, StackSlice::whole(nth.index, nth.of))?,
+            false => of_expert(folder.tensor(&stack)?, nth)?,
+        };
         match half {
             None => Ok(Some(tensor)),
             Some(half) => half_of(tensor, half).map(Some),
@@ -452,6 +471,13 @@ impl ModelSource {
     }
 }
 
+/// `model_type` of a folder's text part.
+fn model_type(folder: &HfFolder) -> Option<&str> {
+    let config = folder.config();
+    let text = config.get("text_config").unwrap_or(config);
+    text.get("model_type")?.as_str()
+}
+
 /// `name` as stored in `folder`. A decoder saved without its head, such as an embedding model, has
 /// no `model.` prefix.
 fn bare<'a>(folder: &HfFolder, name: &'a str) -> &'a str {
@@ -461,6 +487,12 @@ fn bare<'a>(folder: &HfFolder, name: &'a str) -> &'a str {
 
 /// Tensor names in GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
 fn gguf_stem(family: ModelFamily, role: Role) -> String {
+    if let Some(name) = (family.file_names().gguf_own)(role) {
+        return match role {
+            Role::Layer(layer, _) => format!("blk.{layer}.{name}"),
+            _ => name.to_owned(),
+        };
+    }
     let (layer, part) = match role {
         Role::TokenEmbedding => return "token_embd".to_owned(),
         Role::OutputNorm => return "output_norm".to_owned(),
@@ -529,21 +561,47 @@ fn gguf_stem(family: ModelFamily, role: Role) -> String {
         LayerRole::DeltaScale => "ssm_a",
         LayerRole::DeltaNorm => "ssm_norm",
         LayerRole::DeltaOutput => "ssm_out",
+        LayerRole::MambaInput => "ssm_in",
+        LayerRole::MambaSkip => "ssm_d",
+        LayerRole::ConvQuery | LayerRole::ConvKey | LayerRole::ConvValue => "shortconv.in_proj",
+        LayerRole::ConvTaps => "shortconv.conv",
+        LayerRole::ConvOutput => "shortconv.out_proj",
     };
     format!("blk.{layer}.{name}")
+}
+
+/// Name of a weight of Qwen's multi-token prediction layer, which has a number behind the model's
+/// last layer here and names of its own in files.
+fn prediction_stem(folder: &HfFolder, role: Role, stem: &str) -> Option<String> {
+    let Role::Layer(layer, _) = role else {
+        return None;
+    };
+    let (model, part) = stem.split_once(&format!(".layers.{layer}."))?;
+    let norm = |model: &str, layer| format!("{model}.layers.{layer}.input_layernorm.weight");
+    let is_prediction = !folder.has(&norm(model, layer)) && folder.has(&norm("mtp", 0));
+    is_prediction.then(|| format!("mtp.layers.0.{part}"))
 }
 
 /// Prefix of a folder's tensor names. Multimodal models have a prefix for the text part, in
 /// transformers' or in MLX's order.
 fn prefix(folder: &HfFolder) -> &'static str {
-    let begins = ["model.language_model", "language_model.model"];
-    let there = |begin: &&str| folder.has(&format!("{begin}.embed_tokens.weight"));
+    let begins = ["model.language_model", "language_model.model", "backbone"];
+    let there = |begin: &&str| {
+        let has = |name: &str| folder.has(&format!("{begin}.{name}.weight"));
+        has("embed_tokens") || has("embeddings")
+    };
     begins.into_iter().find(there).unwrap_or("model")
 }
 
 /// Tensor names in the Hugging Face layout: `modeling_llama.py`, `modeling_gemma4.py` of
 /// transformers.
 fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
+    if let Some(name) = (names.hf_own)(role) {
+        return match role {
+            Role::Layer(layer, _) => format!("{model}.layers.{layer}.{name}"),
+            _ => format!("{model}.{name}"),
+        };
+    }
     let (layer, part) = match role {
         Role::TokenEmbedding => return format!("{model}.embed_tokens"),
         Role::OutputNorm => return format!("{model}.norm"),
@@ -622,6 +680,10 @@ fn hf_part(names: &FileNames, part: LayerRole) -> &'static str {
         LayerRole::DeltaScale => "linear_attn.A_log",
         LayerRole::DeltaNorm => "linear_attn.norm",
         LayerRole::DeltaOutput => "linear_attn.out_proj",
+        LayerRole::ConvQuery | LayerRole::ConvKey | LayerRole::ConvValue => "conv.in_proj",
+        LayerRole::ConvTaps => "conv.conv",
+        LayerRole::MambaInput | LayerRole::MambaSkip => "", // named by their family
+        LayerRole::ConvOutput => "conv.out_proj",
         other => unreachable!("{other:?} is a part of experts"),
     }
 }
@@ -654,6 +716,25 @@ impl LayerRole {
         }
     }
 
+    /// Whether it is of a layer's second half.
+    const fn is_of_ffn(self) -> bool {
+        matches!(
+            self,
+            Self::FfnNorm
+                | Self::Gate
+                | Self::Up
+                | Self::Down
+                | Self::Router
+                | Self::RouterChoice
+                | Self::ExpertGate(_)
+                | Self::ExpertUp(_)
+                | Self::ExpertDown(_)
+                | Self::SharedGate
+                | Self::SharedUp
+                | Self::SharedDown
+        )
+    }
+
     /// Whether its name in the Hugging Face layout has no suffix.
     const fn is_bare_in_hf(self) -> bool {
         matches!(
@@ -665,6 +746,7 @@ impl LayerRole {
                 | Self::OutputScale
                 | Self::DeltaBias
                 | Self::DeltaScale
+                | Self::MambaSkip
         )
     }
 }
@@ -690,6 +772,16 @@ fn other_expert(file: &Gguf, layer: usize, part: LayerRole) -> Result<Option<Ten
             half_of(of_expert(file.tensor(&both)?, nth)?, half).map(Some)
         }
         _ => Ok(None),
+    }
+}
+
+/// Place of a short convolution's projection among the three that files store as one.
+const fn conv_part(role: Role) -> Option<usize> {
+    match role {
+        Role::Layer(_, LayerRole::ConvKey) => Some(0),
+        Role::Layer(_, LayerRole::ConvQuery) => Some(1),
+        Role::Layer(_, LayerRole::ConvValue) => Some(2),
+        _ => None,
     }
 }
 

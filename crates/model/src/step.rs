@@ -12,7 +12,7 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
     Activations, AttentionRows, AttentionScratch, AttentionStep, DeltaStep, KvCache, PackedMatrix,
-    Product, Recurrence, Recurrent, vector,
+    Product, Recurrence, Recurrent, ShortConvStep, StateRule, vector,
 };
 
 use crate::config::Activation;
@@ -108,6 +108,8 @@ pub struct Workspace {
     is_headless: bool,
     /// The step's plan, to send or received.
     words: Vec<u32>,
+    /// Whether the caller writes the residual stream before each step.
+    is_given: bool,
     /// Empty between steps: memory for the sequences of a step.
     sequences: Vec<AttentionRows<'static>>,
     scratch: AttentionScratch,
@@ -153,6 +155,20 @@ impl Workspace {
 
     /// Requested row `i` of the last step after the output norm, `(C,)`.
     pub(crate) fn normed(&self, i: usize) -> &[f32] {
+    /// As [`new`](Self::new), for steps whose residual stream the caller
+    /// [gives](Self::residual_mut) in place of the tokens' embeddings.
+    pub(crate) fn given(model: &Model, size: BatchSize) -> Self {
+        Self {
+            is_given: true,
+            ..Self::new(model, size)
+        }
+    }
+
+    /// The residual stream, `(T, C)`: before a step that is given it, and after each step.
+    pub(crate) fn residual_mut(&mut self) -> &mut [f32] {
+        &mut self.residual
+    }
+
         self.head_x.row(i)
     }
 
@@ -233,6 +249,7 @@ impl Workspace {
             words: Vec::new(),
             sequences: Vec::with_capacity(size.sequences * model.kinds().len()),
             scratch: model.kernels().attention_scratch(
+            is_given: false,
                 size.sequences,
                 of_layers(|_, cut| cut.heads.len()),
                 of_layers(|shape, _| shape.value_dim),
@@ -286,7 +303,7 @@ fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
 }
 
 /// Embedding of a token, `(C,)`, with the model's scale.
-fn embed_token(model: &Model, token: u32, out: &mut [f32]) {
+pub(crate) fn embed_token(model: &Model, token: u32, out: &mut [f32]) {
     model.embedding().row(token, out);
     let scale = model.config().embedding_scale;
     if scale != 1.0 {
@@ -389,6 +406,7 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
 
     /// Shape of the current layer, and this rank's part of it.
     fn layer(&self) -> (&'m LayerShape, &'m LayerCut) {
+            _ if step.ws.is_given => {}
         let model = self.model;
         (
             &model.config().layers[self.index],
@@ -701,7 +719,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
                 return Ok(());
             }
             LayerCache::Of(of) => self.held(of),
-            LayerCache::Rows | LayerCache::Delta(_) => held,
+            LayerCache::Rows | LayerCache::Delta(_) | LayerCache::Conv(_) => held,
         };
         let mut cache = lock(self.cache);
         let kernels = self.model.kernels();
@@ -896,16 +914,44 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         };
         kernels.delta(&step, &mut lock(self.cache), &mut mixer.mixed, out);
         let eps = self.model.config().norm_eps;
-        mixer.norm_and_gate(
-            (kernels, eps),
-            net,
-            shape.value_dim,
-            &mut out[..self.rows * cut.heads.len() * shape.value_dim],
-        );
+        let group = shape.value_dim * (shape.heads / shape.kv_heads);
+        let out = &mut out[..self.rows * cut.heads.len() * shape.value_dim];
+        match net.rule {
+            StateRule::Difference => {
+                mixer.norm_and_gate((kernels, eps), net, shape.value_dim, out);
+            }
+            StateRule::Sum => mixer.gate_and_norm((kernels, eps), net, group, out),
+        }
         Ok(())
     }
 
     fn project_attention(&mut self, w: &LayerShard) -> Result<(), Error> {
+    fn is_short_conv(&self, w: &LayerShard) -> bool {
+        w.conv_taps.is_some()
+    }
+
+    fn short_conv(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        let n = cut.heads.len() * shape.head_dim;
+        if n == 0 {
+            return Ok(());
+        }
+        let (held, rows) = (self.held(layer), self.rows);
+        let sequences = &self.sequences[self.sequences()];
+        let (kernels, ws) = (self.model.kernels(), &mut *self.ws);
+        multiply(&mut ws.v[..rows * n], &ws.k);
+        let step = ShortConvStep {
+            layer: held,
+            taps: w.conv_taps.as_deref().expect("the family asked"),
+            inputs: &ws.v[..rows * n],
+            sequences,
+        };
+        let out = ws.attended.of(held).values_mut();
+        kernels.short_conv(&step, &mut lock(self.cache), out);
+        multiply(&mut out[..rows * n], &ws.q);
+        Ok(())
+    }
+
             rotate(out, dims[1]);
         let (held, cut) = (self.held(self.index), &self.layer().1.attention);
         let ws = &mut *self.ws;
@@ -941,7 +987,10 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
 
     fn add_delta(&mut self) -> Result<(), Error> {
         let (rows, width) = (self.rows, self.model.config().width);
+            rule: net.rule,
         let delta = &self.ws.sums.delta;
+            conv_bias: &net.conv_bias,
+            skip: &net.skip,
         let residual = DisjointMut::new(&mut self.ws.residual[..rows * width], width);
         self.model.kernels().for_rows(rows, |t| {
             // SAFETY: each row is visited once.
@@ -954,15 +1003,15 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
     fn project_gate_up(&mut self, w: &LayerShard) -> Result<(), Error> {
         let w = w.feed_forward.dense();
         let (ws, rows) = (&mut *self.ws, self.rows);
-        let outs = [
-            product(&mut ws.gate, &w.gate, rows),
-            product(&mut ws.up, &w.up, rows),
+        let outs = [product(&mut ws.gate, &w.gate, rows)].into_iter();
+        let up = w.up.as_ref().map(|up| product(&mut ws.up, up, rows));
+        self.model.kernels().products(&ws.x, outs.chain(up));
+        let both = [
+            (&mut ws.gate, Some(&w.gate), LayerRole::Gate),
+            (&mut ws.up, w.up.as_ref(), LayerRole::Up),
         ];
-        self.model.kernels().products(&ws.x, outs);
-        for (out, linear, part) in [
-            (&mut ws.gate, &w.gate, LayerRole::Gate),
-            (&mut ws.up, &w.up, LayerRole::Up),
-        ] {
+        for (out, linear, part) in both {
+            let Some(linear) = linear else { continue };
             add_bias(out, linear.bias.as_deref(), rows);
             if let Some(beside) = AdapterProducts::of(self.model, (self.index, part), &self.adapted)
             {
@@ -1026,6 +1075,10 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         norm_in_place(self.model, &mut ws.aside[..n], weight);
         Ok(())
     }
+    fn has_feed_forward(&self, w: &LayerShard) -> bool {
+        !matches!(w.feed_forward, weights::FeedForward::Nothing)
+    }
+
 
     fn add_aside(&mut self) -> Result<(), Error> {
         let n = self.rows * self.model.config().width;
@@ -1057,6 +1110,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
 
     fn scale_residual(&mut self, w: &LayerShard) -> Result<(), Error> {
         if let Some(scale) = w.output_scale {
+                Activation::ReluSquared => experts::relu_squared(&gate[part], out),
             let n = self.rows * self.model.config().width;
             let residual = self.ws.residual[..n].iter_mut();
             residual.for_each(|x| *x *= scale);

@@ -73,6 +73,8 @@ pub(crate) struct LayerShard {
     pub(crate) sinks: Option<Vec<f32>>,
     /// Additional weights of a gated delta net.
     pub(crate) delta_net: Option<Box<DeltaNet>>,
+    /// `(taps, H D)`: taps of a short convolution.
+    pub(crate) conv_taps: Option<Vec<f32>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
     pub(crate) ffn_norm: Option<Vec<f32>>,
     pub(crate) feed_forward: FeedForward,
@@ -127,13 +129,16 @@ pub(crate) enum FeedForward {
     Experts(Box<Experts>),
     /// Dense feed-forward and experts on the same rows, each with its own norms.
     Both(Dense, Box<Experts>),
+    /// Nothing: the layer has only its first half.
+    Nothing,
 }
 
 /// Gate, up and down.
 #[derive(Debug)]
 pub(crate) struct Dense {
+    /// The only matrix before the activation in families without gates.
     pub(crate) gate: Linear,
-    pub(crate) up: Linear,
+    pub(crate) up: Option<Linear>,
     pub(crate) down: Summed,
 }
 
@@ -159,16 +164,25 @@ pub(crate) struct Experts {
 /// Matrices of an expert.
 #[derive(Debug)]
 pub(crate) struct Expert {
+    /// As [`Dense::gate`].
     pub(crate) gate: Linear,
-    pub(crate) up: Linear,
+    pub(crate) up: Option<Linear>,
     pub(crate) down: Linear,
+}
+
+/// The matrices of gate and up.
+pub(crate) fn of_both<'a>(
+    gate: &'a Linear,
+    up: Option<&'a Linear>,
+) -> impl Iterator<Item = &'a PackedMatrix> {
+    [gate].into_iter().chain(up).map(|linear| &linear.matrix)
 }
 
 impl Experts {
     /// Matrices whose input is a normed row.
     fn of_normed(&self) -> impl Iterator<Item = &PackedMatrix> {
         let experts = self.experts.iter();
-        let experts = experts.flat_map(|expert| [&expert.gate.matrix, &expert.up.matrix]);
+        let experts = experts.flat_map(|expert| of_both(&expert.gate, expert.up.as_ref()));
         let routers = [Some(&self.router.matrix), self.shared_router.as_ref()];
         experts.chain(routers.into_iter().flatten())
     }
@@ -178,7 +192,7 @@ impl FeedForward {
     /// Matrices whose input is a normed row.
     fn of_normed(&self) -> Vec<&PackedMatrix> {
         let dense = self.opt_dense().into_iter();
-        let dense = dense.flat_map(|dense| [&dense.gate.matrix, &dense.up.matrix]);
+        let dense = dense.flat_map(|dense| of_both(&dense.gate, dense.up.as_ref()));
         let experts = self.experts().into_iter().flat_map(Experts::of_normed);
         dense.chain(experts).collect()
     }
@@ -198,7 +212,7 @@ impl FeedForward {
     const fn opt_dense(&self) -> Option<&Dense> {
         match self {
             Self::Dense(dense) | Self::Both(dense, _) => Some(dense),
-            Self::Experts(_) => None,
+            Self::Experts(_) | Self::Nothing => None,
         }
     }
 
@@ -211,7 +225,7 @@ impl FeedForward {
     /// `None` without experts.
     pub(crate) const fn experts(&self) -> Option<&Experts> {
         match self {
-            Self::Dense(_) => None,
+            Self::Dense(_) | Self::Nothing => None,
             Self::Experts(experts) | Self::Both(_, experts) => Some(experts),
         }
     }
@@ -596,6 +610,9 @@ impl ShardLoader<'_> {
     /// Feed-forward part of a layer.
     fn feed_forward(&self, layer: usize) -> Result<FeedForward, Error> {
         let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
+        if !shape.has_feed_forward() {
+            return Ok(FeedForward::Nothing);
+        }
         let experts = shape.experts;
         let experts = experts.map(|of| self.experts(layer, of, cut.ffn()));
         Ok(match experts.transpose()?.map(Box::new) {
@@ -613,9 +630,14 @@ impl ShardLoader<'_> {
         let rows = |part| self.rows(role(part), [ffn, width], cut.columns());
         Ok(Dense {
             gate: rows(LayerRole::Gate)?,
-            up: rows(LayerRole::Up)?,
+            up: self.gated(|| rows(LayerRole::Up))?,
             down: self.summed(role(LayerRole::Down), ffn, cut)?,
         })
+    }
+
+    /// `up` of a feed-forward or expert, in families that have gates beside it.
+    fn gated(&self, up: impl FnOnce() -> Result<Linear, Error>) -> Result<Option<Linear>, Error> {
+        self.config.family.has_gates().then(up).transpose()
     }
 
     pub(crate) fn output(&self, tied: bool) -> Result<Linear, Error> {
@@ -659,28 +681,28 @@ impl ShardLoader<'_> {
             c.family.norms_after_halves(),
         ];
         let [query_norm, key_norm] = self.query_key_norms(i)?;
-        let ([query, key, value], delta_net, output) = match (shape.cache, shape.latent) {
+        let ([query, key, value], delta_net) = match (shape.cache, shape.latent) {
             (LayerCache::Delta(net), _) => {
                 let ([q, k, v], net) = self.delta_net(i, net)?;
                 (
                     [Some(q), Some(k), Some(v)],
                     Some(Box::new(net)),
-                    LayerRole::DeltaOutput,
                 )
             }
             (_, Some(latent)) => {
                 let query = self.latent_query(i, latent)?;
-                ([Some(query), None, None], None, LayerRole::AttentionOutput)
+                ([Some(query), None, None], None)
             }
             _ => {
+                let [query, key, value] = shape.input_roles();
                 let each = (1 + usize::from(shape.gated)) * shape.head_dim;
                 let all = shape.heads * each;
                 let of = [
-                    Some(rows(LayerRole::Query, all, of_heads(&cut.heads, each))?),
-                    of_kv(shape.has_keys(), LayerRole::Key, k, shape.head_dim)?,
-                    of_kv(shape.has_values(), LayerRole::Value, v, shape.value_dim)?,
+                    Some(rows(query, all, of_heads(&cut.heads, each))?),
+                    of_kv(shape.has_keys(), key, k, shape.head_dim)?,
+                    of_kv(shape.has_values(), value, v, shape.value_dim)?,
                 ];
-                (of, None, LayerRole::AttentionOutput)
+                (of, None)
             }
         };
         Ok(LayerShard {
@@ -690,12 +712,17 @@ impl ShardLoader<'_> {
             value,
             latent: latent.transpose()?.map(Box::new),
             delta_net,
-            attention_output: self.summed(role(output), out, &cut.attention)?,
+            conv_taps: self.conv_taps(i)?,
+            attention_output: self.summed(role(shape.output_role()), out, &cut.attention)?,
             query_norm,
             key_norm,
             sinks: self.sinks(i)?,
             post_attention_norm: opt_norm(after, LayerRole::PostAttentionNorm, c.width)?,
-            ffn_norm: opt_norm(before, LayerRole::FfnNorm, c.width)?,
+            ffn_norm: opt_norm(
+                before && shape.has_feed_forward(),
+                LayerRole::FfnNorm,
+                c.width,
+            )?,
             feed_forward: self.feed_forward(i)?,
             post_ffn_norm: opt_norm(after, LayerRole::PostFfnNorm, c.width)?,
             value_norm: shape.value_norm.then(|| vec![1.0; shape.value_dim]),
@@ -724,7 +751,7 @@ impl ShardLoader<'_> {
                 of(LayerRole::KeyNorm, shape.kv_heads, &cut.kv_heads)?,
             ]);
         }
-        if matches!(shape.cache, LayerCache::Delta(_)) {
+        if matches!(shape.cache, LayerCache::Delta(_) | LayerCache::Conv(_)) {
             return Ok([None, None]);
         }
         let there = self.names.norms_heads(layer)?;
@@ -784,7 +811,7 @@ impl ShardLoader<'_> {
         };
         Ok(Expert {
             gate: linear(gate, [ffn, width])?,
-            up: linear(up, [ffn, width])?,
+            up: self.gated(|| linear(up, [ffn, width]))?,
             down: linear(down, [width, ffn])?,
         })
     }
@@ -928,12 +955,11 @@ impl ShardLoader<'_> {
                 packed.map_err(|source| pack_error(&tensor.name, source))
             }
             StoredTensor::Mlx(matrix) => {
-                let joined = self.joined(&matrix, rows.clone(), &cols)?;
-                let part = StoredMatrix {
+                let mut part = StoredMatrix {
                     block_type: matrix.block_type,
                     rows: rows.len(),
                     cols: cols.len(),
-                    bytes: &joined,
+                    bytes: &[],
                 };
                 let packed = pack(part, options);
                 packed.map_err(|source| pack_error(&matrix.name, source))
@@ -996,7 +1022,7 @@ impl ShardLoader<'_> {
     }
 }
 
-fn pack_error(name: &str, source: paceline_tensor::Error) -> Error {
+pub(crate) fn pack_error(name: &str, source: paceline_tensor::Error) -> Error {
     Error::Pack {
         name: name.to_owned(),
         source,

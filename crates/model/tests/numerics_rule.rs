@@ -106,8 +106,10 @@ const FAMILIES: [(ModelFamily, BlockType); 4] = [
     (ModelFamily::Gemma3, BlockType::Q6_K),
 ];
 
-/// Families with gated delta nets: both orders of heads.
-const DELTA_NETS: [(ModelFamily, BlockType, KernelClass); 3] = [
+/// Families with states: short convolutions, Mamba 2 and gated delta nets in both orders of heads.
+const DELTA_NETS: [(ModelFamily, BlockType, KernelClass); 5] = [
+    (ModelFamily::Lfm2Moe, BlockType::Q4_K, KernelClass::Cpu),
+    (ModelFamily::NemotronH, BlockType::Q8_0, KernelClass::Cpu),
     (ModelFamily::Qwen35, BlockType::Q4_K, KernelClass::Cpu),
     (ModelFamily::Qwen3Next, BlockType::BF16, KernelClass::CpuF32),
     (ModelFamily::Qwen35Moe, BlockType::Q8_0, KernelClass::CpuQ8),

@@ -601,6 +601,18 @@ fn delta_nets_give_the_bits_of_one_rank() {
             KernelClass::CpuQ8,
             false,
         ),
+        (
+            ModelFamily::NemotronH,
+            BlockType::Q8_0,
+            KernelClass::Cpu,
+            true,
+        ),
+        (
+            ModelFamily::Lfm2Moe,
+            BlockType::Q4_K,
+            KernelClass::Cpu,
+            false,
+        ),
     ]
     .into_iter()
     .enumerate()

@@ -27,6 +27,7 @@ use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
 use paceline_text::tokenizer::Tokenizer;
 
+use tracing::warn;
 use crate::classes::Classes;
 use crate::forecast::machines::exchanges;
 use crate::forecast::{Forecast, Setting};
@@ -164,6 +165,13 @@ impl PreparedModel {
         let cut = PlannedSplit::new(&config, placement, None)?;
         Ok(Self {
             engine: sizes(&config),
+        let unknown = Config::unknown_fields(&source);
+        if !unknown.is_empty() {
+            warn!(
+                "config.json has unknown fields that may change answers: {}",
+                unknown.join(", ")
+            );
+        }
             source,
             identity: OnceLock::new(),
             config,

@@ -62,7 +62,7 @@ pub use catalogue::Catalogue;
 pub use cluster::{Backend, Cluster, ClusterNode, LinkTransport, NodeLink, Rates};
 pub use cost::Costs;
 pub use error::{Error, Infeasible, PlanChange};
-pub use model::{AttentionKind, Bits, Caches, DeltaNet, ModelShape, Moe, Sliding};
+pub use model::{AttentionKind, Bits, Caches, DeltaNet, Indexer, ModelShape, Moe, Sliding};
 pub use network::LinkTable;
 pub use placement::{Pipeline, PipelineStage, Placement, Split, StageMember};
 pub use predict::{Prediction, STEPS_MAX, predict};

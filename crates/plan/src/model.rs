@@ -87,6 +87,28 @@ pub struct Sliding {
     pub window: u32,
 }
 
+/// A lightning indexer, as in DeepSeek V3.2: rows with more positions than it chooses attend to
+/// those that it chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Indexer {
+    /// Layers with an indexer of their own; the others use the choice of a layer before.
+    pub layers: u32,
+    /// Positions that it chooses.
+    pub top_k: u32,
+    /// Index queries of a row.
+    pub heads: u32,
+    /// Size of an index query and of an index key.
+    pub dim: u32,
+}
+
+impl Indexer {
+    /// Weights for width `c` and queries from a rank of `q`: queries, keys, and their weights.
+    fn params(&self, c: f64, q: f64) -> f64 {
+        let [heads, dim] = [self.heads, self.dim].map(f64::from);
+        q * heads * dim + c * (dim + heads)
+    }
+}
+
 /// Caches of layers that keep no keys and values of their own for each position.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Caches {
@@ -173,6 +195,8 @@ pub struct ModelShape {
     pub attention: AttentionKind,
     /// Layers with a window, if there are any; the others look at everything.
     pub sliding: Option<Sliding>,
+    /// The indexer of sparse attention, if it has one.
+    pub indexer: Option<Indexer>,
     /// Layers that keep something else than keys and values of their own.
     pub caches: Caches,
     /// F of dense layers; 0 when there are none.
@@ -308,11 +332,46 @@ impl ModelShape {
     /// Keys that a row looks at in the mean layer, of `keys` that there are. Layers with a window
     /// lie between the others in a short period, so that any stage has about the model's mix.
     pub fn keys_seen(&self, keys: f64) -> f64 {
+        let chosen = self.indexer.map_or(keys, |own| f64::from(own.top_k));
+        let keys = keys.min(chosen);
         let Some(sliding) = self.sliding else {
             return keys;
         };
         let share = f64::from(sliding.layers) / f64::from(self.layers);
         (1.0 - share) * keys + share * keys.min(f64::from(sliding.window))
+    }
+
+    /// Index keys that the mean layer scores for a row with `keys` keys: none where all are
+    /// attended to.
+    pub fn index_keys_scored(&self, keys: f64) -> f64 {
+        let own = self.indexer.filter(|own| keys > f64::from(own.top_k));
+        own.map_or(0.0, |_| keys * self.indexer_share())
+    }
+
+    /// Multiply-adds times two for one index key and all index queries of a row.
+    pub fn index_flops(&self) -> f64 {
+        let flops = |own: Indexer| 2.0 * f64::from(own.heads) * f64::from(own.dim);
+        self.indexer.map_or(0.0, flops)
+    }
+
+    /// Keys whose attention takes the mean layer as long as a row with `keys` keys: those that it
+    /// attends to, and the scores of its indexer at the rate of attention.
+    pub fn equivalent_keys(&self, keys: f64) -> f64 {
+        let scores = self.index_keys_scored(keys) * self.index_flops();
+        self.keys_seen(keys) + scores / self.attention.decode_pair_flops()
+    }
+
+    /// Layers with an indexer of their own among all layers.
+    fn indexer_share(&self) -> f64 {
+        let layers = self.indexer.map_or(0, |own| own.layers);
+        f64::from(layers) / f64::from(self.layers)
+    }
+
+    /// Values cached per token in a layer that keeps rows: keys and values, and in the mean layer
+    /// index keys.
+    pub fn cached(&self) -> f64 {
+        let dim = self.indexer.map_or(0, |own| own.dim);
+        self.attention.cached() + self.indexer_share() * f64::from(dim)
     }
 
     /// Weights of one routed expert.
@@ -330,7 +389,13 @@ impl ModelShape {
 
     /// Weights of attention, or of what layers with states have instead, in the mean layer.
     fn mixer_params(&self) -> f64 {
-        let own = self.attention.params(f64::from(self.width));
+        let c = f64::from(self.width);
+        let q = match self.attention {
+            AttentionKind::Mla { q_rank, .. } => f64::from(q_rank),
+            _ => c,
+        };
+        let index = self.indexer.map_or(0.0, |own| own.params(c, q));
+        let own = self.attention.params(c) + self.indexer_share() * index;
         if self.caches.state_params > 0.0 {
             let share = self.states_among_all();
             (1.0 - share) * own + share * self.caches.state_params
@@ -398,7 +463,7 @@ impl ModelShape {
 
     /// Bytes cached per token, all layers.
     pub fn kv_bytes_per_token(&self) -> f64 {
-        self.row_layers(0..self.layers) * self.attention.cached() * self.bits.kv / 8.0
+        self.row_layers(0..self.layers) * self.cached() * self.bits.kv / 8.0
     }
 
     /// Layers among `layers` that keep keys and values of each position. A layer that compresses
@@ -510,6 +575,12 @@ impl ModelShape {
         if let Some(sliding) = self.sliding {
             whole_in(name, "layers with a window", sliding.layers, 1, self.layers)?;
             whole_in(name, "positions of a window", sliding.window, 1, u32::MAX)?;
+        }
+        if let Some(own) = self.indexer {
+            whole_in(name, "layers with an indexer", own.layers, 1, self.layers)?;
+            whole_in(name, "positions of an indexer", own.top_k, 1, u32::MAX)?;
+            whole_in(name, "index queries", own.heads, 1, MAX_WIDTH)?;
+            whole_in(name, "size of an index key", own.dim, 1, MAX_WIDTH)?;
         }
         self.check_attention()?;
         self.check_caches()?;

@@ -26,13 +26,15 @@ mod recurrent;
 mod rotation;
 #[cfg(target_arch = "x86_64")]
 mod self_test;
+mod short_conv;
 mod sparse;
 
 pub use attention::{AttentionRows, AttentionScratch, AttentionStep};
-pub use delta::DeltaStep;
+pub use delta::{DeltaStep, StateRule};
 pub use recurrent::{HeadRows, Recurrence, Recurrent};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self_test::same_products;
+pub use short_conv::ShortConvStep;
 pub use sparse::{IndexStep, SparseScratch};
 
 /// Preferred multiple of activation rows: one panel of weights is multiplied with this many at

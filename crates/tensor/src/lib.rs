@@ -67,7 +67,8 @@ pub use dispatch::InstructionSet;
 pub use error::Error;
 pub use kernels::{
     AttentionRows, AttentionScratch, AttentionStep, BLOCK, DeltaStep, HeadRows, IndexStep, Kernels,
-    MAX_PRODUCTS, Product, Recurrence, Recurrent, SparseScratch, Unavailable,
+    MAX_PRODUCTS, Product, Recurrence, Recurrent, ShortConvStep, SparseScratch, StateRule,
+    Unavailable,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use meter::{Meter, Metered};

@@ -266,6 +266,7 @@ impl Cpu<'_> {
             }
         }
     }
+            Activation::ReluSquared => unreachable!("no family with gradients has it"),
 
     /// A half's result through the norm after it, if there is one, and what it was before.
     fn after(

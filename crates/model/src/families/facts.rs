@@ -19,7 +19,7 @@ impl ModelFamily {
             Self::Gemma4 => "Gemma 4, also with experts",
             Self::Mixtral => "Mixtral",
             Self::Qwen2Moe => "Qwen 1.5 and 2 with experts",
-            Self::Qwen3Moe => "Qwen 3 with experts",
+            Self::Qwen3Moe => "Qwen 3 and Qwen3-VL with experts",
             Self::Dbrx => "DBRX",
             Self::GptOss => "gpt-oss",
             Self::Glm4Moe => "GLM 4.5 to 4.7",
@@ -30,6 +30,9 @@ impl ModelFamily {
             Self::Qwen3Next => "Qwen3-Next",
             Self::Qwen35 => "Qwen 3.5 to 3.8",
             Self::Qwen35Moe => "Qwen 3.5 to 3.8 with experts",
+            Self::Lfm2 => "LFM2",
+            Self::Lfm2Moe => "LFM2 with experts",
+            Self::NemotronH => "Nemotron-H, Nemotron 3 Nano",
         }
     }
 
@@ -39,6 +42,14 @@ impl ModelFamily {
         names.extend(self.other_names());
         names.dedup();
         names
+    }
+
+    /// Engines that compute its models. MLX has no short convolutions and no Mamba yet.
+    pub const fn engines(self) -> &'static [&'static str] {
+        match self {
+            Self::Lfm2 | Self::Lfm2Moe | Self::NemotronH => &["cpu"],
+            _ => &["cpu", "mlx"],
+        }
     }
 
     /// Ways to split its models, as `--split` names them.
@@ -65,7 +76,7 @@ impl ModelFamily {
             Self::Gemma4 => &["gemma4-e-bf16", "gemma4-moe-bf16", "gemma4-unified-bf16"],
             Self::Mixtral => &["mixtral"],
             Self::Qwen2Moe => &["qwen2moe-bf16"],
-            Self::Qwen3Moe => &["qwen3moe-bf16"],
+            Self::Qwen3Moe => &["qwen3moe-bf16", "qwen3vlmoe-bf16"],
             Self::Dbrx => &["dbrx-bf16"],
             Self::GptOss => &["gpt-oss-bf16", "gpt-oss-mxfp4"],
             Self::Glm4Moe => &["glm4moe-bf16", "glm4moe-air-bf16"],
@@ -82,6 +93,9 @@ impl ModelFamily {
             Self::Qwen3Next => &["qwen3next-bf16"],
             Self::Qwen35 => &["qwen35-bf16"],
             Self::Qwen35Moe => &["qwen35moe-bf16"],
+            Self::Lfm2 => &["lfm2-bf16"],
+            Self::Lfm2Moe => &["lfm2moe-bf16"],
+            Self::NemotronH => &["nemotron-h-bf16"],
         }
     }
 }

@@ -11,10 +11,14 @@ mod gemma4;
 mod indexer;
 mod known_keys;
 mod latent;
+mod mamba;
 mod rope;
+mod short_conv;
+mod unknown_fields;
 mod unsupported_keys;
 
 pub(crate) use rope::RopeKind;
+pub(crate) use unknown_fields::of_source as unknown_fields;
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -105,6 +109,15 @@ impl<'a> ConfigFields<'a> {
 
     /// Feed-forward width of each layer; in models with experts only, the width of an expert.
     pub(crate) fn ffns(&self, family: ModelFamily, layers: usize) -> Result<Vec<usize>, Error> {
+        if let (Self::Hf(_), ModelFamily::Lfm2) = (self, family) {
+            return Ok(vec![self.lfm2_ffn()?; layers]);
+        }
+        if family == ModelFamily::NemotronH {
+            let names = ("feed_forward_length", "intermediate_size");
+            let ffn = self.opt_largest(names, (0, MAX_WIDTH))?;
+            let ffn = ffn.ok_or_else(|| self.missing(names.0, names.1))?;
+            return Ok(vec![ffn; layers]);
+        }
         let of = |gguf, hf| self.opt_sizes((gguf, hf), layers, (1, MAX_WIDTH));
         let usual = of("feed_forward_length", "intermediate_size")?;
         let experts = match family {
@@ -201,6 +214,23 @@ impl<'a> ConfigFields<'a> {
         }
     }
 
+    /// The largest integer of a list, or the only one, in `low..=high`. `None` if absent or null.
+    pub(crate) fn opt_largest(
+        &self,
+        (gguf, hf): (&'static str, &'static str),
+        (low, high): (u64, u64),
+    ) -> Result<Option<usize>, Error> {
+        let Self::Gguf { metadata, .. } = self else {
+            return self.opt_size(gguf, hf, low, high);
+        };
+        let len = match metadata.get(&self.key(gguf)) {
+            Some(gguf::MetadataValue::Array(list)) => list.len(),
+            _ => 1,
+        };
+        let all = self.opt_sizes((gguf, hf), len, (low, high))?;
+        Ok(all.and_then(|all| all.into_iter().max()))
+    }
+
     pub(crate) fn float(&self, gguf: &'static str, hf: &'static str) -> Result<f32, Error> {
         self.opt_float(gguf, hf)?
             .ok_or_else(|| self.missing(gguf, hf))
@@ -258,6 +288,8 @@ impl<'a> ConfigFields<'a> {
             (Self::Gguf { .. }, ModelFamily::Dbrx) => {
                 self.float("attention.layer_norm_epsilon", "")
             }
+            (Self::Hf(_), ModelFamily::Lfm2 | ModelFamily::Lfm2Moe) => self.float("", "norm_eps"),
+            (Self::Hf(_), ModelFamily::NemotronH) => self.float("", "layer_norm_epsilon"),
             _ => self.float("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
         }
     }
@@ -287,8 +319,9 @@ impl<'a> ConfigFields<'a> {
         let (names, expected): (&[&str], _) = match expected {
             Activation::Silu => (&["silu", "swish"], "silu"),
             Activation::GeluTanh => (&["gelu_pytorch_tanh"], "gelu_pytorch_tanh"),
+            Activation::ReluSquared => (&["relu2"], "relu2"),
         };
-        for key in ["hidden_act", "hidden_activation"] {
+        for key in ["hidden_act", "hidden_activation", "mlp_hidden_act"] {
             match self.hf(key, "a string", Value::as_str)? {
                 Some(name) if !names.contains(&name) => {
                     return Err(wrong_value(key, name, expected));
@@ -302,7 +335,10 @@ impl<'a> ConfigFields<'a> {
     /// Whether the output head is the embedding. `None` if that depends on the file having an
     /// output tensor, as in GGUF files. Gemma's `config.json` states it only if untied.
     pub(crate) fn tied(&self, family: ModelFamily) -> Result<Option<bool>, Error> {
-        let said = self.hf("tie_word_embeddings", "true or false", Value::as_bool)?;
+        let said = match self.hf("tie_word_embeddings", "true or false", Value::as_bool)? {
+            None => self.hf("tie_embedding", "true or false", Value::as_bool)?,
+            said => said,
+        };
         Ok(match self {
             Self::Gguf { .. } => None,
             Self::Hf(_) => Some(said.unwrap_or(family.is_usually_tied())),

@@ -17,11 +17,13 @@ mod gemma4;
 mod glm4moe;
 mod gpt_oss;
 mod granite;
+mod lfm2;
 mod llama;
 mod minimax_m2;
 mod mistral;
 mod mixtral;
 mod names;
+mod nemotron_h;
 mod olmo2;
 mod phi3;
 mod qwen2;
@@ -30,8 +32,10 @@ mod qwen3;
 mod qwen3moe;
 mod smollm3;
 
-pub(crate) use fields::{ConfigFields, RopeKind, class_default};
+pub(crate) use fields::{ConfigFields, RopeKind, class_default, unknown_fields};
 pub(crate) use names::{ExpertLayout, FileNames, dbrx_stem};
+pub(crate) use nemotron_h::{BlockKind, Blocks, layers_of};
+pub(crate) use qwen3moe::VL as QWEN3_VL_MOE;
 
 use crate::config::Activation;
 use crate::{Config, Error};
@@ -102,6 +106,16 @@ pub trait LayerStep {
     /// attended (T, H D) *= sigmoid(gate of each head), if the layer has gates.
     fn gate_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
+    /// Whether the layer is a short convolution; never on a backend without these.
+    fn is_short_conv(&self, _: &Self::Layer) -> bool {
+        false
+    }
+
+    /// Writes k * v to the cache, then q * convolution of these -> attended (T, H D).
+    fn short_conv(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
+        unreachable!("the layer is no short convolution")
+    }
+
     /// Whether the layer is a gated delta net.
     fn is_delta_net(&self, w: &Self::Layer) -> bool;
 
@@ -131,6 +145,11 @@ pub trait LayerStep {
 
     /// hidden (T, F) -> delta (T, C), summed over the ranks of the stage
     fn project_down(&mut self, w: &Self::Layer) -> Result<(), Error>;
+
+    /// Whether the layer has a feed-forward or experts; only some families have layers without.
+    fn has_feed_forward(&self, _: &Self::Layer) -> bool {
+        true
+    }
 
     /// Whether the layer has experts instead of a feed-forward.
     fn has_experts(&self, w: &Self::Layer) -> bool;
@@ -191,7 +210,7 @@ pub enum ModelFamily {
     Mixtral,
     /// Qwen 1.5 and 2 with experts and a shared expert.
     Qwen2Moe,
-    /// Qwen 3 with experts.
+    /// Qwen 3 with experts, and the text part of Qwen3-VL with experts.
     Qwen3Moe,
     Dbrx,
     GptOss,
@@ -207,10 +226,16 @@ pub enum ModelFamily {
     Qwen35,
     /// Qwen 3.5 to 3.8 with experts, text only.
     Qwen35Moe,
+    /// LFM2: short convolutions and attention.
+    Lfm2,
+    /// LFM2 with experts.
+    Lfm2Moe,
+    /// Nemotron-H and Nemotron 3 Nano: Mamba 2 and attention, with and without experts.
+    NemotronH,
 }
 
 impl ModelFamily {
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 25] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -233,6 +258,9 @@ impl ModelFamily {
         Self::Qwen3Next,
         Self::Qwen35,
         Self::Qwen35Moe,
+        Self::Lfm2,
+        Self::Lfm2Moe,
+        Self::NemotronH,
     ];
 
     /// Dense families in which every layer is attention.
@@ -273,6 +301,9 @@ impl ModelFamily {
             Self::Qwen3Next => "qwen3next",
             Self::Qwen35 => "qwen35",
             Self::Qwen35Moe => "qwen35moe",
+            Self::Lfm2 => "lfm2",
+            Self::Lfm2Moe => "lfm2moe",
+            Self::NemotronH => "nemotron_h",
         }
     }
 
@@ -292,6 +323,7 @@ impl ModelFamily {
             Self::Qwen3Next => "qwen3_next",
             Self::Qwen35 => "qwen3_5_text",
             Self::Qwen35Moe => "qwen3_5_moe_text",
+            Self::Lfm2Moe => "lfm2_moe",
             other => other.name(),
         }
     }
@@ -303,6 +335,8 @@ impl ModelFamily {
             Self::Mistral => &["ministral", "ministral3"],
             Self::Olmo2 => &["olmo3"],
             Self::Qwen3 => &["qwen3vl", "qwen3_vl_text"],
+            Self::Qwen3Moe => &["qwen3vlmoe", "qwen3_vl_moe_text"],
+            Self::NemotronH => &["nemotron_h_moe"],
             Self::Gemma4 => &["gemma4_unified_text"],
             Self::DeepSeek => &[
                 "mistral4",
@@ -322,6 +356,7 @@ impl ModelFamily {
     pub(crate) const fn activation(self) -> Activation {
         match self {
             Self::Gemma2 | Self::Gemma3 | Self::Gemma4 => Activation::GeluTanh,
+            Self::NemotronH => Activation::ReluSquared,
             _ => Activation::Silu,
         }
     }
@@ -341,6 +376,7 @@ impl ModelFamily {
                 | Self::Gemma2
                 | Self::Gemma3
                 | Self::Qwen35
+                | Self::Lfm2
         )
     }
 
@@ -362,6 +398,11 @@ impl ModelFamily {
     /// Whether only some of its files have a choice bias of the router.
     pub(crate) const fn may_correct_choices(self) -> bool {
         matches!(self, Self::DeepSeek)
+    }
+
+    /// Whether feed-forwards and experts have a gate beside their first matrix.
+    pub const fn has_gates(self) -> bool {
+        !matches!(self, Self::NemotronH)
     }
 
     /// Whether its newer files store steps and decays of a delta net in one matrix.
@@ -393,7 +434,12 @@ impl ModelFamily {
     pub const fn norms_heads(self) -> bool {
         let attention = matches!(
             self,
-            Self::Qwen3 | Self::Gemma3 | Self::Gemma4 | Self::Qwen3Moe
+            Self::Qwen3
+                | Self::Gemma3
+                | Self::Gemma4
+                | Self::Qwen3Moe
+                | Self::Lfm2
+                | Self::Lfm2Moe
         );
         attention || self.has_delta_nets()
     }
@@ -401,6 +447,11 @@ impl ModelFamily {
     /// Whether most of its layers are gated delta nets.
     pub(crate) const fn has_delta_nets(self) -> bool {
         matches!(self, Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe)
+    }
+
+    /// Whether most of its layers are short convolutions.
+    pub const fn has_short_convs(self) -> bool {
+        matches!(self, Self::Lfm2 | Self::Lfm2Moe)
     }
 
     /// Whether the inputs of both halves of a layer have norms.
@@ -428,7 +479,12 @@ impl ModelFamily {
     pub(crate) const fn is_usually_tied(self) -> bool {
         matches!(
             self,
-            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 | Self::SmolLm3
+            Self::Gemma2
+                | Self::Gemma3
+                | Self::Gemma4
+                | Self::SmolLm3
+                | Self::Lfm2
+                | Self::Lfm2Moe
         )
     }
 
@@ -445,6 +501,8 @@ impl ModelFamily {
             Self::DeepSeek => &deepseek::NAMES,
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => &delta_net::NAMES,
             Self::Phi3 => &phi3::NAMES,
+            Self::Lfm2 | Self::Lfm2Moe => &lfm2::NAMES,
+            Self::NemotronH => &nemotron_h::NAMES,
             Self::Llama
             | Self::Qwen2
             | Self::Qwen3
@@ -479,6 +537,8 @@ impl ModelFamily {
             Self::MiniMaxM2 => minimax_m2::config(fields),
             Self::DeepSeek => deepseek::config(fields),
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => delta_net::config(self, fields),
+            Self::Lfm2 | Self::Lfm2Moe => lfm2::config(self, fields),
+            Self::NemotronH => nemotron_h::config(fields),
         }
     }
 
@@ -514,6 +574,8 @@ impl ModelFamily {
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => {
                 delta_net::layer(step, weights, index)
             }
+            Self::Lfm2 | Self::Lfm2Moe => lfm2::layer(step, weights, index),
+            Self::NemotronH => nemotron_h::layer(step, weights, index),
         }
     }
 }

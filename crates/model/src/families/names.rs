@@ -26,6 +26,14 @@ pub(crate) struct FileNames {
     /// Module of a layer with the stacked experts, in MLX folders.
     pub(crate) mlx_experts: &'static str,
     pub(crate) stacks: ExpertLayout,
+    /// Names of its own in the Hugging Face layout, behind the prefix of the model or of a layer.
+    pub(crate) hf_own: fn(Role) -> Option<&'static str>,
+    /// The same in GGUF files.
+    pub(crate) gguf_own: fn(Role) -> Option<&'static str>,
+}
+
+const fn none(_: Role) -> Option<&'static str> {
+    None
 }
 
 /// Storage of expert matrices in Hugging Face folders.
@@ -54,6 +62,8 @@ impl FileNames {
         choice: "mlp.gate.e_score_correction_bias",
         mlx_experts: "mlp.switch_mlp",
         stacks: ExpertLayout::None,
+        hf_own: none,
+        gguf_own: none,
     };
 
     /// Mixtral's names: `modeling_mixtral.py`.

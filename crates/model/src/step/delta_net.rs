@@ -7,6 +7,8 @@
 //! delta net      wide (T, H E): gates of values
 //!                step = sigmoid(W_step x)   decay = scale * softplus(W_decay x + bias)
 //!                attended (T, H, E) = norm(attended over E) * silu(gate)
+//! Mamba 2        step = softplus(W_step x + bias)   decay = scale * step
+//!                attended = norm(attended * silu(gate) over the heads of a group)
 //! ```
 //!
 //! The softplus is computed in f64 and rounded once, because a state accumulates the product of its
@@ -92,14 +94,14 @@ impl Mixer {
     }
 
     /// Products of a delta net for gates, steps and decays.
-    pub(super) fn products<'a>(&'a mut self, net: &'a DeltaNet, rows: usize) -> [Product<'a>; 3] {
-        let [gate, step, decay] = net.matrices();
-        [
-            (gate, &mut self.wide),
-            (step, &mut self.steps),
-            (decay, &mut self.decays),
-        ]
-        .map(|(weights, out)| Product {
+    pub(super) fn products<'a>(
+        &'a mut self,
+        net: &'a DeltaNet,
+        rows: usize,
+    ) -> impl Iterator<Item = Product<'a>> {
+        let outs = [&mut self.wide, &mut self.steps, &mut self.decays];
+        let products = net.matrices().zip(outs);
+        products.map(move |(weights, out)| Product {
             weights,
             first_col: 0,
             out: &mut out[..rows * weights.rows()],
@@ -109,6 +111,9 @@ impl Mixer {
     /// Converts products to steps and decays.
     pub(super) fn finish_gates(&mut self, kernels: &Kernels, net: &DeltaNet, rows: usize) {
         let heads = net.bias.len();
+        if net.decay.is_none() {
+            return self.finish_steps(kernels, net, rows);
+        }
         for steps in self.steps[..rows * heads].chunks_mut(RUN) {
             let mut exp = [0.0; RUN];
             let exp = &mut exp[..steps.len()];
@@ -122,6 +127,49 @@ impl Mixer {
             let row = unsafe { decays.part(t) };
             for ((x, bias), scale) in row.iter_mut().zip(&net.bias).zip(&net.scale) {
                 *x = scale * softplus(*x + bias);
+            }
+        });
+    }
+
+    /// Converts products to steps and decays of Mamba 2.
+    fn finish_steps(&mut self, kernels: &Kernels, net: &DeltaNet, rows: usize) {
+        let heads = net.bias.len().max(1);
+        let [steps, decays] = [&mut self.steps, &mut self.decays]
+            .map(|all| DisjointMut::new(&mut all[..rows * net.bias.len()], heads));
+        kernels.for_rows(steps.len(), |t| {
+            // SAFETY: each row is visited once.
+            let (steps, decays) = unsafe { (steps.part(t), decays.part(t)) };
+            let both = steps.iter_mut().zip(decays);
+            for ((step, decay), (bias, scale)) in both.zip(net.bias.iter().zip(&net.scale)) {
+                *step = softplus(*step + bias);
+                *decay = scale * *step;
+            }
+        });
+    }
+
+    /// Multiplies `x` `(T, H E)` by silu of its gates and norms each run of `group` elements.
+    pub(super) fn gate_and_norm(
+        &self,
+        (kernels, eps): (&Kernels, f32),
+        net: &DeltaNet,
+        group: usize,
+        x: &mut [f32],
+    ) {
+        let width = net.norm.len();
+        let parts = DisjointMut::new(x, width);
+        kernels.for_rows(parts.len(), |t| {
+            // SAFETY: each row is visited once.
+            let row = unsafe { parts.part(t) };
+            let gates = self.wide[t * width..(t + 1) * width].chunks(group);
+            let groups = row.chunks_mut(group).zip(gates).zip(net.norm.chunks(group));
+            for ((group, gates), norm) in groups {
+                for (x, gate) in group.chunks_mut(RUN).zip(gates.chunks(RUN)) {
+                    let mut out = [0.0; RUN];
+                    let out = &mut out[..x.len()];
+                    kernels.silu_mul(gate, x, out);
+                    x.copy_from_slice(out);
+                }
+                kernels.rms_norm_in_place(group, norm, eps);
             }
         });
     }

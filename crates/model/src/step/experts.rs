@@ -23,7 +23,7 @@ use crate::config::{
 use crate::expert_usage::LayerUses;
 use crate::model::Model;
 use crate::split::LeafCut;
-use crate::weights::{Expert, Experts};
+use crate::weights::{Expert, Experts, of_both};
 
 /// A row's route to one expert.
 #[derive(Clone, Copy, Debug, Default)]
@@ -75,7 +75,7 @@ impl ExpertBuffers {
                 .filter_map(|layer| layer.feed_forward.experts())
         };
         let own = || layers().flat_map(|layer| &layer.experts);
-        let inputs = own().flat_map(|expert| [&expert.gate.matrix, &expert.up.matrix]);
+        let inputs = own().flat_map(|expert| of_both(&expert.gate, expert.up.as_ref()));
         let downs = |ffn: usize| {
             own()
                 .map(|e| &e.down.matrix)
@@ -212,13 +212,14 @@ impl ExpertBuffers {
             &self.x
         };
         let (gate, up) = (&mut gate[..rows * ffn], &mut up[..rows * ffn]);
-        let outs = [
-            whole(&expert.gate.matrix, gate),
-            whole(&expert.up.matrix, up),
-        ];
-        kernels.products(x, outs);
+        let other = expert.up.as_ref();
+        let outs = [whole(&expert.gate.matrix, gate)].into_iter();
+        kernels.products(
+            x,
+            outs.chain(other.map(|linear| whole(&linear.matrix, up))),
+        );
         add_bias(gate, expert.gate.bias.as_deref(), rows);
-        add_bias(up, expert.up.bias.as_deref(), rows);
+        add_bias(up, other.and_then(|linear| linear.bias.as_deref()), rows);
         let (clamp, activation) = (self.of.clamp, self.activation);
         let hidden = self.hidden.iter_mut().find(|hidden| hidden.cols() == ffn);
         let hidden = hidden.expect("a buffer for each width");
@@ -230,6 +231,7 @@ impl ExpertBuffers {
                 (Some(limit), _) => clamped(kernels, limit, [gate, up], out),
                 (None, Activation::Silu) => kernels.silu_mul(gate, up, out),
                 (None, Activation::GeluTanh) => kernels.gelu_mul(gate, up, out),
+                (None, Activation::ReluSquared) => relu_squared(gate, out),
             }
         });
         let width = expert.down.matrix.rows();
@@ -314,6 +316,14 @@ fn clamped(kernels: &Kernels, limit: f32, [gate, up]: [&[f32]; 2], out: &mut [f3
         for (i, out) in out.iter_mut().enumerate() {
             *out = g[i] / (1.0 + exp[i]) * (least(most(up[i])) + 1.0);
         }
+    }
+}
+
+/// `out = max(x, 0)^2`
+pub(super) fn relu_squared(x: &[f32], out: &mut [f32]) {
+    for (out, x) in out.iter_mut().zip(x) {
+        let above = if *x > 0.0 { *x } else { 0.0 };
+        *out = above * above;
     }
 }
 

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, storage};
+use paceline_tensor::{PackOptions, PackedMatrix, StateRule, StoredMatrix, storage};
 use paceline_weights::tensor::MappedBytes;
 
 use super::{Linear, ShardLoader, StoredTensor, WeightReader, pack_error, vector};
 use crate::config::{self, HeadOrder};
-use crate::{Error, LayerRole, LayerShape, Role};
+use crate::{Error, LayerCache, LayerRole, LayerShape, Role};
 
 /// Weights of a gated delta net besides queries, keys, values and output. H are this rank's value
 /// heads.
@@ -17,15 +17,20 @@ pub(crate) struct DeltaNet {
     pub(crate) gate: PackedMatrix,
     /// `(H, C)`, in f32, as decays.
     pub(crate) step: PackedMatrix,
-    /// `(H, C)`
-    pub(crate) decay: PackedMatrix,
+    /// `(H, C)`; `None` in Mamba 2, whose decays follow from the steps.
+    pub(crate) decay: Option<PackedMatrix>,
+    pub(crate) rule: StateRule,
     /// `(taps, channels)`, channels of queries, keys and values.
     pub(crate) conv: Vec<f32>,
+    /// `(channels,)`, in Mamba 2; otherwise empty.
+    pub(crate) conv_bias: Vec<f32>,
+    /// `(H,)`: factors of values in results of Mamba 2; otherwise empty.
+    pub(crate) skip: Vec<f32>,
     /// `(H,)`
     pub(crate) bias: Vec<f32>,
     /// `(H,)`, below 0.
     pub(crate) scale: Vec<f32>,
-    /// `(E,)`
+    /// `(E,)`; `(H E,)` in Mamba 2.
     pub(crate) norm: Vec<f32>,
     /// `(H,)`: key head of each value head, among this rank's.
     pub(crate) key_heads: Vec<usize>,
@@ -33,8 +38,8 @@ pub(crate) struct DeltaNet {
 
 impl DeltaNet {
     /// Matrices whose input is a normed row.
-    pub(crate) fn matrices(&self) -> [&PackedMatrix; 3] {
-        [&self.gate, &self.step, &self.decay]
+    pub(crate) fn matrices(&self) -> impl Iterator<Item = &PackedMatrix> {
+        [&self.gate, &self.step].into_iter().chain(&self.decay)
     }
 }
 
@@ -69,6 +74,39 @@ impl DeltaRowLayout<'_> {
         let own = self.heads.start * e..self.heads.end * e;
         let gate = (LayerRole::DeltaGate, values, vec![own]);
         [of(q), of(k), of(v), gate]
+    }
+
+    /// Q, K, V, gate and step rows of Mamba 2 in its one matrix of gates, values, keys, queries and
+    /// steps.
+    fn mamba(&self) -> [MatrixRows; 5] {
+        let Self {
+            shape,
+            heads,
+            key_heads,
+        } = self;
+        let (d, e) = (shape.head_dim, shape.value_dim);
+        let (keys, values) = (self.all_keys(), self.all_values());
+        let all = 2 * (keys + values) + shape.heads;
+        let of = |from: usize, own: &Range<usize>, dim: usize| {
+            let rows = from + own.start * dim..from + own.end * dim;
+            (LayerRole::MambaInput, all, vec![rows])
+        };
+        [
+            of(2 * values + keys, key_heads, d),
+            of(2 * values, key_heads, d),
+            of(values, heads, e),
+            of(0, heads, e),
+            of(2 * (values + keys), heads, 1),
+        ]
+    }
+
+    /// This rank's channels of Mamba's convolution, in our order: its files have values first.
+    fn mamba_channels(&self) -> Vec<usize> {
+        let before = self.all_values();
+        let of = |(_, _, rows): MatrixRows| rows.into_iter().flatten();
+        let [q, k, v, ..] = self.mamba();
+        let all = [q, k, v].into_iter().flat_map(of);
+        all.map(|row| row - before).collect()
     }
 
     /// Step and decay matrices; one matrix if `joined`.
@@ -160,6 +198,9 @@ impl ShardLoader<'_> {
             heads: &cut.heads,
             key_heads: &cut.kv_heads,
         };
+        if net.rule == StateRule::Sum {
+            return self.mamba(layer, places, net);
+        }
         let role = |part| Role::Layer(layer, part);
         let has = |part| self.names.source.has_any(self.config.family, role(part));
         let of = |(part, all, rows): &MatrixRows| self.gathered(role(*part), *all, rows, false);
@@ -173,16 +214,76 @@ impl ShardLoader<'_> {
         let net = DeltaNet {
             gate,
             step,
-            decay,
+            decay: Some(decay),
+            rule: net.rule,
             conv: self
                 .names
                 .conv(role(LayerRole::DeltaConv), places, net.taps)?,
+            conv_bias: Vec::new(),
+            skip: Vec::new(),
             bias: of_heads(bias?),
             scale: of_heads(self.names.decay_factors(scale?)),
             norm: self.names.delta_norm(layer)?,
             key_heads: places.key_heads(net.order),
         };
         Ok(([q, k, v].map(linear), net))
+    }
+
+    /// As [`delta_net`](Self::delta_net), for Mamba 2: values, keys and queries are what its papers
+    /// call x, B and C.
+    fn mamba(
+        &self,
+        layer: usize,
+        places: DeltaRowLayout<'_>,
+        net: config::DeltaNet,
+    ) -> Result<([Linear; 3], DeltaNet), Error> {
+        let (shape, heads) = (places.shape, places.heads);
+        let role = |part| Role::Layer(layer, part);
+        let of = |(part, all, rows): &MatrixRows, as_f32| {
+            self.gathered(role(*part), *all, rows, as_f32)
+        };
+        let [q, k, v, gate, step] = &places.mamba();
+        let linear = |matrix| Linear { matrix, bias: None };
+        let qkv = [of(q, false)?, of(k, false)?, of(v, false)?].map(linear);
+        let channels = places.mamba_channels();
+        let all = 2 * places.all_keys() + places.all_values();
+        let conv = role(LayerRole::DeltaConv);
+        let bias = self.names.source.bias(self.config.family, conv)?;
+        let bias = vector(&bias, all)?;
+        let of_heads = |part| {
+            let all = self.names.finite_flat(role(part), [shape.heads, 1])?;
+            Ok::<_, Error>(all[heads.clone()].to_vec())
+        };
+        let e = shape.value_dim;
+        let groups = [shape.kv_heads, places.all_values() / shape.kv_heads];
+        let norm = self.names.finite_flat(role(LayerRole::DeltaNorm), groups)?;
+        let net = DeltaNet {
+            gate: of(gate, false)?,
+            step: of(step, true)?,
+            decay: None,
+            rule: net.rule,
+            conv: self.names.taps_of(conv, [all, net.taps], &channels)?,
+            conv_bias: channels.iter().map(|channel| bias[*channel]).collect(),
+            skip: of_heads(LayerRole::MambaSkip)?,
+            bias: of_heads(LayerRole::DeltaBias)?,
+            scale: self.names.decay_factors(of_heads(LayerRole::DeltaScale)?),
+            norm: norm[heads.start * e..heads.end * e].to_vec(),
+            key_heads: places.key_heads(net.order),
+        };
+        Ok((qkv, net))
+    }
+
+    /// Taps of a layer's short convolution, `(taps, channels of this rank)`; `None` without one.
+    pub(super) fn conv_taps(&self, layer: usize) -> Result<Option<Vec<f32>>, Error> {
+        let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
+        let LayerCache::Conv(taps) = shape.cache else {
+            return Ok(None);
+        };
+        let own = cut.heads.start * shape.head_dim..cut.heads.end * shape.head_dim;
+        let own: Vec<usize> = own.collect();
+        let role = Role::Layer(layer, LayerRole::ConvTaps);
+        let sizes = [shape.heads * shape.head_dim, taps];
+        self.names.taps_of(role, sizes, &own).map(Some)
     }
 
     /// Steps and decays, in f32 for every class: their errors accumulate over the life of a state.
@@ -256,6 +357,23 @@ impl WeightReader<'_> {
         has(LayerRole::DeltaStepDecay) || family.joins_delta_gates() && !has(LayerRole::DeltaStep)
     }
 
+    /// As [`finite`](Self::finite), for vectors that GGUF files have in two dimensions.
+    fn finite_flat(&self, role: Role, [rows, cols]: [usize; 2]) -> Result<Vec<f32>, Error> {
+        let n = rows * cols;
+        let mut tensor = self.source.weight(self.config.family, role)?;
+        if tensor.shape == [rows, cols] {
+            tensor.shape = vec![n];
+        }
+        let values = vector(&tensor, n)?;
+        match values.iter().find(|value| !value.is_finite()) {
+            None => Ok(values),
+            Some(bad) => Err(Error::NotFinite {
+                name: tensor.name,
+                got: *bad,
+            }),
+        }
+    }
+
     /// The norm of each head's result, `(E,)`.
     pub fn delta_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
         let role = Role::Layer(layer, LayerRole::DeltaNorm);
@@ -282,6 +400,17 @@ impl WeightReader<'_> {
         taps: usize,
     ) -> Result<Vec<f32>, Error> {
         let channels = 2 * places.all_keys() + places.all_values();
+        let own: Vec<usize> = places.in_qkv().into_iter().flatten().flatten().collect();
+        self.taps_of(role, [channels, taps], &own)
+    }
+
+    /// Taps of the channels `own` of `channels`, `(taps, own)`.
+    pub(super) fn taps_of(
+        &self,
+        role: Role,
+        [channels, taps]: [usize; 2],
+        own: &[usize],
+    ) -> Result<Vec<f32>, Error> {
         let mut tensor = self.source.weight(self.config.family, role)?;
         // The dimension 1 is in the middle in transformers' folders, last in MLX's.
         if tensor.shape == [channels, 1, taps] || tensor.shape == [channels, taps, 1] {
@@ -291,7 +420,6 @@ impl WeightReader<'_> {
         let bytes = tensor.bytes.arrived()?;
         let mut all = vec![0.0; channels * taps];
         storage::dequantise(tensor.block_type, &bytes, &mut all);
-        let own: Vec<usize> = places.in_qkv().into_iter().flatten().flatten().collect();
         let of_tap = |tap| own.iter().map(move |channel| channel * taps + tap);
         Ok((0..taps).flat_map(of_tap).map(|at| all[at]).collect())
     }

@@ -1,7 +1,8 @@
 //! Names of golden folders, for tests inside the crate too.
 
 /// Folders of `tests-data/golden/hf` without experts.
-pub(crate) const FOLDERS: [&str; 16] = [
+pub(crate) const FOLDERS: [&str; 17] = [
+    "lfm2-bf16",
     "gemma2-bf16",
     "gemma4-unified-bf16",
     "mistral-bf16",
@@ -24,7 +25,10 @@ pub(crate) const FOLDERS: [&str; 16] = [
 pub(crate) const DELTA_FOLDERS: [&str; 3] = ["qwen3next-bf16", "qwen35-bf16", "qwen35moe-bf16"];
 
 /// Folders with experts and folders of Gemma 4.
-pub(crate) const EXPERT_FOLDERS: [&str; 18] = [
+pub(crate) const EXPERT_FOLDERS: [&str; 21] = [
+    "nemotron-h-bf16",
+    "lfm2moe-bf16",
+    "qwen3vlmoe-bf16",
     "deepseek-v32-sparse-bf16",
     "glm-dsa-sparse-bf16",
     "mixtral",

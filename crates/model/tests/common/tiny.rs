@@ -16,6 +16,9 @@ pub(crate) const VALUE_HEADS: usize = 8;
 pub(crate) const STATE: usize = 32;
 const TAPS: usize = 4;
 
+/// Blocks of a Nemotron-H: Mamba with a feed-forward, alone, attention and Mamba with experts.
+pub(crate) const NEMOTRON: &[u8] = b"M-M*EME";
+
 /// Of families that have them.
 const EXPERTS: usize = 7;
 const EXPERT_FFN: usize = 256;
@@ -73,6 +76,8 @@ impl Tiny {
             ModelFamily::Gemma4 => (8, 2, 32, 6),
             ModelFamily::DeepSeek => (4, 1, if block_type.len() > 32 { 256 } else { 64 }, 3),
             ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => (4, 2, 64, 4),
+            ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => (8, 2, 32, 3),
+            ModelFamily::NemotronH => (8, 2, 32, NEMOTRON.len()),
         };
         let (width, ffn, vocab, window) = (256, 512, 300, 70);
         Self {
@@ -109,7 +114,11 @@ impl Tiny {
             random: SplitMix64::new(7),
         };
         file.matrix("token_embd", self.vocab, self.width);
-        file.vector("output_norm.weight", self.width, 1.0);
+        let norm = match self.family.has_short_convs() {
+            true => "token_embd_norm.weight",
+            false => "output_norm.weight",
+        };
+        file.vector(norm, self.width, 1.0);
         file.matrix("output", self.vocab, self.width);
         if self.family == ModelFamily::Gemma4 {
             gemma4::tables(self, &mut file);
@@ -232,6 +241,44 @@ impl Tiny {
                     add(key, value.into());
                 }
             }
+            ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => {
+                add("shortconv.l_cache", (TAPS as u32).into());
+                add("leading_dense_block_count", 1u32.into());
+                add("expert_gating_func", 2u32.into());
+                add("expert_weights_norm", true.into());
+                // 0 for layers without attention; the last entry of a name counts.
+                let heads =
+                    (0..self.layers).map(|i| u32::from(self.attends(i)) * self.kv_heads as u32);
+                let heads: Vec<u32> = heads.collect();
+                entries.retain(|(key, _)| !key.ends_with("head_count_kv"));
+                entries.push((format!("{name}.attention.head_count_kv"), heads.into()));
+            }
+            ModelFamily::NemotronH => {
+                for (key, value) in [
+                    ("expert_shared_count", 1),
+                    ("expert_gating_func", 2),
+                    ("ssm.conv_kernel", TAPS),
+                    ("ssm.state_size", STATE),
+                    ("ssm.group_count", KEY_HEADS),
+                    ("ssm.time_step_rank", VALUE_HEADS),
+                    ("ssm.inner_size", VALUE_HEADS * STATE),
+                ] {
+                    add(key, (value as u32).into());
+                }
+                add("expert_weights_norm", true.into());
+                let of = |kind: &[u8], n: usize| -> Vec<u32> {
+                    let size = |block| u32::from(kind.contains(block)) * n as u32;
+                    NEMOTRON.iter().map(size).collect()
+                };
+                for (key, list) in [
+                    ("attention.head_count_kv", of(b"*", self.kv_heads)),
+                    ("feed_forward_length", of(b"-E", self.ffn)),
+                ] {
+                    let key = format!("{name}.{key}");
+                    entries.retain(|(known, _)| *known != key);
+                    entries.push((key, list.into()));
+                }
+            }
             ModelFamily::Dbrx => {
                 add("attention.layer_norm_epsilon", 1e-5f32.into());
                 add("attention.clamp_kqv", 2f32.into()); // which some values exceed
@@ -314,8 +361,12 @@ impl Tiny {
 
     /// Whether layer `i` has experts.
     fn has_experts(&self, i: usize) -> bool {
-        let dense = ModelFamily::DENSE.contains(&self.family) || self.family == ModelFamily::Qwen35;
-        let first_is_dense = matches!(self.family, ModelFamily::Glm4Moe | ModelFamily::DeepSeek);
+        let few_attend = [ModelFamily::Qwen35, ModelFamily::Lfm2];
+        let dense = ModelFamily::DENSE.contains(&self.family) || few_attend.contains(&self.family);
+        let first_is_dense = matches!(
+            self.family,
+            ModelFamily::Glm4Moe | ModelFamily::DeepSeek | ModelFamily::Lfm2Moe
+        );
         !dense && (!first_is_dense || i > 0)
     }
 
@@ -346,7 +397,10 @@ impl Tiny {
         }
         if matches!(
             self.family,
-            ModelFamily::Glm4Moe | ModelFamily::MiniMaxM2 | ModelFamily::DeepSeek
+            ModelFamily::Glm4Moe
+                | ModelFamily::MiniMaxM2
+                | ModelFamily::DeepSeek
+                | ModelFamily::Lfm2Moe
         ) {
             file.vector(&name("exp_probs_b.bias"), n, 0.0);
         }
@@ -398,6 +452,56 @@ impl Tiny {
         file.matrix(&name("ssm_out"), self.width, values);
     }
 
+    fn nemotron_block(&self, file: &mut TinyFile, i: usize) {
+        let name = |part: &str| format!("blk.{i}.{part}");
+        let (c, values) = (self.width, VALUE_HEADS * STATE);
+        let channels = 2 * KEY_HEADS * STATE + values;
+        file.vector(&name("attn_norm.weight"), c, 2.0);
+        match NEMOTRON[i] {
+            b'M' => {
+                file.matrix(&name("ssm_in"), channels + values + VALUE_HEADS, c);
+                file.put(&name("ssm_conv1d.weight"), BlockType::F32, &[channels, TAPS]);
+                file.vector(&name("ssm_conv1d.bias"), channels, 0.0);
+                file.vector(&name("ssm_dt.bias"), VALUE_HEADS, -4.0);
+                for (part, centre) in [("ssm_a", -1.0), ("ssm_d", 1.0)] {
+                    file.vector(&name(part), VALUE_HEADS, centre);
+                }
+                file.vector(&name("ssm_norm.weight"), values, 1.0);
+                file.matrix(&name("ssm_out"), c, values);
+            }
+            b'*' => self.heads_of(file, &name, false),
+            b'-' => {
+                file.matrix(&name("ffn_up"), self.ffn, c);
+                file.matrix(&name("ffn_down"), c, self.ffn);
+            }
+            _ => {
+                let n = self.experts_of();
+                file.put(&name("ffn_gate_inp.weight"), BlockType::F32, &[n, c]);
+                file.vector(&name("exp_probs_b.bias"), n, 0.0);
+                for (part, shape) in [
+                    ("ffn_up_exps.weight", [n, EXPERT_FFN, c]),
+                    ("ffn_down_exps.weight", [n, c, EXPERT_FFN]),
+                ] {
+                    file.put(&name(part), self.block_type, &shape);
+                }
+                file.matrix(&name("ffn_up_shexp"), self.ffn, c);
+                file.matrix(&name("ffn_down_shexp"), c, self.ffn);
+            }
+        }
+    }
+
+    /// Whether layer `i` is attention; in families with short convolutions the second is.
+    fn attends(&self, i: usize) -> bool {
+        !self.family.has_short_convs() || i == 1
+    }
+
+    fn short_conv(&self, file: &mut TinyFile, name: &impl Fn(&str) -> String) {
+        file.matrix(&name("shortconv.in_proj"), 3 * self.width, self.width);
+        let taps = name("shortconv.conv.weight");
+        file.put(&taps, BlockType::F32, &[self.width, TAPS]);
+        file.matrix(&name("shortconv.out_proj"), self.width, self.width);
+    }
+
     /// Projections of a layer's attention with heads; `gated`: queries have gates.
     fn heads_of(&self, file: &mut TinyFile, name: &dyn Fn(&str) -> String, gated: bool) {
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
@@ -422,6 +526,9 @@ impl Tiny {
             self.experts(file, |part| format!("blk.{i}.{part}"));
             return gemma4::scales(self, file, EXPERTS, i);
         }
+        if self.family == ModelFamily::NemotronH {
+            return self.nemotron_block(file, i);
+        }
         let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
         let name = |part: &str| format!("blk.{i}.{part}");
         let is_olmo = self.family == ModelFamily::Olmo2;
@@ -432,6 +539,8 @@ impl Tiny {
         let has_gates = self.has_delta_nets();
         if has_gates && !(i + 1).is_multiple_of(4) {
             self.delta_net(file, &name);
+        } else if !self.attends(i) {
+            self.short_conv(file, &name);
         } else if self.family == ModelFamily::DeepSeek {
             self.latent(file, name);
         } else {
@@ -478,7 +587,8 @@ impl Tiny {
         if matches!(
             self.family,
             ModelFamily::Qwen3 | ModelFamily::Qwen3Moe | ModelFamily::Gemma3 | ModelFamily::Glm4Moe
-        ) {
+        ) || self.family.has_short_convs() && self.attends(i)
+        {
             file.vector(&name("attn_q_norm.weight"), self.head_dim, 1.5);
             file.vector(&name("attn_k_norm.weight"), self.head_dim, 1.5);
         }

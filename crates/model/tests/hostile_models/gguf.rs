@@ -10,7 +10,7 @@ use paceline_weights::gguf::{Array, MetadataValue};
 
 use super::{check, refusal};
 use crate::common::runner::Runner;
-use crate::common::tiny::{Tiny, TinyFile};
+use crate::common::tiny::{NEMOTRON, Tiny, TinyFile};
 use crate::common::{gemma4, kernels, try_load};
 
 /// A model of one layer or two, small enough to be written hundreds of times.
@@ -24,6 +24,8 @@ pub(super) fn small(family: ModelFamily) -> Tiny {
         vocab: 50,
         layers: match family {
             ModelFamily::Glm4Moe | ModelFamily::DeepSeek => 2, // the first is dense
+            ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => 2, // the second is attention
+            ModelFamily::NemotronH => NEMOTRON.len(),
             ModelFamily::Gemma4 => 4,                          // two use the caches of the others
             // One of four layers with states is attention.
             ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => 4,

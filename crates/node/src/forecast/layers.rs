@@ -62,8 +62,12 @@ pub(super) struct Half {
     pub(super) roots: usize,
 }
 
-/// Gate, up and down of one expert.
-pub(super) type Expert = [PackedMatrix; 3];
+/// Matrices of one expert.
+pub(super) struct Expert {
+    /// Gate and up, or the only matrix of an expert without a gate.
+    pub(super) wide: Vec<PackedMatrix>,
+    pub(super) down: PackedMatrix,
+}
 
 /// A rank's part of the matrices of a layer.
 pub(super) struct RankLayer {
@@ -286,12 +290,12 @@ impl Packing<'_> {
             roots: cut.root_columns().len(),
             cut: cut.clone(),
         };
-        let (inputs, output) = match (layer.cache, layer.latent) {
-            (LayerCache::Delta(_), _) => (self.delta(index)?, LayerRole::DeltaOutput),
-            (_, Some(latent)) => (self.latent(index, latent)?, LayerRole::AttentionOutput),
-            _ => (self.heads(index)?, LayerRole::AttentionOutput),
+        let inputs = match (layer.cache, layer.latent) {
+            (LayerCache::Delta(_), _) => self.delta(index)?,
+            (_, Some(latent)) => self.latent(index, latent)?,
+            _ => self.heads(index)?,
         };
-        let output = self.summed(Role::Layer(index, output), &cut.attention)?;
+        let output = self.summed(Role::Layer(index, layer.output_role()), &cut.attention)?;
         let (wide, down) = self.feed_forward(index)?;
         let (experts, even) = match layer.experts {
             Some(of) => self.experts(index, of, cut.ffn())?,
@@ -312,11 +316,12 @@ impl Packing<'_> {
         let of = |heads: &Range<usize>, dim: usize| heads.start * dim..heads.end * dim;
         let rows = |part, rows| self.rows(Role::Layer(index, part), rows);
         let queries = (1 + usize::from(layer.gated)) * layer.head_dim;
-        let mut all = vec![rows(LayerRole::Query, of(&cut.heads, queries))?];
+        let [query, key, value] = layer.input_roles();
+        let mut all = vec![rows(query, of(&cut.heads, queries))?];
         if !matches!(layer.cache, LayerCache::Of(_)) {
-            all.push(rows(LayerRole::Key, of(&cut.kv_heads, layer.head_dim))?);
+            all.push(rows(key, of(&cut.kv_heads, layer.head_dim))?);
             if !layer.keys_as_values {
-                all.push(rows(LayerRole::Value, of(&cut.kv_heads, layer.value_dim))?);
+                all.push(rows(value, of(&cut.kv_heads, layer.value_dim))?);
             }
         }
         Ok(all)
@@ -362,8 +367,8 @@ impl Packing<'_> {
         Ok(all)
     }
 
-    /// Queries, keys, values and gates of a gated delta net, in either layout of the file: this
-    /// rank's share of the rows.
+    /// Queries, keys, values and gates of a gated delta net, in either layout of the file, or of
+    /// Mamba 2: this rank's share of the rows.
     fn delta(&self, index: usize) -> Result<Vec<PackedMatrix>> {
         let (layer, heads) = (
             &self.setting.config.layers[index],
@@ -382,6 +387,7 @@ impl Packing<'_> {
             (LayerRole::DeltaQkvGate, 2 * (keys + values), false),
             (LayerRole::DeltaQkv, 2 * keys + values, false),
             (LayerRole::DeltaGate, values, false),
+            (LayerRole::MambaInput, 2 * (keys + values) + layer.heads, false),
             (LayerRole::DeltaStepDecay, 2 * layer.heads, true),
             (LayerRole::DeltaStep, layer.heads, true),
             (LayerRole::DeltaDecay, layer.heads, true),
@@ -413,7 +419,9 @@ impl Packing<'_> {
         if layer.has_dense() {
             let columns = cut.dense().columns();
             wide.push(self.rows(role(LayerRole::Gate), columns.clone())?);
-            wide.push(self.rows(role(LayerRole::Up), columns)?);
+            if self.setting.config.family.has_gates() {
+                wide.push(self.rows(role(LayerRole::Up), columns)?);
+            }
             down = Some(self.summed(role(LayerRole::Down), cut.dense())?);
         }
         if layer.experts.is_some() {
@@ -439,12 +447,13 @@ impl Packing<'_> {
         let routed = leaves.start.min(of.count)..leaves.end.min(of.count);
         let expert = |parts: [LayerRole; 3], ffn: usize| {
             let [gate, up, down] = parts.map(|part| Role::Layer(index, part));
-            let width = self.setting.config.width;
-            Ok::<_, Error>([
-                self.rows(gate, 0..ffn)?,
-                self.rows(up, 0..ffn)?,
-                self.rows(down, 0..width)?,
-            ])
+            let config = self.setting.config;
+            let mut wide = vec![self.rows(gate, 0..ffn)?];
+            if config.family.has_gates() {
+                wide.push(self.rows(up, 0..ffn)?);
+            }
+            let down = self.rows(down, 0..config.width)?;
+            Ok::<_, Error>(Expert { wide, down })
         };
         let (n, even) = some_of(of, ranks, routed.len());
         let mut all = Vec::new();

@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 use paceline_engine::SamplingParams;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, LayerCache, LayerShape, LoadOptions, Logits, Model,
-    WindowPages, WindowPool, Workspace,
+    WindowPages, WindowPool, Workspace, shape,
 };
+use paceline_plan::ModelShape;
 use paceline_tensor::{Kernels, KvCache, Metered, PAGE};
 use serde::{Deserialize, Serialize};
 
@@ -124,6 +125,8 @@ pub(super) struct Probe {
     head_share: f64,
     /// Size of the vocabulary.
     vocab: usize,
+    /// The planner's shape of a model whose rows attend to chosen positions.
+    sparse: Option<ModelShape>,
 }
 
 impl Probe {
@@ -147,6 +150,7 @@ impl Probe {
             stands,
             head_share: config.vocab as f64 / sample.head_rows as f64,
             vocab: config.vocab,
+            sparse: Some(shape::of(source, config)).filter(|shape| shape.indexer.is_some()),
         })
     }
 
@@ -218,15 +222,19 @@ impl Probe {
         })
     }
 
-    /// Mean number of keys that a layer attends to at `positions` positions.
+    /// Mean number of keys that a layer attends to at `positions` positions. An indexer's scores
+    /// count as [the planner](ModelShape::equivalent_keys) counts them.
     fn keys(&self, positions: usize) -> f64 {
+        if let Some(shape) = &self.sparse {
+            return shape.equivalent_keys(positions as f64);
+        }
         let layers = self.model.config().layers.iter();
         let keys = layers.map(|layer| match layer.cache {
             LayerCache::Rows | LayerCache::Of(_) => layer
                 .window
                 .map_or(positions, |window| window.min(positions))
                 as f64,
-            LayerCache::Delta(_) | LayerCache::State(_) => 0.0,
+            LayerCache::Delta(_) | LayerCache::State(_) | LayerCache::Conv(_) => 0.0,
         });
         mean_layer(&self.stands, keys)
     }

@@ -165,14 +165,14 @@ impl<'k> ProductBuffers<'k> {
     }
 
     /// An expert on `rows` rows, as the model computes it.
-    fn expert(&mut self, [gate, up, down]: &Expert, rows: usize) {
+    fn expert(&mut self, Expert { wide, down }: &Expert, rows: usize) {
         let (kernels, activation) = (self.kernels, self.activation);
-        let n = rows * gate.rows();
-        let (wide, out) = self.room.split_at_mut(n + rows * up.rows());
-        let (gates, ups) = wide.split_at_mut(n);
-        let x = place(&self.inputs, (gate.cols(), 0));
-        let both = [alone(gate, &mut *gates), alone(up, &mut *ups)];
-        kernels.products(&self.inputs[x].x, both);
+        let n = rows * wide[0].rows();
+        let (outs, out) = self.room.split_at_mut(n * wide.len());
+        let (gates, ups) = outs.split_at_mut(n);
+        let x = place(&self.inputs, (wide[0].cols(), 0));
+        let both = [&mut *gates, &mut *ups].into_iter().zip(wide);
+        kernels.products(&self.inputs[x].x, both.map(|(out, own)| alone(own, out)));
         let at = place(&self.inputs, (down.cols(), 0));
         let ffn = down.cols();
         kernels.fill_rows(&mut self.inputs[at].x, |i, row| {
@@ -180,6 +180,11 @@ impl<'k> ProductBuffers<'k> {
             match activation {
                 Activation::Silu => kernels.silu_mul(&gates[own.clone()], &ups[own], row),
                 Activation::GeluTanh => kernels.gelu_mul(&gates[own.clone()], &ups[own], row),
+                Activation::ReluSquared => {
+                    let above = |x: &f32| x.max(0.0);
+                    let both = row.iter_mut().zip(gates[own].iter().map(above));
+                    both.for_each(|(out, x)| *out = x * x);
+                }
             }
         });
         let out = alone(down, &mut out[..rows * down.rows()]);
@@ -192,7 +197,7 @@ fn inputs(config: &Config, class: KernelClass, layers: &[RankLayer]) -> Vec<Prod
     let precision = (class != KernelClass::CpuF32).then_some(Precision::of(class));
     let jobs = layers.iter().flat_map(RankLayer::jobs).map(|job| job.input);
     let experts = layers.iter().flat_map(|layer| &layer.experts);
-    let experts = experts.flat_map(|[gate, _, down]| [(gate.cols(), 0), (down.cols(), 0)]);
+    let experts = experts.flat_map(|own| [(own.wide[0].cols(), 0), (own.down.cols(), 0)]);
     let mut inputs: Vec<ProductInput> = Vec::new();
     for of in std::iter::once((config.width, 0))
         .chain(jobs)
@@ -221,7 +226,8 @@ fn outputs(layers: &[RankLayer]) -> usize {
         .flat_map(RankLayer::jobs)
         .map(ProductGroup::outputs);
     let experts = layers.iter().flat_map(|layer| &layer.experts);
-    let experts = experts.map(|expert| expert.iter().map(PackedMatrix::rows).sum());
+    let rows = |own: &Expert| own.wide.iter().chain([&own.down]).map(PackedMatrix::rows).sum();
+    let experts = experts.map(rows);
     jobs.chain(experts).max().unwrap_or(0)
 }
 

@@ -149,6 +149,7 @@ impl ModelEntry {
                 layers: self.sliding_layers,
                 window: self.sliding_window,
             }),
+            indexer: None,
             caches: self.caches(),
             ffn: self.ffn,
             moe,

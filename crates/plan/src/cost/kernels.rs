@@ -158,8 +158,11 @@ fn attention(model: &ModelShape, part: LayerPart, rows: StepRows, speed: &Speed)
     // states read these instead, for any number of keys.
     let states = model.states_among_all();
     let keys = (1.0 - states) * model.keys_seen(rows.keys);
-    let bytes = rows.sequences * keys * cached;
-    let flops = rows.rows * keys * pair * heads;
+    // Every rank scores all index keys, since all of them need the whole choice.
+    let scored = model.index_keys_scored(rows.keys);
+    let index = model.indexer.map_or(0.0, |own| f64::from(own.dim)) * model.bits.kv / 8.0;
+    let bytes = rows.sequences * (keys * cached + scored * index);
+    let flops = rows.rows * (keys * pair * heads + scored * model.index_flops());
     let state = rows.sequences * states * model.state_read() * cache_share(model, part);
     roof(bytes, flops, speed, speed.rates.map(|r| r.attention)) + state / speed.memory
 }

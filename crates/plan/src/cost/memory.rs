@@ -39,7 +39,7 @@ pub fn usage(
     // Streamed layers pass through a window of two: one computes while the next is read.
     let window = f64::from(member.streamed.min(2)) * model.layer_bytes(stage.layers.start);
     let layers = range_weights(model, streamed..stage.layers.end, part);
-    let rows = workload.positions() as f64 * model.attention.cached() * model.bits.kv / 8.0
+    let rows = workload.positions() as f64 * model.cached() * model.bits.kv / 8.0
         * model.row_layers(stage.layers.clone());
     let states = f64::from(workload.concurrency) * model.state_bytes(stage.layers.clone());
     let cache = (rows + states) * cache_share(model, part);

@@ -22,6 +22,7 @@ pub(crate) fn model(layers: u32) -> ModelShape {
             head_dim: 64,
         },
         sliding: None,
+        indexer: None,
         caches: Caches::default(),
         ffn: 4096,
         moe: None,

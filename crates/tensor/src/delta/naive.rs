@@ -1,5 +1,6 @@
 //! The definition of a gated delta net as plain loops, from a sequence's first row on.
 
+use crate::StateRule;
 use crate::attention::PAGE;
 use crate::naive::exp;
 
@@ -16,21 +17,23 @@ pub struct DeltaRow<'a> {
     pub step: f32,
     /// Logarithm of the state's decay, 0 or less.
     pub decay: f32,
+    /// Factor of the value that is added to the result.
+    pub skip: f32,
 }
 
-/// The sum over one channel's last inputs and its present one, then `silu`. `taps` has the newest
-/// last. `inputs` are the inputs that there are, in order, at most as many as taps.
-pub fn conv(taps: &[f32], inputs: &[f32]) -> f32 {
+/// The sum over one channel's last inputs and its present one, from `bias` on, then `silu`. `taps`
+/// has the newest last. `inputs` are the inputs that there are, in order, at most as many as taps.
+pub fn conv(taps: &[f32], bias: f32, inputs: &[f32]) -> f32 {
     let taps = &taps[taps.len() - inputs.len()..];
     let sum = taps
         .iter()
         .zip(inputs)
-        .fold(0.0f32, |sum, (w, x)| w.mul_add(*x, sum));
+        .fold(bias, |sum, (w, x)| w.mul_add(*x, sum));
     sum / (1.0 + exp(-sum))
 }
 
 /// The value that each of `rows` reads, `(value_dim,)` each.
-pub fn read(rows: &[DeltaRow<'_>]) -> Vec<Vec<f32>> {
+pub fn read(rule: StateRule, rows: &[DeltaRow<'_>]) -> Vec<Vec<f32>> {
     let (d, e) = (rows[0].key.len(), rows[0].value.len());
     let mut state = vec![vec![0.0f32; e]; d];
     let mut out = Vec::new();
@@ -53,11 +56,17 @@ pub fn read(rows: &[DeltaRow<'_>]) -> Vec<Vec<f32>> {
             for (i, delta) in deltas.iter().enumerate() {
                 add(&mut p, weight(i, row.key), delta);
             }
+            if rule == StateRule::Sum {
+                p.fill(0.0);
+            }
             let delta = row.value.iter().zip(&p).map(|(v, p)| row.step * (v - p));
             deltas.push(delta.collect());
             let mut o = from_state(row.query);
             for (i, delta) in deltas.iter().enumerate() {
                 add(&mut o, weight(i, row.query), delta);
+            }
+            if row.skip != 0.0 {
+                o.iter_mut().zip(row.value).for_each(|(o, v)| *o += row.skip * v);
             }
             out.push(o);
         }

@@ -1,8 +1,8 @@
-//! A step over a layer that is a gated delta net ([`crate::delta`]).
+//! A step over a layer that is a gated delta net, or Mamba 2 ([`crate::delta`]).
 //!
 //! ```text
 //! rows in parallel                 inputs (q | k | v) -> convolution over the last ones -> silu
-//!                                  q and k of each key head to length 1
+//!                                  q and k of each key head to length 1 (not in Mamba 2)
 //! sequences and heads in parallel  page by page: the state before it, then its rows in order
 //! ```
 //!
@@ -27,6 +27,16 @@ const ROWS: usize = 16;
 /// of published models.
 const PAIR: usize = 256;
 
+/// What enters a state for a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateRule {
+    /// A share of the difference to what the state has for the key: a gated delta net. Queries and
+    /// keys have length 1.
+    Difference,
+    /// The value times its step, nothing is taken back: Mamba 2. Queries and keys stay as they are.
+    Sum,
+}
+
 /// A step over one layer. Letters: H value heads, K key heads, D and E elements of a key and of a
 /// value.
 #[derive(Clone, Copy, Debug)]
@@ -35,8 +45,14 @@ pub struct DeltaStep<'a> {
     pub layer: usize,
     /// The key head of each value head, among those of the cache.
     pub key_heads: &'a [usize],
+    /// See [`StateRule`].
+    pub rule: StateRule,
     /// `(taps, 2 K D + H E)`: of queries, keys and values; the newest input last.
     pub conv: &'a [f32],
+    /// `(2 K D + H E,)`: added to the convolution; empty for none.
+    pub conv_bias: &'a [f32],
+    /// `(H,)`: factors of values that are added to results; empty for none.
+    pub skip: &'a [f32],
     /// `(rows, K D)`, not yet convolved, as keys and values.
     pub queries: &'a [f32],
     /// `(rows, K D)`
@@ -81,6 +97,9 @@ impl Kernels {
         let rows: usize = step.sequences.iter().map(|s| s.rows).sum();
         assert_eq!(step.conv.len(), shape.channels() * shape.taps, "taps");
         assert_eq!(step.key_heads.len(), shape.heads, "heads");
+        let [bias, skip] = [step.conv_bias.len(), step.skip.len()];
+        assert!(bias == 0 || bias == shape.channels(), "biases {bias}");
+        assert!(skip == 0 || skip == shape.heads, "factors of values {skip}");
         let mixed = &mut mixed[..rows * shape.channels()];
         let writer = cache.writer(step.layer);
         self.convolve(step, &writer, mixed);
@@ -136,9 +155,11 @@ impl Kernels {
         let position = sequence.position + t - first;
         self.weigh_inputs(step, writer, (sequence, first), t, out);
         self.silu(out);
-        self.normalise(&mut out[..2 * keys], shape.head_dim);
-        let root = 1.0 / (shape.head_dim as f32).sqrt();
-        out[..keys].iter_mut().for_each(|x| *x *= root);
+        if step.rule == StateRule::Difference {
+            self.normalise(&mut out[..2 * keys], shape.head_dim);
+            let root = 1.0 / (shape.head_dim as f32).sqrt();
+            out[..keys].iter_mut().for_each(|x| *x *= root);
+        }
         let place = (sequence.page(position / PAGE), position % PAGE);
         // SAFETY: this row's alone.
         unsafe {
@@ -160,7 +181,10 @@ impl Kernels {
         let taps = writer.delta().taps;
         let position = sequence.position + t - first;
         // Newest tap last: the input `taps - 1 - i` positions before meets tap i.
-        out.fill(0.0);
+        match step.conv_bias {
+            [] => out.fill(0.0),
+            bias => out.copy_from_slice(bias),
+        }
         for i in 0..taps {
             let back = taps - 1 - i;
             let Some(at) = position.checked_sub(back) else {
@@ -428,7 +452,8 @@ impl PageSegment<'_> {
         unsafe {
             let sums = std::slice::from_raw_parts_mut(self.part.sums, PAGE);
             head.sum_decays(&mut sums[..end], self.slot, self.t);
-            if self.n == 1 && head.shape.value_dim <= PAIR {
+            let subtracts = head.step.rule == StateRule::Difference;
+            if self.n == 1 && head.shape.value_dim <= PAIR && subtracts {
                 self.read_one(&mut scores);
             } else {
                 self.read(&mut scores);
@@ -508,8 +533,13 @@ impl PageSegment<'_> {
     unsafe fn read(&self, scores: &mut Scores) {
         let e = self.head.shape.value_dim;
         let reads = [(self.outs, self.stride), (self.fresh, e)];
+        // What keys read matters only where it is subtracted.
+        let reads = match self.head.step.rule {
+            StateRule::Difference => &reads[..],
+            StateRule::Sum => &reads[..1],
+        };
         let parts = self.channels().into_iter().zip(reads).zip(scores);
-        for ((first, (acc, stride)), scores) in parts {
+        for ((first, &(acc, stride)), scores) in parts {
             // SAFETY: by the caller's promise.
             unsafe {
                 for i in 0..self.n {
@@ -536,16 +566,25 @@ impl PageSegment<'_> {
             pairs.for_each(|(score, weight)| *score *= weight);
         }
         let step = head.step.steps[(self.t + i) * head.shape.heads + head.head];
+        let subtracts = head.step.rule == StateRule::Difference;
         // SAFETY: by the caller's promise.
         unsafe {
             let delta = std::slice::from_raw_parts_mut(self.fresh.add(i * e), e);
-            delta.iter_mut().for_each(|x| *x *= far);
-            head.add_deltas(&scores[1][i], self.part.deltas, at, delta);
+            if subtracts {
+                delta.iter_mut().for_each(|x| *x *= far);
+                head.add_deltas(&scores[1][i], self.part.deltas, at, delta);
+            } else {
+                delta.fill(0.0);
+            }
             let pairs = delta.iter_mut().zip(self.values(i));
             pairs.for_each(|(delta, v)| *delta = step * (v - *delta));
             let out = std::slice::from_raw_parts_mut(self.outs.add(i * self.stride), e);
             out.iter_mut().for_each(|x| *x *= far);
             head.add_deltas(&scores[0][i], self.part.deltas, at + 1, out);
+            if let Some(skip) = head.step.skip.get(head.head) {
+                let pairs = out.iter_mut().zip(self.values(i));
+                pairs.for_each(|(out, v)| *out += skip * v);
+            }
         }
     }
 

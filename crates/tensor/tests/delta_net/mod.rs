@@ -7,9 +7,13 @@ use std::ops::Range;
 use paceline_tensor::delta::naive;
 use paceline_tensor::{
     AttentionRows, DeltaShape, DeltaStep, InstructionSet, Kernels, KvCache, LayerStore, PAGE,
+    StateRule,
 };
 
 const TAPS: usize = 4;
+
+/// Rows of a sequence, some pages.
+const ROWS: usize = 150;
 
 /// A small generator: the tests need variety, not quality (Steele et al. 2014, SplitMix64).
 struct DeltaRng(u64);
@@ -41,8 +45,12 @@ fn bits(x: &[f32]) -> Vec<u32> {
 /// Inputs of a sequence before anything is computed with them.
 struct Inputs {
     shape: DeltaShape,
+    rule: StateRule,
     key_heads: Vec<usize>,
     conv: Vec<f32>,
+    /// `(channels,)` and `(heads,)`; empty for a gated delta net.
+    conv_bias: Vec<f32>,
+    skip: Vec<f32>,
     /// `(rows, channels)`
     mixed: Vec<f32>,
     /// `(rows, heads)`
@@ -51,7 +59,8 @@ struct Inputs {
 }
 
 impl Inputs {
-    fn new(shape: DeltaShape, interleaved: bool, rows: usize, seed: u64) -> Self {
+    fn new(shape: DeltaShape, (rule, interleaved): (StateRule, bool), seed: u64) -> Self {
+        let rows = ROWS;
         let mut random = DeltaRng(seed);
         let channels = shape.channels();
         let group = shape.heads / shape.key_heads;
@@ -59,10 +68,17 @@ impl Inputs {
             true => head % shape.key_heads,
             false => head / group,
         };
+        let of_mamba = |all: Vec<f32>| match rule {
+            StateRule::Difference => Vec::new(),
+            StateRule::Sum => all,
+        };
         Self {
             shape,
             key_heads: (0..shape.heads).map(of).collect(),
+            rule,
             conv: random.floats(channels * shape.taps, 1.0),
+            conv_bias: of_mamba(random.floats(channels, 1.0)),
+            skip: of_mamba(random.floats(shape.heads, 1.0)),
             mixed: random.floats(rows * channels, 3.0),
             steps: (0..rows * shape.heads)
                 .map(|_| random.float().abs())
@@ -103,10 +119,15 @@ impl Inputs {
                 .map(|c| {
                     let inputs = self.part(first..t + 1, c..c + 1);
                     let taps = self.conv[c..].iter().step_by(channels);
-                    naive::conv(&taps.copied().collect::<Vec<_>>(), &inputs)
+                    let bias = self.conv_bias.get(c).copied().unwrap_or(0.0);
+                    naive::conv(&taps.copied().collect::<Vec<_>>(), bias, &inputs)
                 })
                 .collect();
-            for (i, head) in row[..2 * keys].chunks_exact_mut(head_dim).enumerate() {
+            let normed = match self.rule {
+                StateRule::Difference => 2 * keys,
+                StateRule::Sum => 0,
+            };
+            for (i, head) in row[..normed].chunks_exact_mut(head_dim).enumerate() {
                 let scale = 1.0 / (kernels.square_sum(head) + 1e-6).sqrt();
                 let root = if i < self.shape.key_heads {
                     1.0 / (head_dim as f32).sqrt()
@@ -127,9 +148,10 @@ impl Inputs {
                     value: &mixed[t][2 * keys + head * value_dim..][..value_dim],
                     step: self.steps[t * heads + head],
                     decay: self.decays[t * heads + head],
+                    skip: self.skip.get(head).copied().unwrap_or(0.0),
                 })
                 .collect();
-            for (t, o) in naive::read(&rows).into_iter().enumerate() {
+            for (t, o) in naive::read(self.rule, &rows).into_iter().enumerate() {
                 out[(t * heads + head) * value_dim..][..value_dim].copy_from_slice(&o);
             }
         }
@@ -161,7 +183,10 @@ impl Inputs {
                 let step = DeltaStep {
                     layer: 0,
                     key_heads: &self.key_heads,
+                    rule: self.rule,
                     conv: &self.conv,
+                    conv_bias: &self.conv_bias,
+                    skip: &self.skip,
                     queries: &self.part(first..end, 0..keys),
                     keys: &self.part(first..end, keys..2 * keys),
                     values: &self.part(first..end, 2 * keys..self.shape.channels()),
@@ -180,10 +205,11 @@ impl Inputs {
 
 #[test]
 fn delta_nets_equal_naive() {
-    for (i, (heads, key_heads, head_dim, value_dim, interleaved)) in [
-        (4, 2, 16, 16, false),
-        (6, 2, 32, 48, true),
-        (2, 1, 128, 128, false),
+    for (i, (heads, key_heads, head_dim, value_dim, rule)) in [
+        (4, 2, 16, 16, (StateRule::Difference, false)),
+        (6, 2, 32, 48, (StateRule::Difference, true)),
+        (2, 1, 128, 128, (StateRule::Difference, false)),
+        (4, 2, 32, 16, (StateRule::Sum, false)),
     ]
     .into_iter()
     .enumerate()
@@ -195,8 +221,7 @@ fn delta_nets_equal_naive() {
             value_dim,
             taps: TAPS,
         };
-        let rows = 150;
-        let inputs = Inputs::new(shape, interleaved, rows, 17 + i as u64);
+        let inputs = Inputs::new(shape, rule, 17 + i as u64);
         let expected = bits(&inputs.naive(&Kernels::new(1).unwrap()));
         for kernels in all_kernels() {
             let cuts: [&[usize]; 4] = [
@@ -236,9 +261,10 @@ fn the_definition_is_the_gated_delta_rule() {
             value: &values[t],
             step: 0.5 + 0.4 * (t as f32).sin(),
             decay: -0.03 * (1.0 + (t as f32).cos()),
+            skip: 0.0,
         })
         .collect();
-    let got = naive::read(&rows);
+    let got = naive::read(StateRule::Difference, &rows);
     let mut state = vec![vec![0.0f64; e]; d];
     let (mut worst, mut largest) = (0.0f64, 0.0f64);
     for (row, got) in rows.iter().zip(&got) {

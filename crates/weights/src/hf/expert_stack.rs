@@ -35,6 +35,18 @@ pub struct StackSlice {
     pub step: usize,
 }
 
+impl StackSlice {
+    /// All outputs of an expert.
+    pub const fn whole(index: usize, of: usize) -> Self {
+        Self {
+            index,
+            of,
+            first: 0,
+            step: 1,
+        }
+    }
+}
+
 impl HfFolder {
     /// A matrix `(outputs, inputs)` of one expert of the stack `name`, joined in memory.
     ///

@@ -1,5 +1,6 @@
 //! Fields of gated delta nets.
 
+use paceline_tensor::StateRule;
 use paceline_weights::gguf::{self, Array};
 use serde_json::Value;
 
@@ -67,7 +68,11 @@ impl ConfigFields<'_> {
             _ => HeadOrder::Interleaved,
         };
         Ok(LayerShape {
-            cache: LayerCache::Delta(DeltaNet { taps, order }),
+            cache: LayerCache::Delta(DeltaNet {
+                taps,
+                order,
+                rule: StateRule::Difference,
+            }),
             heads,
             kv_heads,
             head_dim,

@@ -121,6 +121,9 @@ const fn of_family(family: ModelFamily) -> &'static [&'static str] {
             "embedding_length_per_layer_input",
             "rope.dimension_count_swa",
         ],
+        // Of Qwen3-VL: layers that pictures are added to.
+        ModelFamily::Qwen3 | ModelFamily::Qwen3Moe => &["n_deepstack_layers"],
+        ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => &["shortconv.l_cache"],
         ModelFamily::Mistral => &["attention.temperature_length", YARN_LOG],
         ModelFamily::DeepSeek => &[
             "attention.indexer.",
@@ -131,6 +134,7 @@ const fn of_family(family: ModelFamily) -> &'static [&'static str] {
             "attention.value_length_mla",
             YARN_LOG,
         ],
+        ModelFamily::NemotronH => &["ssm."],
         ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => &[
             "attention.recurrent_layers",
             "full_attention_interval",

@@ -51,7 +51,7 @@ impl<C: Copy> FieldKey<C> {
 
 type FlagKey = FieldKey<fn(ModelFamily) -> bool>;
 
-const FLAGS: [FlagKey; 8] = [
+const FLAGS: [FlagKey; 12] = [
     FlagKey::new(
         "attention.causal",
         "is_causal",
@@ -63,6 +63,10 @@ const FLAGS: [FlagKey; 8] = [
     FlagKey::new(PARALLEL, PARALLEL, |_| false, &[]),
     FlagKey::new("swin_norm", "", |_| false, &[]),
     FlagKey::new("", "scale_attn_by_inverse_layer_idx", |_| false, &[]),
+    FlagKey::new("", "conv_bias", |_| false, &[]),
+    FlagKey::new("", "use_bias", |_| false, &[]),
+    FlagKey::new("", "mamba_proj_bias", |_| false, &[]),
+    FlagKey::new("", "use_conv_bias", |_| true, &[]),
     FlagKey::new("", "attn_output_gate", ModelFamily::has_delta_nets, &[]),
     FlagKey::new("", "use_qk_norm", ModelFamily::norms_heads, QK_NORM),
 ];
