@@ -217,3 +217,22 @@ pub enum State {
     /// It failed, with the error.
     Failed(String),
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn submissions_of_a_request_differ_and_keep_its_ticket() {
+        let (one, other) = (Ticket::draw(), Ticket::draw());
+        assert_ne!(one, other);
+        let mut all = vec![one];
+        all.extend((1..SUBMISSIONS).scan(one, |last, _| {
+            *last = last.again();
+            Some(*last)
+        }));
+        assert!(all.iter().all(|it| it.first() == one));
+        let different: std::collections::BTreeSet<_> = all.iter().collect();
+        assert_eq!(different.len() as u64, SUBMISSIONS);
+    }
+}

@@ -26,28 +26,23 @@ use std::time::{Duration, Instant};
 use paceline_base::{KernelClass, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{
-    EngineConfig, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Submission, Ticket,
+    EngineConfig, RequestFailure, Service, ServiceStatus, Sink, State, Submission, Ticket,
 };
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split, numbers_name};
 use paceline_plan::Placement;
 use paceline_plan::prefill_offload::PrefillOffload;
-use paceline_plan::rebalance::ShareMove;
 use paceline_tensor::KvType;
-use tracing::{debug, warn};
 
 use crate::forecast::Forecast;
 use crate::prefill::PrefillCounts;
 use crate::supervisor::{
-    ChangeRecord, Event, HELD_ALONE_LIMIT, HELD_LIMIT, Health, Notice, Policy, SplitCandidate,
-    Supervisor,
+    ChangeRecord, HELD_ALONE_LIMIT, HELD_LIMIT, Health, Notice, Policy, SplitCandidate, Supervisor,
 };
 use crate::workers::InstanceWorkers;
 use crate::{Error, PlannedSplit};
 use measures::RankMeasurements;
-use paceline_worker::messages::{
-    DraftJob, FromWorker, PrefillRole, RankAssignment, RankFacts, ToWorker,
-};
+use paceline_worker::messages::{DraftJob, PrefillRole, RankAssignment, RankFacts};
 use paceline_worker::prefill_classes::UnlikePrefill;
 use paceline_worker::{AdapterOf, InstanceTraffic, adapters};
 use prefill::{DecodingClasses, GroupEventReceiver, GroupEventSender, GroupRole, PrefillGroup};

@@ -19,9 +19,7 @@ use tracing::{debug, info, warn};
 use super::measures::RankMeasurements;
 use super::rebalancing::Follower;
 use super::spares::Keeper;
-use super::{
-    Command, GRACE, InstanceConfig, InstanceShared, Observer, SpeedObserver, SpeedSample, spares,
-};
+use super::{Command, GRACE, InstanceConfig, InstanceShared, Observer, SpeedObserver, SpeedSample};
 use crate::Error;
 use crate::supervisor::{Action, Event, Notice, Supervisor};
 
