@@ -122,6 +122,8 @@ pub fn start(
             leases::answer(&fleet, arguments, progress)
         },
     );
+    // Consent of this machine's owner is for programs of others, not for its own.
+    lead_to(agent, &fleet, tunnel::PROGRAMS);
     for (service, start) in services {
         tunnel::serve(agent, service, start);
         lead_to(agent, &fleet, service);

@@ -20,7 +20,8 @@ pub fn nodes(nodes: &Value) -> Vec<String> {
     let mut lines = aligned(&rows(nodes));
     let nodes_told = nodes.as_array().into_iter().flatten();
     lines.extend(nodes_told.clone().flat_map(device_problems));
-    lines.extend(nodes_told.flat_map(rdma_devices));
+    lines.extend(nodes_told.clone().flat_map(rdma_devices));
+    lines.extend(programs(nodes_told));
     lines.extend(ways(nodes));
     lines
 }
@@ -38,6 +39,14 @@ fn device_problems(node: &Value) -> Vec<String> {
         ))
     });
     told.collect()
+}
+
+/// The nodes that run programs of users, in one line.
+fn programs<'a>(nodes: impl Iterator<Item = &'a Value>) -> Option<String> {
+    let allowing = nodes.filter(|node| node["programs"] == true);
+    let names = allowing.map(|node| printable(node["name"].as_str().unwrap_or_default()));
+    let names = names.collect::<Vec<_>>().join(", ");
+    (!names.is_empty()).then(|| format!("programs of users may run on {names}"))
 }
 
 /// RDMA devices of a node, a line each.
@@ -437,10 +446,11 @@ mod tests {
     fn a_device_that_fails_is_told_below_and_is_no_engine() {
         let told = nodes(
             &json!([{ "name": "mini", "devices": [{ "engine": "cpu", "kind": "cpu" },
-            { "engine": "mlx", "kind": "gpu", "problem": "no driver" }] }]),
+            { "engine": "mlx", "kind": "gpu", "problem": "no driver" }], "programs": true }]),
         );
         assert!(told[1].ends_with(" cpu"), "{told:?}");
         assert_eq!(told[2], "mini: mlx cannot be used: no driver");
+        assert_eq!(told[3], "programs of users may run on mini");
     }
 
     #[test]

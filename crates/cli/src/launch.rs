@@ -2,6 +2,7 @@
 
 mod error;
 
+use std::collections::BTreeMap;
 use std::env;
 use std::ffi::OsString;
 use std::io::{self, IsTerminal};
@@ -9,7 +10,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
-use paceline_launch::hostfile::Hostfile;
+use paceline_board::machines::{ClusterMachine, consenting};
+use paceline_launch::hostfile::{Host, Hostfile};
 use paceline_launch::launch::{
     self, Backend, BlockingStream, Error as LaunchError, Launch, LaunchLimits, Notice, Options,
     StdinTo, Streams, Tags, WorkingDirectory, openmpi,
@@ -22,6 +24,7 @@ use tempfile::TempDir;
 pub(crate) use error::{Error, exit_code, hints, ssh_works};
 
 use crate::error::Error as CliError;
+use crate::home;
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
 
@@ -29,10 +32,12 @@ const EXAMPLES: &str = "\
 Examples:
   paceline launch -n 2 -- python3 train.py            two ranks on this machine, a TCP ring
   paceline launch --hosts 10.0.0.1,10.0.0.2 -- python3 train.py
+  paceline launch --nodes 3 -- ./program              machines of the cluster, without ssh
   paceline launch --hostfile hosts.json --env HF_HOME=/data -- ./program --its-own-flag
   paceline topology --hosts a,b --output hosts.json   makes such a file
 
-Hosts are reached by `ssh`, which must not ask for a password. Each line has its rank before it.
+Hosts are reached by `ssh`, which must not ask for a password; those of --nodes by their nodes,
+where `paceline up --allow-programs` runs. Each line has its rank before it.
 The first rank that fails ends the others, and its exit code is that of the launch.";
 
 /// Arguments of `paceline launch`.
@@ -54,6 +59,10 @@ pub(crate) struct Args {
     /// Names for `ssh`, with commas between; a literal address is used for data too
     #[arg(long, value_name = "A,B", default_value = "127.0.0.1")]
     hosts: String,
+    /// Machines of the cluster, this one first, in place of --hosts
+    #[arg(long, value_name = "N", conflicts_with_all = ["hosts", "hostfile"],
+          value_parser = clap::value_parser!(u16).range(1..=4096))]
+    nodes: Option<u16>,
     /// Hosts, addresses, devices, backend and environment from a file in one of MLX's formats
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hosts", "repeat_hosts"])]
     hostfile: Option<PathBuf>,
@@ -142,7 +151,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if args.print_python {
         return print(&args.python()?);
     }
-    let hosts = args.hostfile()?;
+    let (hosts, nodes) = args.machines()?;
     let backend = args.backend(&hosts)?;
     let scratch = launch::folder(&env::temp_dir()).context("cannot make a temporary folder")?;
     let launch = args.launch(backend, &hosts, &scratch)?;
@@ -151,7 +160,10 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
         output: Box::new(BlockingStream(io::stdout())),
         errors: Box::new(BlockingStream(io::stderr())),
     };
-    let reach = SshClient::new("ssh", Some(scratch.path()));
+    let reach = match nodes {
+        Some(nodes) => SshClient::by_nodes(own_program()?, nodes),
+        None => SshClient::new("ssh", Some(scratch.path())),
+    };
     let mut notice = |notice: Notice| {
         if args.verbose || matches!(notice, Notice::Killed(_)) {
             print_err(&notice);
@@ -190,11 +202,58 @@ fn told(error: LaunchError, backend: Backend) -> anyhow::Error {
     }
 }
 
+/// Ids of nodes by the names of their hosts.
+type NodeIds = BTreeMap<String, String>;
+
+/// This program's file.
+fn own_program() -> anyhow::Result<PathBuf> {
+    env::current_exe().context("cannot find this program's own file")
+}
+
+/// The first `count` machines that run programs, each `repeats` times in a row.
+///
+/// # Errors
+/// [`Error::TooFewNodes`], or the error of this machine's node.
+fn joined(count: usize, repeats: usize) -> anyhow::Result<(Hostfile, NodeIds)> {
+    let found = consenting(&home::folder()?)?;
+    if found.machines.len() < count {
+        return Err(Error::TooFewNodes {
+            wanted: count,
+            found: found.machines.len(),
+            refusing: found.refusing,
+        }
+        .into());
+    }
+    let chosen = || found.machines.iter().zip(&found.addresses).take(count);
+    let others = chosen().filter(|(machine, _)| !machine.is_own);
+    let ids = others.map(|(machine, _)| (machine.name.clone(), machine.id.clone()));
+    let host = |machine: &ClusterMachine, address: &String| Host {
+        ssh: match machine.is_own {
+            true => "127.0.0.1".to_owned(),
+            false => machine.name.clone(),
+        },
+        ips: vec![address.clone()],
+        ..Host::default()
+    };
+    let hosts = chosen().flat_map(|(it, at)| std::iter::repeat_n(host(it, at), repeats));
+    let file = Hostfile {
+        hosts: hosts.collect(),
+        ..Hostfile::default()
+    };
+    Ok((file, ids.collect()))
+}
+
 impl Args {
-    fn hostfile(&self) -> anyhow::Result<Hostfile> {
-        Ok(match &self.hostfile {
-            Some(path) => Hostfile::read(path)?,
-            None => Hostfile::from_names(&self.hosts, self.repeat_hosts.into())?,
+    /// The hosts, and the nodes that reach them if they are machines of the cluster.
+    fn machines(&self) -> anyhow::Result<(Hostfile, Option<NodeIds>)> {
+        let repeats = self.repeat_hosts.into();
+        Ok(match (&self.hostfile, self.nodes) {
+            (Some(path), _) => (Hostfile::read(path)?, None),
+            (None, Some(count)) => {
+                let (file, nodes) = joined(count.into(), repeats)?;
+                (file, Some(nodes))
+            }
+            (None, None) => (Hostfile::from_names(&self.hosts, repeats)?, None),
         })
     }
 

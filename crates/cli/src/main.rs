@@ -10,6 +10,7 @@ mod agent;
 mod bench;
 mod chaos;
 mod compute;
+mod dask;
 mod doctor;
 mod engines;
 mod error;
@@ -36,6 +37,7 @@ mod output;
 mod plaintext;
 mod plan;
 mod process;
+mod programs;
 mod progress;
 mod pull;
 mod release;
@@ -120,6 +122,12 @@ enum Command {
     Plan(plan::Args),
     /// Run a program on many machines, a rank each
     Launch(launch::Args),
+    /// Start Dask on the machines of the cluster, show or stop it
+    #[command(subcommand)]
+    Compute(dask::Args),
+    /// A program or a socket on a machine of the cluster: started by the other commands
+    #[command(hide = true)]
+    Programs(programs::Args),
     /// How machines are cabled, and a hostfile from that
     Topology(topology::Args),
     /// Measure this machine
@@ -277,6 +285,8 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Topology(args) => topology::run(args, &signals),
         Command::Bench(command) => bench::run(command, &signals),
         Command::Mapreduce(command) => mapreduce::run(command),
+        Command::Compute(args) => dask::run(args, &signals),
+        Command::Programs(args) => programs::run(args),
         Command::Train(args) => train::run(args, &signals),
         Command::TrainWorker(args) => train::work(args),
         Command::TrainFar(args) => train::far(args),

@@ -83,6 +83,13 @@ pub(crate) struct NodeArgs {
     /// --nodes N` there; may be given several times [default: none]
     #[arg(long, value_name = "DIR")]
     arrays: Vec<PathBuf>,
+    /// Let users of the cluster's other machines run any program here, with the rights of this
+    /// command: `launch --nodes`, `compute`, functions in Python [default: none]
+    #[arg(long)]
+    allow_programs: bool,
+    /// Most private memory of each such program, such as 8G; on Linux [default: no limit]
+    #[arg(long, value_name = "SIZE", requires = "allow_programs", value_parser = mapreduce::memory)]
+    program_memory: Option<u64>,
 }
 
 /// Space for prompts that were read, if any.
@@ -253,6 +260,13 @@ impl NodeArgs {
         Ok(args)
     }
 
+    /// Arguments of this program where it runs programs for other machines; `None` without consent.
+    pub(crate) fn program_args(&self) -> Option<Vec<OsString>> {
+        let limit = self.program_memory;
+        let limit = limit.map(|bytes| format!("--memory={bytes}").into());
+        self.allow_programs.then(|| limit.into_iter().collect())
+    }
+
     fn facts(&self, class: KernelClass) -> NodeFacts {
         let name = self.name.clone().unwrap_or_else(host_name);
         let all = facts(name, class);
@@ -262,6 +276,7 @@ impl NodeArgs {
             protocol: release::protocol(),
             trusted: self.trusted_interface.clone(),
             memory_bytes: all.memory_bytes.min(memory),
+            programs: self.allow_programs,
             ..all
         }
     }

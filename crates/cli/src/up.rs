@@ -431,7 +431,9 @@ impl Args {
         let installed = std::env::current_exe().context("cannot find this program's own file")?;
         let (own, folder) = (program.to_owned(), home::folder()?);
         let receiver = move || upgrade::start_receiver(&own, &installed, &folder, &worker_env());
-        Ok(vec![
+        let programs = self.node.program_args();
+        let programs = programs.map(|args| starter(&["programs", "--far"], args));
+        let mut all = vec![
             (
                 tunnel::TRAIN,
                 starter(&["train-far", "--store-only"], vec![]),
@@ -447,8 +449,13 @@ impl Args {
                     self.node.array_args()?,
                 ),
             ),
-            (cluster_upgrade::SERVICE, Box::new(receiver)),
-        ])
+            (
+                cluster_upgrade::SERVICE,
+                Box::new(receiver) as ProgramStarter,
+            ),
+        ];
+        all.extend(programs.map(|starter| (tunnel::PROGRAMS, starter)));
+        Ok(all)
     }
 
     /// The server's settings, and the board; [`watch`](Dashboard::watch) then starts the audit log

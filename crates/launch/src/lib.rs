@@ -38,13 +38,16 @@
 //!
 //! In reading order:
 //! - [`hostfile`]: lists of machines, in MLX's formats.
-//! - [`remote`]: shells on other machines.
+//! - [`remote`]: shells on other machines; [`joined`]: what stands for `ssh` within a cluster.
 //! - [`launch`]: a program on many machines.
+//! - [`dask`]: what runs where for a Dask cluster.
 //! - [`topology`]: cables between machines, and hostfiles for them.
 //!
 //! Each module has its own `Error`. The crate has no async runtime and prints nothing itself.
 
+pub mod dask;
 pub mod hostfile;
+pub mod joined;
 pub mod launch;
 mod marks;
 pub mod remote;

@@ -4,10 +4,13 @@
 //! So nothing needs quoting for the user's login shell, and arguments have no length limit. No
 //! value appears in the other machine's process list.
 //!
+//! Machines of a cluster need no `ssh`: their nodes start the shell, where their owners allow it.
+//!
 //! `ssh` brings the user's configuration, keys and known hosts. It never prompts: a host that needs
 //! a password is an error. Sessions share a connection if a folder for its socket is given. One
 //! session leads, and the others join it, or connect by themselves when it has ended.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
@@ -38,11 +41,13 @@ const ANSWER_BYTES_MAX: usize = 8 << 20;
 /// Polling interval for the end of a process.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Starts shells on hosts, over `ssh` or here.
+/// Starts shells on hosts, over `ssh`, by the nodes of a cluster, or here.
 #[derive(Clone, Debug)]
 pub struct SshClient {
     ssh: PathBuf,
     sockets: Option<PathBuf>,
+    /// Ids of nodes by the names of their hosts.
+    nodes: BTreeMap<String, String>,
 }
 
 /// A session's part in a shared connection.
@@ -93,6 +98,17 @@ impl SshClient {
         Self {
             ssh: ssh.into(),
             sockets: sockets.filter(fits).map(Path::to_owned),
+            nodes: BTreeMap::new(),
+        }
+    }
+
+    /// Has the nodes of a cluster start the shells of their hosts: `nodes` are ids by host.
+    /// `program` is paceline, whose command `programs` reaches them.
+    pub fn by_nodes(program: PathBuf, nodes: BTreeMap<String, String>) -> Self {
+        Self {
+            ssh: program,
+            sockets: None,
+            nodes,
         }
     }
 
@@ -104,6 +120,10 @@ impl SshClient {
             return command;
         }
         let mut command = Command::new(&self.ssh);
+        if let Some(id) = self.nodes.get(host) {
+            command.args(["programs", "--node", id, "--", "/bin/sh", "-c", SHELL]);
+            return command;
+        }
         command.arg("-T");
         for option in ["BatchMode=yes", "LogLevel=ERROR"] {
             command.args(["-o", option]);

@@ -27,6 +27,9 @@ pub const BENCH: &str = "bench";
 /// The service that starts a worker of an array job.
 pub const ARRAYS: &str = "arrays";
 
+/// The service that runs a user's program, or connects to one; only where the owner allows it.
+pub const PROGRAMS: &str = "programs";
+
 const MESSAGE_BYTES: usize = 64 << 10;
 
 /// Poll interval of a silent side.
@@ -47,7 +50,8 @@ const LEAD_LOOK: Duration = Duration::from_millis(5);
 /// Time for a program to exit after the end of its input.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Starts a program for each channel to `service`, which is [`TRAIN`], [`BENCH`] or [`ARRAYS`].
+/// Starts a program for each channel to `service`, which is [`TRAIN`], [`BENCH`], [`ARRAYS`] or
+/// [`PROGRAMS`].
 pub fn serve(
     agent: &Agent,
     service: &str,
@@ -114,9 +118,9 @@ pub fn bridge(
     Ok(())
 }
 
-/// Connects to the program that the node `id` starts for `service`, which is [`TRAIN`], [`BENCH`]
-/// or [`ARRAYS`], through the node with its files at `home`. The connection ends with either
-/// program or node. Blocks for up to 15 s.
+/// Connects to the program that the node `id` starts for `service`, which is [`TRAIN`], [`BENCH`],
+/// [`ARRAYS`] or [`PROGRAMS`], through the node with its files at `home`. The connection ends with
+/// either program or node. Blocks for up to 15 s.
 ///
 /// # Errors
 /// That node's reason, or a timeout.

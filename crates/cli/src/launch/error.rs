@@ -24,6 +24,16 @@ pub(crate) enum Error {
     /// `--env NAME` of a variable that is not set, or not UTF-8.
     #[error("--env {0}: it is not set here, or not UTF-8")]
     NotSet(String),
+    /// `--nodes` of more machines than run programs.
+    #[error("{found} machines run programs, {wanted} are wanted{}", told(refusing))]
+    TooFewNodes {
+        /// Machines that were asked for.
+        wanted: usize,
+        /// Machines that allow it, this one included; 0 if no node runs here.
+        found: usize,
+        /// Names of machines whose owners have not allowed it.
+        refusing: Vec<String>,
+    },
     /// A folder name that is not UTF-8.
     #[error("the current folder {0:?} is not UTF-8")]
     FolderNotUtf8(OsString),
@@ -73,8 +83,20 @@ pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
     hint.into_iter().collect()
 }
 
+/// The end of a sentence on machines without consent.
+fn told(refusing: &[String]) -> String {
+    match refusing {
+        [] => String::new(),
+        names => format!("; not allowed on {}", names.join(", ")),
+    }
+}
+
 fn own(error: &Error) -> Option<String> {
     Some(match error {
+        Error::TooFewNodes { found: 0, .. } => "start this machine's node: paceline up".to_owned(),
+        Error::TooFewNodes { .. } => {
+            "each machine allows it by `paceline up --allow-programs`".to_owned()
+        }
         Error::NotSet(name) => format!("write --env {name}=VALUE, or export it first"),
         Error::Mpirun { .. } => return None,
         Error::NoPython => "name one with --python".to_owned(),

@@ -14,6 +14,7 @@ mod chaos;
 mod engines;
 mod live;
 mod models;
+mod programs;
 mod replicas;
 mod shared;
 mod traced;

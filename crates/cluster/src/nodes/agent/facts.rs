@@ -51,6 +51,9 @@ pub struct NodeFacts {
     /// Whether the node is draining, so that it gets no work; set by
     /// [`Agent::set_leaving`](super::Agent::set_leaving).
     pub leaving: bool,
+    /// Whether its owner lets users of the cluster run programs on it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub programs: bool,
     /// Devices of its engines, set by [`Agent::set_devices`](super::Agent::set_devices); empty
     /// until the node has listed them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
