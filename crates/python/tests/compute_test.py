@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import math
+import operator
+import os
 import pathlib
+import signal
 import sys
 import tempfile
+import threading
 import warnings
 
 import numpy as np
@@ -82,6 +86,67 @@ def files() -> None:
         assert np.array_equal(np.load(out), np.sort(VALUES))
 
 
+def functions() -> None:
+    """Own functions in one and in two hosts; the second time one of them is killed in the middle."""
+    words = ["b a c", "a b"] * 60
+    reference = None
+    for nodes in (1, 2):
+        machines = paceline.connect(nodes, threads=1)
+
+        def kill(done: int, of: int) -> None:
+            if nodes == 2 and done == 5 and machines._team.hosts[1].alive:
+                os.kill(machines._team.hosts[1].process.pid, signal.SIGKILL)
+
+        found = [
+            machines.map(lambda x: x * x, range(3000)),
+            machines.filter(lambda x: x % 7 == 0, range(100)),
+            # Rounds: its order is one.
+            machines.map_reduce(lambda x: 0.1 * x, operator.add, range(5003)),
+            list(machines.group_by(lambda w: (w, None), operator.add, words, each=str.split,
+                                   value=lambda w: 0.1, progress=kill).items()),
+            machines.join(range(9), range(4, 13), on=lambda x: x % 4, combine=lambda a, b: (a, b)),
+            machines.join(range(9), range(4, 13), on=lambda x: x % 4, combine=operator.mul,
+                          by=lambda a, b: a % 2, reduce=operator.add),
+        ]
+        reference = reference or found
+        assert found == reference, (found, reference)
+        assert found[0] == [x * x for x in range(3000)] and found[1] == list(range(0, 100, 7))
+        assert [key for key, _ in found[3]] == [("b", None), ("a", None), ("c", None)], found[3]
+        assert found[4] == [(a, b) for a in range(9) for b in range(4, 13) if a % 4 == b % 4]
+        assert found[5] == {k: sum(a * b for a, b in found[4] if a % 2 == k) for k in (0, 1)}
+        try:
+            machines.map(lambda x: 1 / (x - 5), range(9))
+        except paceline.errors.FunctionError as error:
+            assert error.item == 5 and isinstance(error.__cause__, ZeroDivisionError), error
+            assert "in <lambda>" in error.traceback
+        else:
+            raise AssertionError("an exception is lost")
+        machines.close()
+
+
+def limits() -> None:
+    from paceline.compute import Limits
+
+    with tempfile.TemporaryDirectory() as folder:
+        for expected, limit, work in [
+            ("MemoryError", Limits(memory=400 << 20), lambda x: bytearray(1 << 30)),
+            ("took over 0.3 s", Limits(seconds=0.3), lambda x: threading.Event().wait(60)),
+            ("over the limit of 100", Limits(output=100), lambda x: b"x" * 500),
+            ("was tried 3 times", Limits(), lambda x: os.kill(os.getpid(), signal.SIGKILL)),
+        ]:
+            machines = paceline.connect(threads=1, limits=limit)
+            try:
+                machines.map(work, [1])
+            except paceline.errors.JobError as error:
+                assert expected in str(error), error
+            else:
+                raise AssertionError(f"{expected} is not raised")
+        path = pathlib.Path(folder, "lines")
+        path.write_text("".join(f"{i}\n" for i in range(1000)))
+        parts = paceline.compute.text_parts(path, 100)
+        assert [line for part in parts for line in part] == [str(i) for i in range(1000)]
+
+
 def refusals() -> None:
     machines = paceline.connect()
     for expected, work in {
@@ -119,6 +184,8 @@ def main() -> int:
     report.check("array jobs: expressions", expressions)
     report.check("array jobs: files", files)
     report.check("array jobs: what is wrong is named", refusals)
+    report.check("own functions: any number of hosts, one killed", functions)
+    report.check("own functions: limits", limits)
     if len(sys.argv) > 1:
         report.check("a training over two nodes", trainings, sys.argv[1])
     return report.failed

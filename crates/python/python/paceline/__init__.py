@@ -1,7 +1,7 @@
 """paceline: pool machines, run models too large for one of them, and compute together.
 
 - `paceline.LLM`: a model that answers, over a node that this process starts or one that runs.
-- `paceline.connect`: array jobs and training on several processes.
+- `paceline.connect`: array jobs, own functions and training on several machines.
 - `paceline.distributed`: collectives between processes, with MLX's names.
 - `paceline.errors`: what is raised.
 

@@ -1,11 +1,13 @@
-"""Array jobs and training: `connect` gives a `Machines` whose methods compute on them.
+"""Array jobs, own functions and training: `connect` gives a `Machines` whose methods compute on them.
 
 >>> machines = connect(nodes=2)                                      # doctest: +SKIP
 >>> machines.sum([0.1] * 10)                                         # doctest: +SKIP
 1.0
 
-Jobs run in worker processes of the `paceline` program of this wheel, on this machine. Sums are exact
-and rounded once. No result depends on the number of nodes or threads, or on a worker that is lost.
+Array jobs run in worker processes of the `paceline` program of this wheel. Sums are exact and rounded
+once. Own functions are Python: they run in Pythons of the machines of the cluster, where the owners
+started `paceline up --allow-programs`, or in `nodes` processes here if no node runs. No result depends
+on the number of nodes or threads, or on a worker that is lost.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import dataclasses
 import json
 import os
 import pathlib
+import pickle
+import shlex
 import subprocess
+import sys
 import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -23,9 +28,13 @@ from ._server import binary
 from .errors import JobError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Clusters", "Machines", "connect"]
+    from ._functions import Figures, Limits
+
+__all__ = ["Clusters", "Limits", "Machines", "connect", "text_parts"]
+
+Progress = Any  # a function of two ints, or None
 
 #: Characters of a program's last words that an error keeps.
 _WORDS_MAX = 2000
@@ -48,16 +57,38 @@ class Clusters:
     iterations: int
 
 
-def connect(nodes: int = 1, *, threads: int | None = None,
-            deadline: float | None = None) -> Machines:
-    """What computes on arrays and trains: `nodes` worker processes of this machine.
+def __getattr__(name: str) -> Any:
+    if name == "Limits":
+        from ._functions import Limits
+
+        return Limits
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def connect(nodes: int = 1, *, threads: int | None = None, deadline: float | None = None,
+            python: str | Sequence[str] | None = None, limits: Limits | None = None) -> Machines:
+    """What computes on arrays, with own functions, and trains: `nodes` machines or processes.
 
     Args:
-        nodes: worker processes of each job, from 1.
+        nodes: machines, or worker processes of this one where no node runs; from 1.
         threads: threads of each, or the cores shared by the nodes.
         deadline: seconds for a job, or none.
+        python: the Python of own functions on every machine, as a path or a command such as
+            `uv run python`; this one by default. Its version, cloudpickle's and NumPy's must be those
+            of this process.
+        limits: of own functions: memory, seconds and output of a part.
     """
-    return Machines(nodes, threads=threads, deadline=deadline)
+    return Machines(nodes, threads=threads, deadline=deadline, python=python, limits=limits)
+
+
+def text_parts(path: str | os.PathLike[str], size: int = 16 << 20) -> list[Any]:
+    """Cuts a text file into parts of about `size` bytes, as items: each iterates over whole lines."""
+    from ._functions import worker
+
+    path = os.path.abspath(path)
+    length = os.path.getsize(path)
+    return [worker.TextPart(path, start, min(start + size, length))
+            for start in range(0, length, size)]
 
 
 class Machines:
@@ -68,14 +99,27 @@ class Machines:
     temporary file. An expression computes on the rows `x`, `y`, `z` and `w` of up to four inputs and
     on their number `i`, such as `"x^2 + y^2"`.
 
-    Every method raises `JobError` when a job fails; its text is what the program said.
+    Own functions (`map`, `filter`, `map_reduce`, `group_by`, `join`) may be any that cloudpickle can
+    send. Items are a sequence; those that are paths or parts of files (`text_parts`) are read where
+    they are computed. Workers stay until `close`, or until this object is gone.
+
+    Every method raises `JobError` when a job fails; its text is what the program said. An own function
+    that raises is a `FunctionError`, with the item's number and the traceback.
+
+    Attributes:
+        figures: bytes that the last job of own functions moved, and machines that it lost.
     """
 
-    def __init__(self, nodes: int = 1, *, threads: int | None = None,
-                 deadline: float | None = None) -> None:
+    figures: Figures | None = None
+
+    def __init__(self, nodes: int = 1, *, threads: int | None = None, deadline: float | None = None,
+                 python: str | Sequence[str] | None = None, limits: Limits | None = None) -> None:
         self.nodes = nodes
         self.threads = threads
         self.deadline = deadline
+        self.python = python or [sys.executable]
+        self.limits = limits
+        self._team: Any = None
 
     def reduce(self, op: str, *inputs: Any, map: str | None = None) -> Any:
         """One number of all values.
@@ -169,9 +213,179 @@ class Machines:
         """
         return self._written(["sort"], (x,), ["--memory", memory] if memory else [], out)
 
-    def map(self, expression: str, *inputs: Any, out: str | os.PathLike[str] | None = None) -> Any:
-        """`expression` of each row, as a new array `(n,)` of float64, or into the file `out`."""
-        return self._written(["map"], inputs, ["--map", expression], out)
+    def map(self, expression: str | Callable[[Any], Any], *inputs: Any,
+            out: str | os.PathLike[str] | None = None, progress: Progress = None) -> Any:
+        """An expression of each row of arrays, or an own function of each item.
+
+        Args:
+            expression: text such as `"2*x"`, or a function of one item.
+            inputs: arrays, or for a function the items.
+            out: the `.npy` file to write, for an expression.
+            progress: is called with the parts that are done and their number; may raise to cancel.
+
+        Returns:
+            A new array `(n,)` of float64, or `out`; for a function the list of its results.
+        """
+        if not callable(expression):
+            return self._written(["map"], inputs, ["--map", expression], out)
+        (items,) = inputs
+        return self._lists({"map": expression}, items, progress)
+
+    def filter(self, keeps: Callable[[Any], Any], items: Iterable[Any], *,
+               progress: Progress = None) -> list[Any]:
+        """The items for which `keeps` gives a true value, in order."""
+        return self._lists({"map": keeps, "filter": True}, items, progress)
+
+    def map_reduce(self, map: Callable[[Any], Any], reduce: Callable[[Any, Any], Any],
+                   items: Iterable[Any], *, progress: Progress = None) -> Any:
+        """`reduce` of `map(item)` over all items, in the order of a fixed binary tree.
+
+        So the result has the same bits for any number of machines, also where `reduce` rounds.
+
+        Raises:
+            JobError: there are no items.
+        """
+        from ._functions import worker
+
+        tree = worker.Tree(reduce)
+        for data in self._stage({"map": map, "reduce": reduce}, ("reduce", None), [items], progress):
+            tree.add(*pickle.loads(data))
+        if not tree.stack:
+            raise JobError("map_reduce of no items")
+        return tree.result()[1]
+
+    def group_by(self, key: Callable[[Any], Any], reduce: Callable[[Any, Any], Any],
+                 items: Iterable[Any], *, each: Callable[[Any], Iterable[Any]] | None = None,
+                 value: Callable[[Any], Any] | None = None, progress: Progress = None
+                 ) -> dict[Any, Any]:
+        """Reduces the values of each key; machines exchange them directly.
+
+        Args:
+            key: the key of a record: hashable, with a hash of its value, such as a str, a number or a
+                tuple of them.
+            reduce: two values to one, in the order of a fixed binary tree.
+            items: the items.
+            each: the records of an item, such as the lines of a file; by default the item itself.
+            value: the value of a record; by default the record.
+            progress: as of `map`.
+
+        Returns:
+            Values by key, in the order in which the keys first appear.
+        """
+        functions = {"key": key, "reduce": reduce, "each": each, "value": value}
+        found = self._stage(functions, ("group", "gather"), [items], progress)
+        return _by_key(found)
+
+    def join(self, left: Iterable[Any], right: Iterable[Any], *, on: Callable[[Any], Any],
+             combine: Callable[[Any, Any], Any], right_on: Callable[[Any], Any] | None = None,
+             reduce: Callable[[Any, Any], Any] | None = None,
+             by: Callable[[Any, Any], Any] | None = None,
+             each: Callable[[Any], Iterable[Any]] | None = None, progress: Progress = None) -> Any:
+        """`combine` of each pair of records with equal keys; machines exchange records directly.
+
+        Args:
+            left: items of one side.
+            right: items of the other side.
+            on: the key of a record, of both sides or of the left one.
+            combine: the result of a left and a right record.
+            right_on: the key of a right record, where it is another.
+            reduce: reduces the results of each group, in a fixed order.
+            by: the group of a left and a right record; by default their key.
+            each: the records of an item, of both sides; by default the item itself.
+            progress: as of `map`.
+
+        Returns:
+            Results ordered by left, then by right record; with `reduce` a dict of values by group. A
+            bucket, a 64th of both sides, must fit the memory of a worker.
+        """
+        sides = [{"key": on, "each": each}, {"key": right_on or on, "each": each}]
+        functions = {"sides": sides, "combine": combine, "reduce": reduce, "by": by}
+        found = self._stage(functions, ("scatter", "join"), [left, right], progress)
+        if reduce is not None:
+            return _by_key(found, reduce if by else None)
+        pairs = [pair for data in found for pair in pickle.loads(data)]
+        return [value for _, _, value in sorted(pairs, key=lambda pair: pair[0])]
+
+    def shuffle(self, split: Callable[[Any], Iterable[Any]], merge: Callable[[int, list[Any]], Any],
+                items: Iterable[Any], *, progress: Progress = None) -> list[Any]:
+        """Cuts items into 64 buckets, which machines exchange directly, and computes each.
+
+        Args:
+            split: the pieces of an item by bucket, at most 64; None for no piece.
+            merge: the result of a bucket's number and its pieces, in the order of the items.
+            items: the items.
+            progress: as of `map`.
+
+        Returns:
+            The 64 results.
+        """
+        functions = {"split": split, "merge": merge}
+        return [pickle.loads(data)
+                for data in self._stage(functions, ("split", "merge"), [items], progress)]
+
+    def sort_files(self, paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *,
+                   rows: int = 1 << 21, progress: Progress = None) -> list[tuple[str, int]]:
+        """Sorts arrays of files over machines that exchange their values directly.
+
+        Values are compared as by `sort`: -NaN, numbers with -0 before 0, NaN.
+
+        Args:
+            paths: `.npy` files of float64 or int64, flat, at the same paths on all machines.
+            out: a folder on each machine, which is made; it gets `.npy` files of ascending ranges.
+            rows: values that a worker sorts at a time.
+            progress: as of `map`.
+
+        Returns:
+            For each of 64 ranges, in order, its file, on the machine that sorted it, and its rows.
+        """
+        from . import _functions
+
+        return _functions.sort_files(self, [os.path.abspath(path) for path in paths],
+                                     os.path.abspath(out), rows, progress)
+
+    def close(self) -> None:
+        """Ends the workers of own functions; the next call starts new ones."""
+        team, self._team = self._team, None
+        if team is not None:
+            team.close()
+
+    def _lists(self, functions: dict[str, Any], items: Iterable[Any], progress: Progress) -> list[Any]:
+        results: list[Any] = []
+        for data in self._stage(functions, ("map", None), [items], progress):
+            results += pickle.loads(data)
+        return results
+
+    def _stage(self, functions: dict[str, Any], stages: tuple[str, str | None],
+               sides: list[Iterable[Any]], progress: Progress) -> list[bytes]:
+        from . import _functions
+
+        parts = [part for side, items in enumerate(sides) for part in _functions.cut(items, side)]
+        is_shuffle = stages[1] is not None
+        if self._team is None or not self._team.alive() or (is_shuffle and not self._team.shuffles):
+            self.close()
+            self._team = self._new_team(is_shuffle)
+        stage = _functions.Stage(self._team, functions, stages, parts, self.deadline, progress)
+        self.figures = stage.figures
+        try:
+            return stage.run()
+        except BaseException:
+            self.close()  # what still computes is not wanted
+            raise
+
+    def _new_team(self, is_shuffle: bool) -> Any:
+        from . import _functions
+
+        machines, own, is_open = _functions.cluster_machines(self.nodes)
+        if is_shuffle and not is_open and len(machines) > 1:
+            warnings.warn("this machine takes no part, since others cannot read from it without "
+                          "`paceline up --allow-programs`", RuntimeWarning, stacklevel=5)
+            machines = machines[1:]
+        python = shlex.split(self.python) if isinstance(self.python, str) else list(self.python)
+        limits = self.limits or _functions.Limits()
+        team = _functions.Team(machines, python, self.threads, limits)
+        team.introduce(own)
+        team.shuffles = is_shuffle or is_open
+        return team
 
     def kmeans(self, rows: Any, k: int, *, iterations: int = 20, seed: int = 0) -> Clusters:
         """Clusters of `rows`, `(n, ...)`, of finite numbers; `seed` chooses the first centroids."""
@@ -242,6 +456,26 @@ class Machines:
 
     def __repr__(self) -> str:
         return f"Machines(nodes={self.nodes})"
+
+
+def _by_key(found: list[bytes], reduce: Callable[[Any, Any], Any] | None = None) -> dict[Any, Any]:
+    """Values by key, in the order of their first numbers.
+
+    With `reduce`, a key may be in several buckets, whose values are reduced in their order.
+    """
+    firsts: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
+    for data in found:
+        for first, key, value in pickle.loads(data):
+            if key not in values:
+                firsts[key], values[key] = first, value
+            elif reduce is not None:
+                firsts[key] = min(firsts[key], first)
+                values[key] = reduce(values[key], value)
+            else:
+                raise JobError(f"{key!r} has other hashes in other workers: keys need a hash of their "
+                               "value")
+    return {key: values[key] for key in sorted(values, key=firsts.__getitem__)}
 
 
 def _numpy() -> Any:

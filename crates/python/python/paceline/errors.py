@@ -7,8 +7,8 @@ failed is poisoned: later calls raise the first cause again. Drop it and build a
 from __future__ import annotations
 
 __all__ = [
-    "CommError", "DeadlineExceeded", "Invalid", "JobError", "JoinError", "Mismatch", "PeerLost",
-    "PeerSilent", "ServerError", "Unsupported",
+    "CommError", "DeadlineExceeded", "FunctionError", "Invalid", "JobError", "JoinError", "Mismatch",
+    "PeerLost", "PeerSilent", "ServerError", "Unsupported",
 ]
 
 
@@ -64,3 +64,16 @@ class ServerError(RuntimeError):
 
 class JobError(RuntimeError):
     """An array job or a training failed; the text is what the program said."""
+
+
+class FunctionError(JobError):
+    """An own function raised an exception, which is the cause where it can be sent.
+
+    `part` and `item` are the numbers of the part and the item, `item` None where it is unknown;
+    `machine` is the machine's name, `traceback` the text of the exception there.
+    """
+
+    part: int = 0
+    item: int | None = None
+    machine: str = ""
+    traceback: str = ""
