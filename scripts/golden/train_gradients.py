@@ -24,7 +24,8 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODELS = ["llama-tied", "llama-rope3-sharded", "qwen2-f16", "qwen3-bf16", "gemma3-linear-bf16"]
+MODELS = ["llama-tied", "llama-rope3-sharded", "qwen2-f16", "qwen3-bf16", "gemma3-linear-bf16",
+          "qwen3moe-bf16", "mixtral"]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK, ALPHA, LENGTHS, SAMPLES = 2, 4, [13, 21], 32
 
@@ -57,7 +58,8 @@ def loss_of(model):
 def load(name, dtype):
     folder = REPOSITORY / "tests-data/golden/hf" / name
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager")
+        folder, dtype=torch.float32, attn_implementation="eager",
+        experts_implementation="eager")  # others have no float64
     return model.to(dtype).train()
 
 
@@ -71,6 +73,8 @@ def adapted(name, dtype):
             block = "self_attn" if target in TARGETS[:4] else "mlp"
             for half in "AB":
                 key = f"base_model.model.model.layers.{layer}.{block}.{target}.lora_{half}"
+                if f"{key}.default.weight" not in by_name:
+                    continue  # a layer with experts
                 tensor = by_name[f"{key}.default.weight"]
                 n = tensor.numel()
                 values = np.array([number(j + i) for i in range(n)], np.float32)
@@ -86,6 +90,25 @@ def gradients(model, rename):
     found = {rename(n): p.grad.double().numpy() for n, p in model.named_parameters()
              if p.grad is not None}
     return float(loss), found
+
+
+def by_expert(name, grads):
+    """Gradients of transformers' stacks of experts, under the names of each expert in files."""
+    block, parts = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if name == "mixtral":
+        block, parts = "block_sparse_moe", ("w1", "w3", "w2")
+    found = {}
+    for full, values in grads.items():
+        stem, _, last = full.rpartition(".mlp.experts.")
+        if not stem:
+            found[full.replace(".mlp.gate.", f".{block}.gate.")] = values
+            continue
+        for expert, own in enumerate(values):
+            halves = np.split(own, 2) if last == "gate_up_proj" else [own]
+            names = parts[:2] if last == "gate_up_proj" else parts[2:]
+            for part, half in zip(names, halves):
+                found[f"{stem}.{block}.experts.{expert}.{part}.weight"] = half
+    return found
 
 
 def sample(grads):
@@ -104,10 +127,11 @@ def main():
         for dtype in (torch.float64, torch.float32):
             loss, lora = gradients(adapted(name, dtype), lambda n: n.replace(".default", ""))
             full_loss, full = gradients(load(name, dtype), lambda n: n)
-            found.append((loss, full_loss, lora | sample(full)))
+            found.append((loss, full_loss, lora | sample(by_expert(name, full))))
         (loss, full_loss, exact), (_, _, single) = found
-        distance = {n: float(np.linalg.norm(single[n] - exact[n]) / np.linalg.norm(exact[n]))
-                    for n in exact}
+        # An expert without rows has no gradient.
+        distance = {n: float(np.linalg.norm(single[n] - exact[n])
+                             / (np.linalg.norm(exact[n]) or 1.0)) for n in exact}
         save_file({n: g.astype(np.float32) for n, g in exact.items()}, out / f"{name}.safetensors")
         about = {"loss": loss, "full_loss": full_loss, "float32_distance": distance,
                  "versions": {p: version(p) for p in ("torch", "transformers", "peft")}}

@@ -273,10 +273,19 @@ impl Stack {
             self.next_leaf,
             self.n
         );
-        assert_eq!(leaf.len(), self.width, "length of leaf {}", self.next_leaf);
-        self.nodes.push(TreeNode::leaf(self.next_leaf));
-        self.values.extend_from_slice(leaf);
-        self.next_leaf += 1;
+        self.push_root(TreeNode::leaf(self.next_leaf), leaf);
+    }
+
+    /// Adds the value of the node that starts at the next leaf, `(width,)`.
+    ///
+    /// # Panics
+    /// If the node starts elsewhere, or `value` has another length.
+    pub fn push_root(&mut self, node: TreeNode, value: &[f32]) {
+        assert_eq!(node.start(), self.next_leaf, "start of {node:?}");
+        assert_eq!(value.len(), self.width, "length of {node:?}");
+        self.nodes.push(node);
+        self.values.extend_from_slice(value);
+        self.next_leaf = node.leaves(self.n).end;
         let depth = settle(self.n, &mut self.nodes, &mut self.values, self.width);
         self.nodes.truncate(depth);
         self.values.truncate(depth * self.width);

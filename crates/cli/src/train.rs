@@ -12,7 +12,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
-    Lora, Means, Method, OptimiserOptions, Report, Rule, RunInfo, RunOptions, Schedule,
+    Lora, Means, Method, OptimiserOptions, Report, Rule, RunInfo, RunOptions, Schedule, Sharding,
     StepReporter, TrainOn, Trained, TrainingClass, TrainingJob, TrainingRun, TrainingWorkers,
     WorkerOptions, measured_flops, read_metrics, svg, targets,
 };
@@ -32,6 +32,7 @@ Examples:
   paceline train smollm2 --data chats.jsonl --output my-adapter --resume    after a kill
   paceline train smollm2 --data chats.jsonl --output my-adapter --hosts 127.0.0.1,studio
   paceline train big.gguf --data chats.jsonl --output my-adapter --nodes 2 --stages 2
+  paceline train ./model --data texts.jsonl --output new --method full --nodes 4 --shard all
   paceline train smollm2 --data chats.jsonl --output my-adapter --class mlx  on a GPU
   paceline train --from-mlx-lm lora.yaml --output my-adapter --steps 50     as mlx_lm.lora would
   paceline run smollm2 --adapter my-adapter \"Hi\"
@@ -203,6 +204,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     stages: u32,
+    /// Workers share out moments and gradients (state), or values too (all), as ranks of one group,
+    /// for models whose training does not fit one machine; auto is all for --method full, else state
+    #[arg(long, value_name = "HOW", conflicts_with = "stages", value_parser = ShardArg::parse)]
+    shard: Option<ShardArg>,
     /// Compute on this machine alone, without the cluster
     #[arg(long, conflicts_with = "hosts")]
     local: bool,
@@ -213,6 +218,30 @@ pub(crate) struct Args {
     /// Print one JSON object at the end
     #[arg(long)]
     json: bool,
+}
+
+/// What `--shard` says.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ShardArg {
+    Auto,
+    As(Sharding),
+}
+
+impl ShardArg {
+    pub(crate) fn parse(name: &str) -> Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            name => of_name(name).map(Self::As),
+        }
+    }
+
+    pub(crate) fn for_method(self, method: Method) -> Sharding {
+        match (self, method) {
+            (Self::As(sharding), _) => sharding,
+            (Self::Auto, Method::Full) => Sharding::All,
+            (Self::Auto, Method::Lora | Method::Qlora) => Sharding::State,
+        }
+    }
 }
 
 /// Parses a value by its name in files.
@@ -357,6 +386,7 @@ fn train(
                     false => process::ssh_env(),
                 },
                 stages: args.stages as usize,
+                sharding: args.shard.map(|shard| shard.for_method(args.method)),
                 exchange: std::path::absolute(output.join(".exchange"))?,
             },
             &run,

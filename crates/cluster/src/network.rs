@@ -56,6 +56,20 @@ pub fn interfaces() -> Vec<Interface> {
     addresses.into_iter().map(interface).collect()
 }
 
+/// This machine's addresses that other machines may reach: no loopback ones, and none that are
+/// valid on one link only.
+pub fn addresses() -> Vec<IpAddr> {
+    let all = if_addrs::get_if_addrs().unwrap_or_default();
+    let is_wide = |ip: &IpAddr| match ip {
+        IpAddr::V4(ip) => !ip.is_loopback() && !ip.is_link_local(),
+        IpAddr::V6(ip) => !ip.is_loopback() && !ip.is_unicast_link_local(),
+    };
+    let mut found: Vec<IpAddr> = all.iter().map(|one| one.ip()).filter(is_wide).collect();
+    found.sort_unstable();
+    found.dedup();
+    found
+}
+
 /// The interface with this address.
 pub fn interface_of(address: IpAddr) -> Option<String> {
     let all = if_addrs::get_if_addrs().unwrap_or_default();

@@ -6,16 +6,24 @@
 //!              state.json             the step, and a digest of both
 //! ```
 
+use std::fs::File;
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use paceline_base::hex;
+use paceline_base::{BlockType, hex};
 use paceline_model::adapter::files::tensors;
+use paceline_weights::safetensors::Safetensors;
+use paceline_weights::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::error::Error;
-use crate::optimiser::Optimiser;
+use crate::hashed::Hashed;
+use crate::optimiser::{Optimiser, Rule};
 use crate::params::Layout;
+use crate::run::TrainingRun;
+use crate::shard::{ShardCuts, ShardFile};
 
 /// Number of checkpoints to retain.
 const KEPT: usize = 2;
@@ -52,63 +60,28 @@ impl State {
 
     /// Writes a checkpoint into `output` and removes all but the newest two.
     pub(crate) fn save(&self, output: &Path, layout: &Layout) -> Result<(), Error> {
-        let name = format!("{PREFIX}{:07}", self.step);
-        let (path, temporary) = (output.join(&name), output.join(format!(".{name}.tmp")));
-        remove(&temporary)?;
-        std::fs::create_dir_all(&temporary).map_err(Error::file("make", &temporary))?;
-        let params = named(layout, &self.params);
-        let borrowed = params.iter().map(|(n, s, v)| (n.as_str(), *s, *v));
-        tensors::write(
-            &temporary.join("params.safetensors"),
-            &borrowed.collect::<Vec<_>>(),
-        )?;
-        let n = [self.optimiser.first.len()];
-        if n != [0] {
-            let moments: [(&str, &[usize], &[f32]); 2] = [
-                ("first", &n, &self.optimiser.first),
-                ("second", &n, &self.optimiser.second),
-            ];
-            tensors::write(&temporary.join("optimiser.safetensors"), &moments)?;
-        }
-        let about = CheckpointInfo {
-            version: VERSION,
-            step: self.step,
-            digest: self.digest(),
-        };
-        let about = serde_json::to_string_pretty(&about).unwrap_or_default();
-        tensors::replace(&temporary.join("state.json"), |file| {
-            file.write_all(about.as_bytes())
-        })?;
-        remove(&path)?;
-        std::fs::rename(&temporary, &path).map_err(Error::file("rename", &temporary))?;
-        let all = checkpoints(output)?;
-        for (_, old) in all.iter().rev().skip(KEPT) {
-            remove(old)?;
-        }
-        Ok(())
+        let moments = self.optimiser.first.len();
+        write(
+            output,
+            (self.step, layout, moments),
+            |vector, range, file| {
+                let vectors = [&self.params, &self.optimiser.first, &self.optimiser.second];
+                tensors::write_floats(file, &vectors[vector][range])
+            },
+        )
     }
 
-    /// The newest checkpoint of a folder, if it has any.
-    pub(crate) fn newest(
-        output: &Path,
+    /// The state of a checkpoint.
+    pub(crate) fn of(
+        checkpoint: &Checkpoint,
         layout: &Layout,
         fresh: Optimiser,
-    ) -> Result<Option<Self>, Error> {
-        match checkpoints(output)?.pop() {
-            Some((_, path)) => Self::load(&path, layout, fresh).map(Some),
-            None => Ok(None),
-        }
+    ) -> Result<Self, Error> {
+        Self::load(&checkpoint.path, layout, fresh)
     }
 
     fn load(path: &Path, layout: &Layout, fresh: Optimiser) -> Result<Self, Error> {
-        let about_path = path.join("state.json");
-        let about = std::fs::read(&about_path).map_err(Error::file("read", &about_path))?;
-        let about: CheckpointInfo =
-            serde_json::from_slice(&about).map_err(|e| Error::malformed(&about_path, e))?;
-        if about.version != VERSION {
-            let reason = format!("version {}, expected {VERSION}", about.version);
-            return Err(Error::malformed(&about_path, reason));
-        }
+        let (about_path, about) = read_info(path)?;
         let params_path = path.join("params.safetensors");
         let mut params = vec![0.0; layout.len()];
         let mut found = tensors::read(&params_path)?;
@@ -148,6 +121,222 @@ impl State {
         }
         Ok(state)
     }
+}
+
+/// A checkpoint on disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Checkpoint {
+    pub(crate) step: u64,
+    path: PathBuf,
+}
+
+impl Checkpoint {
+    /// The newest one of a folder, if it has any.
+    pub(crate) fn newest(output: &Path) -> Result<Option<Self>, Error> {
+        let newest = checkpoints(output)?.pop();
+        Ok(newest.map(|(step, path)| Self { step, path }))
+    }
+
+    /// SHA-256 of all numbers.
+    pub(crate) fn digest(&self) -> Result<String, Error> {
+        Ok(read_info(&self.path)?.1.digest)
+    }
+
+    /// The file of trained values.
+    pub(crate) fn params(&self) -> PathBuf {
+        self.path.join("params.safetensors")
+    }
+
+    fn moments(&self) -> PathBuf {
+        self.path.join("optimiser.safetensors")
+    }
+}
+
+fn read_info(path: &Path) -> Result<(PathBuf, CheckpointInfo), Error> {
+    let path = path.join("state.json");
+    let about = std::fs::read(&path).map_err(Error::file("read", &path))?;
+    let about: CheckpointInfo =
+        serde_json::from_slice(&about).map_err(|e| Error::malformed(&path, e))?;
+    if about.version != VERSION {
+        let reason = format!("version {}, expected {VERSION}", about.version);
+        return Err(Error::malformed(&path, reason));
+    }
+    Ok((path, about))
+}
+
+/// Writes a checkpoint into `output` and removes all but the newest two. `fill` writes a range of a
+/// vector: 0 for the values, 1 and 2 for their `moments`. It is called for all vectors in order.
+fn write(
+    output: &Path,
+    (step, layout, moments): (u64, &Layout, usize),
+    mut fill: impl FnMut(usize, Range<usize>, &mut dyn Write) -> std::io::Result<()>,
+) -> Result<(), Error> {
+    let name = format!("{PREFIX}{step:07}");
+    let (path, temporary) = (output.join(&name), output.join(format!(".{name}.tmp")));
+    remove(&temporary)?;
+    std::fs::create_dir_all(&temporary).map_err(Error::file("make", &temporary))?;
+    let mut hash = Sha256::new();
+    let mut hashed = |vector, range, file: &mut dyn Write| {
+        let mut both = Hashed {
+            file,
+            hash: hash.clone(),
+        };
+        fill(vector, range, &mut both)?;
+        hash = both.hash;
+        Ok(())
+    };
+    let slots = layout.slots();
+    let named = slots
+        .iter()
+        .map(|slot| (slot.name.as_str(), slot.shape.as_slice()));
+    let params = temporary.join("params.safetensors");
+    tensors::write_by(&params, &named.collect::<Vec<_>>(), |i, file| {
+        hashed(0, slots[i].range.clone(), file)
+    })?;
+    if moments > 0 {
+        let n = [moments];
+        let both: [(&str, &[usize]); 2] = [("first", &n), ("second", &n)];
+        tensors::write_by(
+            &temporary.join("optimiser.safetensors"),
+            &both,
+            |i, file| hashed(i + 1, 0..moments, file),
+        )?;
+    }
+    let about = CheckpointInfo {
+        version: VERSION,
+        step,
+        digest: hex(&hash.finalize()),
+    };
+    let about = serde_json::to_string_pretty(&about).unwrap_or_default();
+    tensors::replace(&temporary.join("state.json"), |file| {
+        file.write_all(about.as_bytes())
+    })?;
+    remove(&path)?;
+    std::fs::rename(&temporary, &path).map_err(Error::file("rename", &temporary))?;
+    let all = checkpoints(output)?;
+    for (_, old) in all.iter().rev().skip(KEPT) {
+        remove(old)?;
+    }
+    Ok(())
+}
+
+/// Writes a checkpoint of ranks' files, which have these SHA-256: the same as of one process.
+///
+/// # Errors
+/// [`Error::Files`], also for a file that is another than its rank wrote.
+pub(crate) fn join(
+    output: &Path,
+    step: u64,
+    run: &TrainingRun,
+    (cuts, files): (&ShardCuts, &[(PathBuf, String)]),
+) -> Result<(), Error> {
+    let (layout, options) = (run.net.layout(), run.job.optimiser);
+    let moments = Optimiser::new(options, layout.len()).first.len();
+    let mut shards = Vec::with_capacity(files.len());
+    for (path, digest) in files {
+        let mut file = File::open(path).map_err(Error::file("read", path))?;
+        let mut hash = Hashed {
+            file: std::io::sink(),
+            hash: Sha256::new(),
+        };
+        std::io::copy(&mut file, &mut hash).map_err(Error::file("read", path))?;
+        if hex(&hash.hash.finalize()) != *digest {
+            return Err(Error::malformed(
+                path,
+                "is another file than its rank wrote",
+            ));
+        }
+        shards.push(file);
+    }
+    write(output, (step, layout, moments), |vector, range, out| {
+        for (rank, piece) in cuts.pieces(&range) {
+            let first = 4 * (vector * cuts.len(rank) + piece.start) as u64;
+            let file = &mut shards[rank];
+            file.seek(SeekFrom::Start(first))?;
+            let bytes = 4 * piece.len() as u64;
+            let copied = std::io::copy(&mut file.take(bytes), out)?;
+            if copied != bytes {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Writes the file of each rank's shard of a checkpoint into `exchange`.
+///
+/// # Errors
+/// [`Error::Files`] for files that are cut, or of other tensors or numbers than they say.
+pub(crate) fn split(
+    checkpoint: &Checkpoint,
+    run: &TrainingRun,
+    cuts: &ShardCuts,
+    exchange: &Path,
+) -> Result<(), Error> {
+    let (layout, fresh) = (run.net.layout(), Optimiser::new(run.job.optimiser, 0));
+    let path = checkpoint.params();
+    let open = |path: &Path| {
+        let file = Safetensors::open(path);
+        file.map_err(|error| Error::malformed(path, error))
+    };
+    let params = open(&path)?;
+    let mut slots = Vec::with_capacity(layout.slots().len());
+    for slot in layout.slots() {
+        let found = params.tensor(&slot.name).ok();
+        let found = found.filter(|tensor| tensor.shape == slot.shape && is_f32(tensor));
+        let reason = || format!("has no tensor {} of {:?}", slot.name, slot.shape);
+        slots.push(found.ok_or_else(|| Error::malformed(&path, reason()))?);
+    }
+    let mut moments = Vec::new();
+    if fresh.options.rule == Rule::AdamW {
+        let path = checkpoint.moments();
+        let file = open(&path)?;
+        for name in ["first", "second"] {
+            let found = file.tensor(name).ok();
+            let found = found.filter(|tensor| tensor.shape == [layout.len()] && is_f32(tensor));
+            let reason = || format!("has no tensor {name} of [{}]", layout.len());
+            moments.push(found.ok_or_else(|| Error::malformed(&path, reason()))?);
+        }
+    }
+    let mut hash = Sha256::new();
+    let all = slots.iter().chain(&moments);
+    all.for_each(|tensor| hash.update(&tensor.bytes[..]));
+    let digest = checkpoint.digest()?;
+    if hex(&hash.finalize()) != digest {
+        let reason = format!("digest {digest} differs from that of the files");
+        return Err(Error::malformed(
+            &checkpoint.path.join("state.json"),
+            reason,
+        ));
+    }
+    for rank in 0..cuts.ranks() {
+        let name = exchange.join(ShardFile::given(checkpoint.step, rank));
+        let folder = name.parent().unwrap_or(exchange);
+        std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
+        tensors::replace(&name, |file| {
+            for slice in cuts.shard(rank) {
+                for (slot, tensor) in layout.slots().iter().zip(&slots) {
+                    let start = slice.start.max(slot.range.start);
+                    let end = slice.end.min(slot.range.end);
+                    if start < end {
+                        let at = slot.range.start;
+                        file.write_all(&tensor.bytes[4 * (start - at)..4 * (end - at)])?;
+                    }
+                }
+            }
+            for tensor in &moments {
+                for slice in cuts.shard(rank) {
+                    file.write_all(&tensor.bytes[4 * slice.start..4 * slice.end])?;
+                }
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+fn is_f32(tensor: &Tensor) -> bool {
+    tensor.block_type == BlockType::F32
 }
 
 /// The tensors of a vector.

@@ -3,6 +3,7 @@
 //! Letters: T tokens, C width, H query heads, K KV heads, D their size, F feed-forward, r rank.
 
 mod attention;
+mod experts;
 mod linear;
 
 use paceline_model::{Activation, Config};
@@ -13,8 +14,9 @@ use crate::engine::{LayerEngine, LeafRows};
 use crate::error::Error;
 use crate::ops::{self, Gate, Norm};
 use crate::pool;
-use crate::weights::{LayerWeights, StageWeights, VectorParameter};
+use crate::weights::{StageWeights, VectorParameter};
 use attention::LeafAttention;
+use experts::RoutedRows;
 
 /// Computes layers on this machine's threads.
 pub(crate) struct Cpu<'a> {
@@ -44,10 +46,20 @@ pub(crate) struct Activations {
     /// (T, C) between the halves.
     middle: Vec<f32>,
     ffn_normed: Vec<f32>,
-    gate: Vec<f32>,
-    up: Vec<f32>,
-    hidden: Vec<f32>,
+    ffn: FeedForward,
     ffn_delta: Option<Vec<f32>>,
+}
+
+/// What the second half of a layer leaves.
+#[derive(Debug)]
+enum FeedForward {
+    /// (T, F) each.
+    Dense {
+        gate: Vec<f32>,
+        up: Vec<f32>,
+        hidden: Vec<f32>,
+    },
+    Routed(RoutedRows),
 }
 
 /// Indices into the matrices of a layer.
@@ -89,15 +101,7 @@ impl LayerEngine for Cpu<'_> {
         let (delta, attention_delta) = self.after(w.post_attention_norm.as_ref(), params, delta);
         let middle = self.plus(x, &delta);
         let ffn_normed = self.norm(&w.ffn_norm, params, &middle);
-        let gate = self.linear(&w.matrices[GATE], params, &ffn_normed);
-        let up = self.linear(&w.matrices[UP], params, &ffn_normed);
-        let mut hidden = vec![0.0; gate.len()];
-        let of = gate.len() / rows.tokens().max(1);
-        pool::chunks(self.kernels.pool(), &mut hidden, of, |i, hidden| {
-            let at = i * of..i * of + hidden.len();
-            self.gate().forward(&gate[at.clone()], &up[at], hidden);
-        });
-        let delta = self.linear(&w.matrices[DOWN], params, &hidden);
+        let (delta, ffn) = self.feed_forward(layer, params, &ffn_normed);
         let (delta, ffn_delta) = self.after(w.post_ffn_norm.as_ref(), params, delta);
         let y = self.plus(&middle, &delta);
         let kept = Activations {
@@ -110,9 +114,7 @@ impl LayerEngine for Cpu<'_> {
             attention_delta,
             middle,
             ffn_normed,
-            gate,
-            up,
-            hidden,
+            ffn,
             ffn_delta,
         };
         Ok((y, kept))
@@ -131,7 +133,7 @@ impl LayerEngine for Cpu<'_> {
             None => self.forward(params, layer, rows, x)?.1,
         };
         let w = self.weights.layer(layer);
-        let (kept, d_middle) = self.backward_ffn(params, w, kept, dy, grads);
+        let (kept, d_middle) = self.backward_ffn(params, layer, kept, dy, grads);
         let attention = self.attention(layer, rows);
         let post = w.post_attention_norm.as_ref();
         let d_delta = self.before(
@@ -166,36 +168,81 @@ impl LayerEngine for Cpu<'_> {
 }
 
 impl Cpu<'_> {
+    /// The second half of a layer without its norms: (T, C), and what it leaves.
+    fn feed_forward(&self, layer: usize, params: &[f32], x: &[f32]) -> (Vec<f32>, FeedForward) {
+        let w = self.weights.layer(layer);
+        if let (Some(of), Some(weights)) = (self.config.layers[layer].experts, &w.experts) {
+            let (y, routed) = self.experts((of, weights), params, x);
+            return (y, FeedForward::Routed(routed));
+        }
+        let gate = self.linear(&w.matrices[GATE], params, x);
+        let up = self.linear(&w.matrices[UP], params, x);
+        let hidden = self.gated(&gate, &up, w.matrices[GATE].rows);
+        let y = self.linear(&w.matrices[DOWN], params, &hidden);
+        (y, FeedForward::Dense { gate, up, hidden })
+    }
+
+    /// The gate's function times `up`, rows of `n` numbers.
+    fn gated(&self, gate: &[f32], up: &[f32], n: usize) -> Vec<f32> {
+        let mut hidden = vec![0.0; gate.len()];
+        pool::chunks(self.kernels.pool(), &mut hidden, n, |i, hidden| {
+            let at = i * n..i * n + hidden.len();
+            self.gate().forward(&gate[at.clone()], &up[at], hidden);
+        });
+        hidden
+    }
+
+    /// Turns gate and up into their gradients.
+    fn gated_back(&self, (gate, up): (&mut [f32], &mut [f32]), d_hidden: &[f32], n: usize) {
+        let mut rows: Vec<_> = gate.chunks_mut(n).zip(up.chunks_mut(n)).collect();
+        pool::chunks(self.kernels.pool(), &mut rows, 1, |i, row| {
+            let (gate, up) = &mut row[0];
+            let d_hidden = &d_hidden[i * n..(i + 1) * n];
+            self.gate().backward(gate, up, d_hidden);
+        });
+    }
+
     /// The second half of a layer, backwards; gives the gradient between the halves.
     fn backward_ffn(
         &self,
         params: &[f32],
-        w: &LayerWeights,
+        layer: usize,
         mut kept: Activations,
         dy: &[f32],
         grads: &mut [f32],
     ) -> (Activations, Vec<f32>) {
+        let w = self.weights.layer(layer);
         let post = w.post_ffn_norm.as_ref();
         let d_delta = self.before(post, params, kept.ffn_delta.as_deref(), dy, grads);
-        let mut d_hidden = vec![0.0; kept.hidden.len()];
-        let down = (&w.matrices[DOWN], kept.hidden.as_slice());
-        self.linear_back(down, params, &d_delta, (&mut d_hidden, false), grads);
-        let of = w.matrices[GATE].rows;
-        let mut rows: Vec<_> = kept
-            .gate
-            .chunks_mut(of)
-            .zip(kept.up.chunks_mut(of))
-            .collect();
-        pool::chunks(self.kernels.pool(), &mut rows, 1, |i, row| {
-            let (gate, up) = &mut row[0];
-            self.gate()
-                .backward(gate, up, &d_hidden[i * of..(i + 1) * of]);
-        });
-        let mut d_normed = vec![0.0; kept.ffn_normed.len()];
-        let at = (&w.matrices[GATE], kept.ffn_normed.as_slice());
-        self.linear_back(at, params, &kept.gate, (&mut d_normed, false), grads);
-        let at = (&w.matrices[UP], kept.ffn_normed.as_slice());
-        self.linear_back(at, params, &kept.up, (&mut d_normed, true), grads);
+        let x = kept.ffn_normed.as_slice();
+        let none = FeedForward::Dense {
+            gate: Vec::new(),
+            up: Vec::new(),
+            hidden: Vec::new(),
+        };
+        let d_normed = match std::mem::replace(&mut kept.ffn, none) {
+            FeedForward::Dense {
+                mut gate,
+                mut up,
+                hidden,
+            } => {
+                let mut d_hidden = vec![0.0; hidden.len()];
+                let down = (&w.matrices[DOWN], hidden.as_slice());
+                self.linear_back(down, params, &d_delta, (&mut d_hidden, false), grads);
+                self.gated_back((&mut gate, &mut up), &d_hidden, w.matrices[GATE].rows);
+                let mut d_normed = vec![0.0; x.len()];
+                for (n, d) in [(GATE, &gate), (UP, &up)] {
+                    let at = (&w.matrices[n], x);
+                    self.linear_back(at, params, d, (&mut d_normed, n != GATE), grads);
+                }
+                d_normed
+            }
+            FeedForward::Routed(routed) => {
+                let of = self.config.layers[layer].experts;
+                let (of, weights) = of.zip(w.experts.as_ref()).expect("routed by experts");
+                self.experts_back((of, weights), params, (x, routed, &d_delta), grads)
+            }
+        };
         let mut d_middle = dy.to_vec();
         self.norm_back(
             &w.ffn_norm,
@@ -219,6 +266,7 @@ impl Cpu<'_> {
         match self.config.activation {
             Activation::Silu => Gate::Silu,
             Activation::GeluTanh => Gate::GeluTanh,
+            Activation::ReluSquared => unreachable!("no family with gradients has it"),
         }
     }
 
@@ -266,7 +314,6 @@ impl Cpu<'_> {
             }
         }
     }
-            Activation::ReluSquared => unreachable!("no family with gradients has it"),
 
     /// A half's result through the norm after it, if there is one, and what it was before.
     fn after(
@@ -333,13 +380,14 @@ impl Cpu<'_> {
 
     /// The head and its loss over the rows that have a target. Gives the sum of their negative log
     /// likelihoods, and with `grads` the gradient of that sum times `weight` at `x` (T, C).
+    /// `params` and `grads` are of the norm before the head, and of the head.
     pub(crate) fn head(
         &self,
-        params: &[f32],
+        params: [&[f32]; 2],
         x: &[f32],
         targets: &[Option<u32>],
         weight: f32,
-        mut grads: Option<&mut [f32]>,
+        mut grads: Option<[&mut [f32]; 2]>,
     ) -> (f64, Vec<f32>) {
         let c = self.config.width;
         let mut dx = vec![0.0; if grads.is_some() { x.len() } else { 0 }];
@@ -354,8 +402,8 @@ impl Cpu<'_> {
                 .flat_map(|(row, _)| x[row * c..][..c].iter().copied())
                 .collect();
             let (norm, matrix) = self.weights.head();
-            let normed = self.norm(norm, params, &rows);
-            let mut logits = self.linear(matrix, params, &normed);
+            let normed = self.norm(norm, params[0], &rows);
+            let mut logits = self.linear(matrix, params[1], &normed);
             let losses = pool::chunks_map(
                 self.kernels.pool(),
                 &mut logits,
@@ -363,14 +411,14 @@ impl Cpu<'_> {
                 |i, logits| ops::cross_entropy(logits, block[i].1, weight),
             );
             loss = losses.iter().fold(loss, |sum, loss| sum + loss);
-            let Some(grads) = grads.as_deref_mut() else {
+            let Some([of_norm, of_head]) = &mut grads else {
                 continue;
             };
             let mut d_normed = vec![0.0; rows.len()];
             let at = (matrix, normed.as_slice());
-            self.linear_back(at, params, &logits, (&mut d_normed, false), grads);
+            self.linear_back(at, params[1], &logits, (&mut d_normed, false), of_head);
             let mut d_rows = vec![0.0; rows.len()];
-            self.norm_back(norm, params, (&rows, &d_normed), &mut d_rows, grads);
+            self.norm_back(norm, params[0], (&rows, &d_normed), &mut d_rows, of_norm);
             for ((row, _), d) in block.iter().zip(d_rows.chunks(c)) {
                 dx[row * c..][..c].copy_from_slice(d);
             }

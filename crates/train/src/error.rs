@@ -62,6 +62,23 @@ pub enum Error {
     },
     #[error(transparent)]
     Cluster(#[from] paceline_cluster::Error),
+    /// A call of a sharded run's ranks failed: one of them is gone, or cut off.
+    #[error(transparent)]
+    Comm(#[from] paceline_comm::Error),
+    /// The ranks of a sharded run cannot reach each other.
+    #[error("the ranks cannot join")]
+    Join(#[from] paceline_comm::InitError),
+    #[error("cannot listen for other ranks")]
+    Listen(#[source] io::Error),
+    /// Two neighbouring ranks of a sharded run were lost at once, with both copies of a shard.
+    #[error(
+        "rank {rank} and the rank with a copy of its shard were lost, the last one because {last}"
+    )]
+    ShardLost {
+        rank: usize,
+        /// Reason for the last loss.
+        last: String,
+    },
     /// A worker's machine is out of reach, or ended its worker.
     #[error("the other machine: {reason}")]
     Line { reason: String },

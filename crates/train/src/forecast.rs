@@ -10,7 +10,8 @@ use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 
 use crate::net::{KEPT_BYTES, TrainableModel, layer_bytes};
 use crate::params::Lora;
-use crate::weights::{Method, sizes};
+use crate::shard::Sharding;
+use crate::weights::{ATTENTION, Method, layer_numbers, sizes};
 
 /// The training to forecast.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +34,8 @@ pub struct TrainingSpec<'a> {
     pub nodes: usize,
     /// Stages that the model is cut into, at most as many as nodes.
     pub stages: usize,
+    /// What the processes share out among them as ranks, if they do.
+    pub sharding: Option<Sharding>,
 }
 
 /// A machine with some of the processes.
@@ -93,70 +96,156 @@ const ROW_MIN: usize = 64;
 /// Joules of a kilowatt-hour.
 const KWH: f64 = 3.6e6;
 
-/// Weights of all layers' matrices, and of a table of tokens.
-fn weights(config: &Config) -> (u64, u64) {
-    let of = |[rows, cols]: &[usize; 2]| (rows * cols) as u64;
+/// Weights of all layers' matrices, those of them that a token meets, and of a table of tokens.
+fn weights(config: &Config) -> (u64, u64, u64) {
     let layers = config.layers.iter();
-    let inner = layers.map(|shape| sizes(config.width, shape).iter().map(of).sum::<u64>());
-    (inner.sum(), (config.vocab * config.width) as u64)
+    let each = layers.map(|shape| layer_numbers(config.width, shape));
+    let (all, met) = each.fold((0, 0), |(all, met), own| (all + own.0, met + own.1));
+    (all, met, (config.vocab * config.width) as u64)
 }
 
 /// Operations of a step that its result needs: nothing that is computed again counts.
 pub(crate) fn step_flop(net: &TrainableModel, method: Method, tokens: u64) -> f64 {
-    let (inner, table) = weights(net.config());
+    let (_, met, table) = weights(net.config());
     let passes = if method == Method::Full { 3.0 } else { 2.0 };
-    passes * 2.0 * (inner + table) as f64 * tokens as f64
+    passes * 2.0 * (met + table) as f64 * tokens as f64
 }
 
-/// Bytes of each process, and operations and bytes of a step.
-fn counts(config: &Config, plan: &TrainingSpec<'_>) -> (u64, u64, f64, u64) {
-    let (inner, table) = weights(config);
-    let stages = plan.stages.max(1);
+/// What a training takes of each process, and in a step.
+struct Counts {
+    /// Numbers that are trained.
+    numbers: u64,
+    /// Bytes of each process.
+    memory: u64,
+    /// Operations of a step.
+    flop: f64,
+    /// Bytes of a step, all processes together.
+    exchanged: u64,
+    /// The share of those that the busiest process sends or receives.
+    busiest: f64,
+}
+
+/// Numbers that are trained, and of all matrices and tables.
+fn numbers(config: &Config, plan: &TrainingSpec<'_>) -> (u64, u64) {
+    let (inner, _, table) = weights(config);
     let mut pairs = 0;
     for shape in &config.layers {
-        for (part, [rows, cols]) in TARGETS.iter().zip(sizes(config.width, shape)) {
+        let count = if shape.experts.is_some() {
+            ATTENTION
+        } else {
+            TARGETS.len()
+        };
+        let matrices = TARGETS.iter().zip(sizes(config.width, shape));
+        for (part, [rows, cols]) in matrices.take(count) {
             if plan.targets.iter().any(|name| name == part.2) {
                 pairs += (plan.lora.rank * (rows + cols)) as u64;
             }
         }
     }
-    let tables = if plan.tied { table } else { 2 * table };
-    let all = inner + tables;
+    let all = inner + if plan.tied { table } else { 2 * table };
+    (
+        if plan.method == Method::Full {
+            all
+        } else {
+            pairs
+        },
+        all,
+    )
+}
+
+fn counts(config: &Config, plan: &TrainingSpec<'_>) -> Counts {
+    let (_, met, table) = weights(config);
+    let (numbers, all) = numbers(config, plan);
+    let (stages, nodes) = (plan.stages.max(1), plan.nodes.max(1));
     let is_full = plan.method == Method::Full;
-    let numbers = if is_full { all } else { pairs };
     let tokens = plan.tokens as f64;
     let heads = config.layers.iter().map(|l| (l.heads * l.head_dim) as f64);
     let attention = 4.0 * heads.sum::<f64>() * tokens * tokens;
-    let products = 2.0 * (inner + table) as f64 * tokens;
+    let products = 2.0 * (met + table) as f64 * tokens;
     let layers = config.layers.len();
     let layer = layer_bytes(config, plan.tokens);
     let own = layers.div_ceil(stages);
+    // Leaves of a process that go through its layers together.
+    let together = match (is_full, stages) {
+        (true, 1) => plan.leaves.div_ceil(nodes),
+        _ => 1,
+    };
     let again = if stages > 1 {
         1.0 // forward for the stage behind, and again for the way back
     } else {
-        layers.saturating_sub(KEPT_BYTES / layer.max(1)) as f64 / layers.max(1) as f64
+        let kept = KEPT_BYTES / (layer * together).max(1);
+        layers.saturating_sub(kept) as f64 / layers.max(1) as f64
     };
     let passes = 2.0 + again + if is_full { 1.0 } else { 0.0 };
     let base = match plan.method {
         Method::Qlora => plan.file_bytes,
-        Method::Lora | Method::Full => 4 * all,
+        Method::Lora => 4 * all,
+        Method::Full => 0,
     };
     // The largest stage has the head besides its share.
     let base = base.div_ceil(stages as u64) + if stages > 1 { 4 * table } else { 0 };
-    let depth = u64::from(plan.leaves.next_power_of_two().trailing_zeros());
     let logits = 4 * (plan.tokens.min(256) * config.vocab) as u64;
-    let kept = (own * layer).min(KEPT_BYTES) as u64;
-    // Values, moments, a leaf's gradient and those that the tree holds.
-    let state = 4 * numbers * (5 + depth);
-    let borders = 2 * 2 * 4 * (stages - 1) * plan.leaves * plan.tokens * config.width;
-    let roots = match (plan.nodes, stages) {
-        (0 | 1, _) => 0,
-        (nodes, 1) => 4 * numbers * 2 * nodes as u64,
-        _ => 4 * numbers * (1 + plan.leaves as u64) + borders as u64,
+    let kept = (own * layer * together).min(KEPT_BYTES) as u64;
+    let inputs = (4 * own * plan.tokens * config.width * together) as u64;
+    let (exchanged, busiest) = exchanged(config, plan, numbers);
+    Counts {
+        numbers,
+        memory: base
+            + state_bytes(config, plan, numbers)
+            + kept
+            + inputs
+            + layer as u64
+            + 2 * logits,
+        flop: plan.leaves as f64 * (passes * products + (passes + 1.0) * attention),
+        exchanged,
+        busiest,
+    }
+}
+
+/// Bytes of values, moments and gradients of a process.
+fn state_bytes(config: &Config, plan: &TrainingSpec<'_>, numbers: u64) -> u64 {
+    let (inner, _, table) = weights(config);
+    let layers = config.layers.len().max(1) as u64;
+    let largest = match plan.method {
+        Method::Full => table.max(inner / layers),
+        Method::Lora | Method::Qlora => numbers / layers,
     };
-    let flop = plan.leaves as f64 * (passes * products + (passes + 1.0) * attention);
-    let memory = base + state + kept + layer as u64 + 2 * logits;
-    (numbers, memory, flop, roots)
+    // A leaf's gradient of a part, and those that the tree over leaves holds.
+    let depth = u64::from(plan.leaves.next_power_of_two().trailing_zeros());
+    let under_way = largest * (2 + depth);
+    let nodes = plan.nodes.max(1) as u64;
+    let held = match plan.sharding.filter(|_| nodes > 1) {
+        // Values, two moments, and the sum of gradients.
+        None => 4 * numbers,
+        // The own shard and a copy; two parts of values, and one whose gradients are on their way.
+        Some(Sharding::All) => 2 * (4 * numbers).div_ceil(nodes) + 3 * largest,
+        Some(Sharding::State) => 2 * (4 * numbers).div_ceil(nodes) + numbers + largest,
+    };
+    4 * (held + under_way)
+}
+
+/// Bytes of a step that processes send, and the share of the busiest.
+fn exchanged(config: &Config, plan: &TrainingSpec<'_>, numbers: u64) -> (u64, f64) {
+    let (stages, nodes) = (plan.stages.max(1), plan.nodes.max(1) as u64);
+    if nodes == 1 {
+        return (0, 0.0);
+    }
+    let sent = match plan.sharding {
+        // Values forward and back, gradients, and the gradients of the copy.
+        Some(Sharding::All) => 4 * numbers * (3 * (nodes - 1) + 1),
+        Some(Sharding::State) => 4 * numbers * (2 * (nodes - 1) + 1),
+        None if stages == 1 => 4 * numbers * 2 * nodes,
+        None => {
+            let borders = 2 * 2 * 4 * (stages - 1) * plan.leaves * plan.tokens * config.width;
+            4 * numbers * (1 + plan.leaves as u64) + borders as u64
+        }
+    };
+    // Without ranks, all of it passes through the run's machine.
+    let busiest = match plan.sharding {
+        Some(_) => 1.0 / nodes as f64,
+        None => (nodes - 1) as f64 / nodes as f64,
+    };
+    (sent, busiest)
 }
 
 /// Forecast of a training on `machines`, whose slowest link carries `link` bytes a second (none on
@@ -167,21 +256,21 @@ pub fn forecast(
     machines: &[TrainingMachine],
     (link, usd_per_kwh): (Option<f64>, Option<f64>),
 ) -> Forecast {
-    let (numbers, memory_bytes, step_flop, exchange_bytes) = counts(config, plan);
+    let counts = counts(config, plan);
+    let (step_flop, exchange_bytes) = (counts.flop, counts.exchanged);
     let flops: f64 = machines.iter().map(|machine| machine.flops).sum();
     let (stages, leaves) = (plan.stages.max(1) as f64, plan.leaves.max(1) as f64);
     let idle = (stages - 1.0) / leaves; // the first leaf fills the pipeline, the last empties it
     let compute_s = step_flop / flops.max(1.0) * (1.0 + idle);
-    let others = machines.len().saturating_sub(1) as f64 / machines.len().max(1) as f64;
-    let exchange_s = link.map_or(0.0, |link| exchange_bytes as f64 * others / link);
+    let exchange_s = link.map_or(0.0, |link| exchange_bytes as f64 * counts.busiest / link);
     let step_s = compute_s + exchange_s;
     let tokens = (plan.leaves * plan.tokens) as f64;
     let watts: Option<f64> = machines.iter().map(|machine| machine.watts).sum();
     let joules = watts.map(|watts| watts * step_s);
     let usd = joules.zip(usd_per_kwh);
     Forecast {
-        numbers,
-        memory_bytes,
+        numbers: counts.numbers,
+        memory_bytes: counts.memory,
         step_flop,
         exchange_bytes,
         step_s,
@@ -199,7 +288,7 @@ pub fn too_small(
     plan: &TrainingSpec<'_>,
     machines: &[TrainingMachine],
 ) -> Option<(usize, u64, u64)> {
-    let each = counts(config, plan).1;
+    let each = counts(config, plan).memory;
     let lacking = machines.iter().enumerate().filter_map(|(i, machine)| {
         let needs = each.saturating_mul(machine.processes as u64);
         (needs > machine.memory_bytes).then_some((i, needs, machine.memory_bytes))
@@ -361,6 +450,7 @@ mod tests {
             leaves: 4,
             nodes: 1,
             stages: 1,
+            sharding: None,
         }
     }
 
@@ -388,6 +478,25 @@ mod tests {
         let both = forecast(&config, &two, &machines, (Some(1e6), None));
         assert!((both.step_s - both.exchange_s - one.step_s / 2.0).abs() < 1e-12);
         assert!((both.exchange_s - both.exchange_bytes as f64 / 2.0 / 1e6).abs() < 1e-12);
+        // ZeRO's 3 P (N - 1) / N numbers a rank, and P / N for the copy.
+        let of_ranks = |nodes: usize, sharding| {
+            let sharding = Some(sharding);
+            let full = Method::Full;
+            let plan = TrainingSpec {
+                nodes,
+                sharding,
+                method: full,
+                ..plan
+            };
+            let said = forecast(&config, &plan, &machines, (Some(1e6), None));
+            let a_rank = said.exchange_bytes as f64 / nodes as f64 / 4.0;
+            assert!((said.exchange_s - 4.0 * a_rank / 1e6).abs() < 1e-12);
+            (a_rank / said.numbers as f64, said.memory_bytes)
+        };
+        assert!((of_ranks(2, Sharding::All).0 - 2.0).abs() < 1e-12);
+        assert!((of_ranks(4, Sharding::All).0 - 2.5).abs() < 1e-12);
+        assert!((of_ranks(4, Sharding::State).0 - 1.75).abs() < 1e-12);
+        assert!(of_ranks(4, Sharding::All).1 < of_ranks(4, Sharding::State).1);
         let unknown = TrainingMachine {
             watts: None,
             ..machine(1)
@@ -400,7 +509,7 @@ mod tests {
     fn what_does_not_fit_is_told_with_changes_that_each_suffice() {
         let (config, targets) = (config(), TARGETS.map(|t| t.2.to_owned()));
         let plan = plan(&targets);
-        let needs = counts(&config, &plan).1;
+        let needs = counts(&config, &plan).memory;
         assert_eq!(too_small(&config, &plan, &[machine(needs)]), None);
         let small = [machine(needs - 1)];
         assert_eq!(

@@ -94,6 +94,18 @@ pub(crate) fn write_model(
     Ok(vec![path, output.join("config.json")])
 }
 
+/// The same, of a file that has all tensors.
+pub(crate) fn copy_model(
+    model: &Path,
+    output: &Path,
+    tensors: &Path,
+) -> Result<Vec<PathBuf>, Error> {
+    copy_other_files(model, output)?;
+    let path = output.join("model.safetensors");
+    std::fs::copy(tensors, &path).map_err(Error::file("copy", tensors))?;
+    Ok(vec![path, output.join("config.json")])
+}
+
 /// W + s (B A), each element of B A one chain over the rank.
 fn add(pair: &PairOf<'_>, scale: f32, heads: Option<usize>, kernels: &Kernels, values: &mut [f32]) {
     let (m, n, k) = (pair.rows, pair.cols, pair.a.len() / pair.cols);

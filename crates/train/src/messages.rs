@@ -1,11 +1,13 @@
 //! Messages between a run's process and its workers. Numbers go through files, whose names follow
 //! from the messages: `STEP/...` in the folder of exchanged files.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 use crate::run::TrainingJob;
+use crate::shard::{GroupPlan, ShardFile, ShardRole};
 use crate::stage::ModelStage;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -19,11 +21,53 @@ pub(crate) enum ToWorker {
         exchange: PathBuf,
         /// The part of the model that the worker has.
         stage: ModelStage,
+        /// The worker's part of a sharded training.
+        shard: Option<ShardRole>,
     },
     /// Leaves `start..end` of a step are to be computed, by one that has the whole model.
     Compute { step: u64, start: usize, end: usize },
     /// A leaf is to go through a stage.
     Pass(LeafTask),
+    /// A rank is to listen for the others: `open` for those on other machines.
+    Listen { epoch: u64, open: bool },
+    /// The ranks are to form a group and to have the state before a step.
+    Form {
+        epoch: u64,
+        rank: usize,
+        plan: GroupPlan,
+        from: ShardSource,
+        step: u64,
+    },
+    /// All ranks are to make a step.
+    Step { epoch: u64, step: u64 },
+    /// All ranks are to compute the losses of what is held out.
+    Judge { epoch: u64 },
+    /// All ranks are to write their shards.
+    Save { epoch: u64 },
+}
+
+/// What a step took of a rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RankUse {
+    /// Bytes that it sent to other ranks.
+    pub(crate) sent_bytes: u64,
+    /// Most bytes that it had in memory so far, where the system tells.
+    pub(crate) memory_bytes: Option<u64>,
+}
+
+/// Where ranks get their state.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum ShardSource {
+    /// The first values of the run.
+    First,
+    /// A file for each rank.
+    File,
+    /// They have it, but for `empty`, who get the copies. `norm` (as bits) is that of a step that
+    /// some of them have committed.
+    Copies {
+        empty: Vec<usize>,
+        norm: Option<u64>,
+    },
 }
 
 /// A leaf and a stage of a pipeline.
@@ -81,6 +125,37 @@ pub(crate) enum FromWorker {
         /// SHA-256 of the file of gradients, of a leaf that went back.
         digest: Option<String>,
     },
+    /// A rank listens. `step`: steps of its state, if it has one.
+    Listening {
+        epoch: u64,
+        addrs: Vec<SocketAddr>,
+        step: Option<u64>,
+    },
+    /// A rank's group is there, and so is its state.
+    Formed { epoch: u64, step: u64 },
+    /// A rank has made a step: the norm of the gradient and the losses of all leaves, as bits.
+    Stepped {
+        epoch: u64,
+        step: u64,
+        norm: u64,
+        losses: Vec<u64>,
+        use_of: RankUse,
+    },
+    /// Rows that are held out, and their losses as bits.
+    Judged {
+        epoch: u64,
+        losses: Vec<(usize, u64)>,
+    },
+    /// A rank's shard is in a file.
+    Saved {
+        epoch: u64,
+        rank: usize,
+        step: u64,
+        /// SHA-256 of the file.
+        digest: String,
+    },
+    /// A rank's group failed. It has the state that it had before the step.
+    Broken { epoch: u64, reason: String },
     /// The worker failed for a reason that would stop every other worker too.
     Failed { reason: String },
 }
@@ -131,7 +206,14 @@ impl ToWorker {
     /// Files that a worker of a stage reads for it.
     pub(crate) fn needs(&self, stage: ModelStage) -> Vec<String> {
         match self {
-            Self::Start { .. } => Vec::new(),
+            Self::Form {
+                rank,
+                step,
+                from: ShardSource::File,
+                ..
+            } => {
+                vec![ShardFile::given(*step, *rank)]
+            }
             Self::Compute { step, .. } => vec![params_file(*step, stage.index)],
             Self::Pass(task) => {
                 let mut files = vec![params_file(task.step, stage.index)];
@@ -143,6 +225,7 @@ impl ToWorker {
                 }
                 files
             }
+            _ => Vec::new(),
         }
     }
 }
@@ -158,6 +241,7 @@ impl FromWorker {
                 part,
                 ..
             } => vec![roots_file(*step, *start, *end, *part)],
+            Self::Saved { rank, .. } => vec![ShardFile::saved(*rank)],
             Self::Passed { task, .. } if task.back => {
                 let mut files = vec![task.roots_file(stage.index)];
                 if !stage.is_first() {

@@ -39,9 +39,13 @@ pub struct Measured {
     /// is not known, and of a step that was faster.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub flop_share: Option<f64>,
-    /// Most bytes that the run's own process had in memory so far.
+    /// Most bytes that the run's own process, or a rank that shares out the state, had in memory so
+    /// far.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub memory_bytes: Option<u64>,
+    /// Most bytes that a rank sent to others in the step.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub sent_bytes: Option<u64>,
     /// Workers that computed.
     pub nodes: u32,
 }

@@ -88,18 +88,20 @@ impl Mlx {
 
     /// The head and its loss over the rows that have a target, as of the CPU's engine. Gives the
     /// sum of their negative log likelihoods, and with `grads` its gradient times `weight` at `x`
-    /// (T, C).
+    /// (T, C). `params` and `grads` are of the norm before the head, and of the head.
     pub(crate) fn head(
         &self,
-        params: &[f32],
+        params: [&[f32]; 2],
         x: &[f32],
         targets: &[Option<u32>],
         weight: f32,
-        mut grads: Option<&mut [f32]>,
+        mut grads: Option<[&mut [f32]; 2]>,
     ) -> Result<(f64, Vec<f32>), Error> {
         let c = self.width;
         let (norm, matrix) = self.weights.head();
         let ranges = of_head(norm, matrix);
+        let of_norm = usize::from(matches!(norm, VectorParameter::Trained(_)));
+        let (of_norm, of_matrix) = ranges.split_at(of_norm);
         let mut dx = vec![0.0; if grads.is_some() { x.len() } else { 0 }];
         let wanted = targets.iter().enumerate();
         let wanted: Vec<(usize, u32)> = wanted
@@ -111,18 +113,20 @@ impl Mlx {
             let job = HeadJob {
                 x: rows.copied().collect(),
                 targets: block.iter().map(|(_, target)| *target).collect(),
-                values: values(&ranges, params),
+                values: [values(of_norm, params[0]), values(of_matrix, params[1])].concat(),
                 weight: grads.is_some().then_some(weight),
             };
             let done = self.host.call(move |device| device.head(&job), || ())??;
             loss = done.losses.iter().fold(loss, |sum, l| sum + f64::from(*l));
-            let Some(grads) = grads.as_deref_mut() else {
+            let Some([norm_grads, matrix_grads]) = &mut grads else {
                 continue;
             };
             for ((row, _), d) in block.iter().zip(done.dx.chunks(c)) {
                 dx[row * c..][..c].copy_from_slice(d);
             }
-            add(&ranges, &done.gradients, grads);
+            let (of_first, of_rest) = done.gradients.split_at(of_norm.len());
+            add(of_norm, of_first, norm_grads);
+            add(of_matrix, of_rest, matrix_grads);
         }
         Ok((loss, dx))
     }

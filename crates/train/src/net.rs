@@ -1,9 +1,9 @@
 //! A model that can be trained: leaves in, losses and gradients out.
 //!
-//! A leaf stores its activations up to [`KEPT_BYTES`]; layers beyond compute them again, with the
-//! same bits. Where every weight is trained, the local leaves go back layer by layer together, so
-//! that one layer's gradients are summed at a time. A tied embedding is the exception: it has
-//! gradients from both ends.
+//! Leaves store their activations up to [`KEPT_BYTES`]; layers beyond compute them again, with the
+//! same bits. Where every weight is trained, the local leaves go through the layers together, so
+//! that one layer's values are needed and one layer's gradients are summed at a time. A table that
+//! is embedding and head has two sums over leaves, which are added last.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -23,7 +23,8 @@ use crate::fingerprint::fingerprint;
 use crate::mlx::{Mlx, OnMlx, StageSpec};
 use crate::params::{Layout, Lora, first_values};
 use crate::stage::ModelStage;
-use crate::weights::{Method, StageWeights, WeightLoader, numbers};
+use crate::values::{PartValues, WholeValues};
+use crate::weights::{Method, Parts, StageWeights, WeightLoader, numbers};
 
 /// The model of a training, and its trained part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -63,8 +64,8 @@ impl Leaf {
     }
 }
 
-/// Bytes of activations that a leaf may keep for its backward pass; layers beyond are computed
-/// again, with the same bits.
+/// Bytes of activations that the leaves under way may keep for their backward pass; layers beyond
+/// are computed again, with the same bits.
 pub(crate) const KEPT_BYTES: usize = 512 << 20;
 
 /// A model that can be trained, or a stage of one.
@@ -76,7 +77,6 @@ pub struct TrainableModel {
     kernels: Kernels,
     lora: Lora,
     method: Method,
-    is_tied: bool,
     fingerprint: String,
     /// For classes on MLX; opened for the first layer, since a run's process may compute none.
     mlx: Option<(StageSpec, OnceLock<Mlx>)>,
@@ -117,7 +117,7 @@ impl TrainableModel {
         trained.check()?;
         let source = ModelSource::open(&trained.model)?;
         let mut config = Config::read(&source)?;
-        check_family(&config)?;
+        check_family(&config, trained.class)?;
         let layers = config.layers.len();
         let adapted = trained.layers.unwrap_or(layers);
         if adapted == 0 || adapted > layers {
@@ -127,10 +127,6 @@ impl TrainableModel {
             Some(tied) => tied,
             None => source.opt_weight(config.family, Role::Output)?.is_none(),
         };
-        if stage.of > 1 && is_tied && trained.method == Method::Full {
-            let expected = "1: the first and the last stage share a table that is trained";
-            return option("--stages", stage.of, expected.to_owned());
-        }
         if let Some(factors) = source.opt_weight(config.family, Role::RopeFactors)? {
             let rope = &mut config.ropes[0];
             let factors = numbers(&factors, rope.frequencies.len())?;
@@ -147,6 +143,7 @@ impl TrainableModel {
             stage,
             elsewhere: trained.class != TrainingClass::Cpu,
             layout: Layout::default(),
+            part: 0,
             first: Vec::new(),
         };
         let weights = Arc::new(loader.load()?);
@@ -174,7 +171,6 @@ impl TrainableModel {
             kernels,
             lora: trained.lora,
             method: trained.method,
-            is_tied,
             mlx: spec.map(|spec| (spec, OnceLock::new())),
         })
     }
@@ -200,7 +196,8 @@ impl TrainableModel {
     /// The rows of a leaf's tokens.
     #[cfg(test)]
     pub(crate) fn embedded(&self, params: &[f32], leaf: &Leaf) -> Vec<f32> {
-        self.enter(params, leaf, None)
+        let table = &params[self.parts().values[0].clone()];
+        self.cpu(None).embed(table, &leaf.tokens)
     }
 
     /// Has the engine ready, so that what is wrong with it is known before the first step. Gives
@@ -231,16 +228,15 @@ impl TrainableModel {
         self.stage
     }
 
-    /// Ranges in the trained vector: the embedding, then each layer, then the rest.
-    pub(crate) fn parts(&self) -> &[Range<usize>] {
+    /// The parts of what is trained.
+    pub(crate) fn parts(&self) -> &Parts {
         &self.weights.parts
     }
 
-    /// Leaves whose backward passes go layer by layer together. They are as many as their layers'
-    /// inputs have room for where the gradients are what takes memory, else one.
+    /// Leaves that go through the layers together. They are as many as their layers' inputs have
+    /// room for where the gradients are what takes memory, else one.
     pub(crate) fn together(&self, tokens: usize) -> usize {
-        // A tied embedding gets gradients from both ends of a pass.
-        if self.method != Method::Full || self.is_tied {
+        if self.method != Method::Full {
             return 1;
         }
         let of_leaf = self.weights.layers.len() * self.config.width * tokens * size_of::<f32>();
@@ -259,10 +255,18 @@ impl TrainableModel {
 
     /// The values that training begins with.
     pub fn first_values(&self, seed: u64) -> Vec<f32> {
-        match self.method {
-            Method::Full => self.weights.first.clone(),
-            Method::Lora | Method::Qlora => first_values(&self.weights.layout, seed),
+        let all = 0..self.layout().len();
+        self.first_values_of(seed, std::slice::from_ref(&all))
+    }
+
+    /// Those of some ranges of the trained vector, one behind the other.
+    pub(crate) fn first_values_of(&self, seed: u64, ranges: &[Range<usize>]) -> Vec<f32> {
+        if self.method == Method::Full {
+            return self.weights.first_values(ranges);
         }
+        let all = first_values(&self.weights.layout, seed);
+        let own = ranges.iter().flat_map(|range| &all[range.clone()]);
+        own.copied().collect()
     }
 
     fn cpu(&self, dropout: Option<Dropout>) -> Cpu<'_> {
@@ -273,11 +277,6 @@ impl TrainableModel {
             scale: self.lora.scale(),
             dropout,
         }
-    }
-
-    /// The input of the first layer: `x`, which another stage gave, or the tokens' rows.
-    fn enter(&self, params: &[f32], leaf: &Leaf, x: Option<Vec<f32>>) -> Vec<f32> {
-        x.unwrap_or_else(|| self.cpu(None).embed(params, &leaf.tokens))
     }
 
     /// A layer forward; activations where the engine keeps some.
@@ -301,10 +300,10 @@ impl TrainableModel {
     /// The head and its loss: see [`Cpu::head`].
     fn head(
         &self,
-        params: &[f32],
+        params: [&[f32]; 2],
         (x, targets): (&[f32], &[Option<u32>]),
         weight: f32,
-        grads: Option<&mut [f32]>,
+        grads: Option<[&mut [f32]; 2]>,
     ) -> Result<(f64, Vec<f32>), Error> {
         match self.mlx()? {
             Some(mlx) => mlx.head(params, x, targets, weight, grads),
@@ -312,20 +311,38 @@ impl TrainableModel {
         }
     }
 
-    /// The stage's layers, without anything for a backward pass: (T, C) behind the last one.
+    /// The values of the norm before the head, and those of the head.
+    fn head_values<'v>(
+        &self,
+        values: &'v mut dyn PartValues,
+        norm: &'v mut Vec<f32>,
+    ) -> Result<[&'v [f32]; 2], Error> {
+        *norm = values.part(self.parts().norm())?.to_vec();
+        Ok([norm.as_slice(), values.part(self.parts().head())?])
+    }
+
+    /// Leaves through the stage's layers, without anything for a backward pass: (T, C) of each
+    /// behind the last one. `x` of a leaf is what the stage before gave.
     pub(crate) fn forward(
         &self,
-        params: &[f32],
-        leaf: &Leaf,
-        x: Option<Vec<f32>>,
-        chance: Option<Dropout>,
-    ) -> Result<Vec<f32>, Error> {
-        let rows = LeafRows::new(leaf.lengths.clone(), &self.config.ropes);
-        let mut x = self.enter(params, leaf, x);
-        for layer in self.weights.numbers() {
-            x = self.layer(params, (layer, &rows, &x), chance)?.0;
+        values: &mut dyn PartValues,
+        leaves: &[(&Leaf, Option<Dropout>)],
+        x: Vec<Option<Vec<f32>>>,
+    ) -> Result<Vec<Vec<f32>>, Error> {
+        let table = values.part(0)?;
+        let enter = |((leaf, _), x): (&(&Leaf, _), Option<Vec<f32>>)| {
+            x.unwrap_or_else(|| self.cpu(None).embed(table, &leaf.tokens))
+        };
+        let mut all: Vec<Vec<f32>> = leaves.iter().zip(x).map(enter).collect();
+        let rows = |(leaf, _): &(&Leaf, _)| LeafRows::new(leaf.lengths.clone(), &self.config.ropes);
+        let rows: Vec<LeafRows> = leaves.iter().map(rows).collect();
+        for (part, layer) in (1..).zip(self.weights.numbers()) {
+            let params = values.part(part)?;
+            for ((x, rows), (_, chance)) in all.iter_mut().zip(&rows).zip(leaves) {
+                *x = self.layer(params, (layer, rows, x), *chance)?.0;
+            }
         }
-        Ok(x)
+        Ok(all)
     }
 
     /// The sum of the negative log likelihoods of a leaf's targets.
@@ -333,67 +350,97 @@ impl TrainableModel {
     /// # Errors
     /// [`Error::Model`] of the engine's device; none on the CPU.
     pub fn loss(&self, params: &[f32], leaf: &Leaf) -> Result<f64, Error> {
-        self.loss_after(params, leaf, None)
+        let mut values = self.whole(params);
+        Ok(self.losses(&mut values, &[leaf], vec![None])?[0])
     }
 
-    /// The same in the last stage, behind what the one before gave.
-    pub(crate) fn loss_after(
+    /// The same of several leaves, behind what the stage before gave.
+    pub(crate) fn losses(
         &self,
-        params: &[f32],
-        leaf: &Leaf,
-        x: Option<Vec<f32>>,
-    ) -> Result<f64, Error> {
-        let x = self.forward(params, leaf, x, None)?;
-        let head = self.head(params, (&x, &leaf.targets), 1.0, None)?;
-        Ok(head.0)
+        values: &mut dyn PartValues,
+        leaves: &[&Leaf],
+        x: Vec<Option<Vec<f32>>>,
+    ) -> Result<Vec<f64>, Error> {
+        let with: Vec<_> = leaves.iter().map(|leaf| (*leaf, None)).collect();
+        let all = self.forward(values, &with, x)?;
+        let mut norm = Vec::new();
+        let params = self.head_values(values, &mut norm)?;
+        let loss = |(x, leaf): (&Vec<f32>, &&Leaf)| {
+            let at = (x.as_slice(), leaf.targets.as_slice());
+            Ok(self.head(params, at, 1.0, None)?.0)
+        };
+        all.iter().zip(leaves).map(loss).collect()
     }
 
-    /// Begins a leaf: forward through all layers. Of the last ones, which are needed first, as
-    /// many activations are kept as `keep_bytes` have room for.
+    /// All values, in this process.
+    pub(crate) fn whole<'a>(&'a self, values: &'a [f32]) -> WholeValues<'a> {
+        let parts = self.parts();
+        WholeValues { values, parts }
+    }
+
+    /// Leaves forward through all layers. Of the last layers, which are needed first, as many
+    /// activations are kept as [`KEPT_BYTES`] have room for.
     pub(crate) fn begin(
         &self,
-        params: &[f32],
-        leaf: &Leaf,
-        (x, chance): (Option<Vec<f32>>, Option<Dropout>),
-        keep_bytes: usize,
-    ) -> Result<Pass, Error> {
-        let rows = LeafRows::new(leaf.lengths.clone(), &self.config.ropes);
-        let numbers = self.weights.numbers();
-        let keep = keep_bytes / layer_bytes(&self.config, rows.tokens()).max(1);
-        let mut inputs = Vec::with_capacity(numbers.len());
-        let mut kept = Vec::with_capacity(numbers.len());
-        let mut x = self.enter(params, leaf, x);
-        for layer in numbers.clone() {
-            let (y, activations) = self.layer(params, (layer, &rows, &x), chance)?;
-            kept.push(activations.filter(|_| layer + keep >= numbers.end));
-            inputs.push(std::mem::replace(&mut x, y));
-        }
-        Ok(Pass {
-            rows,
+        values: &mut dyn PartValues,
+        leaves: &[(&Leaf, Option<Dropout>)],
+        x: Vec<Option<Vec<f32>>>,
+    ) -> Result<Vec<Pass>, Error> {
+        let table = values.part(0)?;
+        let begin = |((leaf, chance), x): (&(&Leaf, _), Option<Vec<f32>>)| Pass {
+            rows: LeafRows::new(leaf.lengths.clone(), &self.config.ropes),
             tokens: leaf.tokens.clone(),
-            chance,
-            inputs,
-            kept,
-            x,
-        })
+            chance: *chance,
+            inputs: Vec::with_capacity(self.weights.layers.len()),
+            kept: Vec::with_capacity(self.weights.layers.len()),
+            x: x.unwrap_or_else(|| self.cpu(None).embed(table, &leaf.tokens)),
+        };
+        let mut passes: Vec<Pass> = leaves.iter().zip(x).map(begin).collect();
+        let tokens = passes.iter().map(|pass| pass.rows.tokens()).sum();
+        let keep = KEPT_BYTES / layer_bytes(&self.config, tokens).max(1);
+        let numbers = self.weights.numbers();
+        for (part, layer) in (1..).zip(numbers.clone()) {
+            let params = values.part(part)?;
+            for pass in &mut passes {
+                let at = (layer, &pass.rows, pass.x.as_slice());
+                let (y, activations) = self.layer(params, at, pass.chance)?;
+                let is_kept = layer + keep >= numbers.end;
+                pass.kept.push(activations.filter(|_| is_kept));
+                pass.inputs.push(std::mem::replace(&mut pass.x, y));
+            }
+        }
+        Ok(passes)
     }
 
-    /// The loss of a leaf behind the last layer. Its gradient, divided by `judged`, becomes the
-    /// pass's.
+    /// The losses of leaves behind the last layer. Their gradients, divided by `judged`, become the
+    /// passes'. `done` receives each leaf's gradients of the norm and of the head.
     pub(crate) fn top(
         &self,
-        params: &[f32],
-        (pass, leaf): (&mut Pass, &Leaf),
+        values: &mut dyn PartValues,
+        (passes, leaves): (&mut [Pass], &[(&Leaf, Option<Dropout>)]),
         judged: u64,
-        grads: &mut [f32],
-    ) -> Result<f64, Error> {
+        done: &mut dyn FnMut([&[f32]; 2]),
+    ) -> Result<Vec<f64>, Error> {
+        let mut norm = Vec::new();
+        let params = self.head_values(values, &mut norm)?;
+        let parts = &self.parts().gradients;
+        let zeros = |part: usize| vec![0.0; parts[part].len()];
+        let mut grads = [zeros(self.parts().norm()), zeros(self.parts().head())];
         let weight = 1.0 / judged as f32;
-        let (loss, d) = self.head(params, (&pass.x, &leaf.targets), weight, Some(grads))?;
-        pass.x = d;
-        Ok(loss)
+        let mut losses = Vec::with_capacity(passes.len());
+        for (pass, (leaf, _)) in passes.iter_mut().zip(leaves) {
+            let [norm, head] = &mut grads;
+            let at = (pass.x.as_slice(), leaf.targets.as_slice());
+            let (loss, d) = self.head(params, at, weight, Some([norm, head]))?;
+            pass.x = d;
+            losses.push(loss);
+            done([norm, head]);
+            grads.iter_mut().for_each(|grads| grads.fill(0.0));
+        }
+        Ok(losses)
     }
 
-    /// Goes one layer back; the last one first.
+    /// Goes one layer back, the last one first, whose values are `params`.
     pub(crate) fn down(
         &self,
         params: &[f32],
@@ -422,7 +469,7 @@ impl TrainableModel {
     }
 
     /// A leaf through a stage and back: its loss in the last stage, and the gradient at its input.
-    /// `dy` is what the stage behind gave.
+    /// `dy` is what the stage behind gave. `grads` has the gradients of all parts.
     pub(crate) fn through(
         &self,
         params: &[f32],
@@ -431,19 +478,28 @@ impl TrainableModel {
         (dy, judged): (Option<Vec<f32>>, u64),
         grads: &mut [f32],
     ) -> Result<(f64, Vec<f32>), Error> {
-        let mut pass = self.begin(params, leaf, (x, chance), KEPT_BYTES)?;
-        let loss = match dy {
-            None => self.top(params, (&mut pass, leaf), judged, grads)?,
-            Some(dy) => {
-                pass.x = dy;
-                0.0
-            }
-        };
-        while !pass.inputs.is_empty() {
-            self.down(params, &mut pass, grads)?;
+        let (parts, leaves) = (self.parts(), [(leaf, chance)]);
+        let mut values = self.whole(params);
+        let mut passes = self.begin(&mut values, &leaves, vec![x])?;
+        let mut loss = 0.0;
+        if let Some(dy) = dy {
+            passes[0].x = dy;
+        } else {
+            let mut add = |own: [&[f32]; 2]| {
+                for (part, own) in [parts.norm(), parts.head()].into_iter().zip(own) {
+                    grads[parts.gradients[part].clone()].copy_from_slice(own);
+                }
+            };
+            let at = (passes.as_mut_slice(), leaves.as_slice());
+            loss = self.top(&mut values, at, judged, &mut add)?[0];
         }
-        self.bottom(&pass, grads);
-        Ok((loss, pass.x))
+        let pass = &mut passes[0];
+        for part in (1..parts.norm()).rev() {
+            let own = &mut grads[parts.gradients[part].clone()];
+            self.down(values.part(part)?, pass, own)?;
+        }
+        self.bottom(pass, &mut grads[parts.gradients[0].clone()]);
+        Ok((loss, std::mem::take(&mut pass.x)))
     }
 
     /// The sum of [`loss`](Self::loss), and its gradient divided by `judged`, the targets of the
@@ -457,8 +513,9 @@ impl TrainableModel {
         leaf: &Leaf,
         judged: u64,
     ) -> Result<(f64, Vec<f32>), Error> {
-        let mut grads = vec![0.0; self.weights.layout.len()];
+        let mut grads = vec![0.0; self.parts().gradient_len()];
         let loss = self.through(params, leaf, (None, None), (None, judged), &mut grads)?;
+        self.parts().fold(&mut grads);
         Ok((loss.0, grads))
     }
 }
@@ -479,7 +536,11 @@ fn option<T>(option: &'static str, got: impl ToString, expected: String) -> Resu
 pub(crate) fn layer_bytes(config: &Config, tokens: usize) -> usize {
     let of = |l: &LayerShape| {
         let heads = (3 * l.heads + 2 * l.kv_heads) * l.head_dim;
-        heads + 3 * l.ffn + 5 * config.width
+        let ffn = match l.experts {
+            None => 3 * l.ffn,
+            Some(of) => of.count + of.used * (3 * of.width + 2 * config.width),
+        };
+        heads + ffn + 5 * config.width
     };
     config.layers.iter().map(of).max().unwrap_or(0) * tokens * size_of::<f32>()
 }
@@ -516,23 +577,28 @@ impl Trained {
 }
 
 /// Families with gradients.
-pub const FAMILIES: [ModelFamily; 4] = [
+pub const FAMILIES: [ModelFamily; 6] = [
     ModelFamily::Llama,
+    ModelFamily::Mixtral,
     ModelFamily::Qwen2,
     ModelFamily::Qwen3,
+    ModelFamily::Qwen3Moe,
     ModelFamily::Gemma3,
 ];
 
-fn check_family(config: &Config) -> Result<(), Error> {
+fn check_family(config: &Config, class: TrainingClass) -> Result<(), Error> {
     let refused = |why| {
         let family = format!("{:?}", config.family).to_lowercase();
         Err(Error::Family { family, why })
     };
-    if config.layers.iter().any(|layer| layer.experts.is_some()) {
-        return refused("it has experts, whose gradients are to come");
-    }
     if !FAMILIES.contains(&config.family) {
-        return refused("its gradients are to come; llama, qwen2, qwen3 and gemma3 have them");
+        let why = "its gradients are to come; llama, mixtral, qwen2, qwen3, qwen3moe and gemma3 \
+                   have them";
+        return refused(why);
+    }
+    let has_experts = config.layers.iter().any(|layer| layer.experts.is_some());
+    if has_experts && class != TrainingClass::Cpu {
+        return refused("experts have gradients with --class cpu alone");
     }
     if config.bidirectional {
         return refused("its positions attend to later ones");

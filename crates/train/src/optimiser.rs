@@ -3,11 +3,13 @@
 //! Values are updated one by one, in f32 and in one order of operations (PyTorch's). So a process
 //! that has only a part of them computes the same bits.
 
+use std::ops::Range;
+
 use paceline_base::tree;
 use serde::{Deserialize, Serialize};
 
 use crate::ops::dot;
-use crate::params::Layout;
+use crate::params::{Layout, ParameterSlot};
 
 /// Schedule of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -105,7 +107,15 @@ impl Optimiser {
         grads: &mut [f32],
         params: &mut [f32],
     ) -> f64 {
-        let norm = norm(layout, grads);
+        let lens: Vec<usize> = blocks(layout).iter().map(Range::len).collect();
+        let norm = norm(layout, &squares(&lens, grads));
+        self.update(step, norm, grads, params);
+        norm
+    }
+
+    /// Applies a part of the gradient of step `step`, whose length as a whole is `norm`, to the
+    /// values and moments of that part.
+    pub(crate) fn update(&mut self, step: u64, norm: f64, grads: &mut [f32], params: &mut [f32]) {
         if self.options.clip > 0.0 && norm > self.options.clip {
             let factor = (self.options.clip / (norm + 1e-6)) as f32;
             grads.iter_mut().for_each(|g| *g *= factor);
@@ -116,7 +126,7 @@ impl Optimiser {
             for (p, g) in params.iter_mut().zip(&*grads) {
                 *p = *p * kept - rate as f32 * g;
             }
-            return norm;
+            return;
         }
         let [b1, b2] = BETA.map(|b| b as f32);
         let [c1, c2] = BETA.map(|b| 1.0 - libm::pow(b, (step + 1) as f64));
@@ -127,17 +137,37 @@ impl Optimiser {
             *v = b2 * *v + (1.0 - b2) * (g * g);
             *p = *p * kept - size * (*m / (v.sqrt() / root + EPSILON));
         }
-        norm
     }
 }
 
-/// The length of a gradient: trees over tensors and over their blocks.
-fn norm(layout: &Layout, grads: &[f32]) -> f64 {
-    let of = |slot: &crate::params::ParameterSlot| {
-        let blocks = grads[slot.range.clone()]
-            .chunks(BLOCK)
-            .map(|block| [dot(block, block)]);
-        total(&blocks.collect::<Vec<_>>())
+/// Ranges of trained values whose squares are summed together: blocks of tensors, in order.
+pub(crate) fn blocks(layout: &Layout) -> Vec<Range<usize>> {
+    let of = |slot: &ParameterSlot| {
+        let (start, end) = (slot.range.start, slot.range.end);
+        let block = move |at: usize| at..(at + BLOCK).min(end);
+        (start..end).step_by(BLOCK).map(block)
+    };
+    layout.slots().iter().flat_map(of).collect()
+}
+
+/// The sum of squares of each block of a gradient's part; `lens` are the blocks' lengths.
+pub(crate) fn squares(lens: &[usize], grads: &[f32]) -> Vec<f32> {
+    let mut rest = grads;
+    let mut of = |len: &usize| {
+        let (block, behind) = rest.split_at(*len);
+        rest = behind;
+        dot(block, block)
+    };
+    lens.iter().map(|len| of(len)).collect()
+}
+
+/// The length of a gradient, of the sums of all blocks: trees over tensors and over their blocks.
+pub(crate) fn norm(layout: &Layout, squares: &[f32]) -> f64 {
+    let mut rest = squares;
+    let mut of = |slot: &ParameterSlot| {
+        let (own, behind) = rest.split_at(slot.range.len().div_ceil(BLOCK));
+        rest = behind;
+        total(&own.iter().map(|square| [*square]).collect::<Vec<_>>())
     };
     let tensors: Vec<[f32; 1]> = layout.slots().iter().map(|slot| [of(slot)]).collect();
     libm::sqrt(f64::from(total(&tensors)))

@@ -12,7 +12,7 @@ use paceline_model::adapter::files::{Adapter, Form, base_name, tensors};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::checkpoint::{State, named};
+use crate::checkpoint::{Checkpoint, State, named};
 use crate::class::{Means, TrainingClass};
 use crate::data::{ExampleReader, Examples, TrainOn};
 use crate::dropout::Dropout;
@@ -352,9 +352,9 @@ impl TrainingRun {
     }
 
     pub(crate) fn leaf_of(&self, task: &LeafTask) -> (Leaf, Option<Dropout>) {
-        match (task.set, &self.valid) {
-            (Set::Valid, Some(valid)) => (valid.leaf(&[task.leaf]), None),
-            _ => self.leaf(task.step, task.leaf),
+        match task.set {
+            Set::Valid => (self.held_out_row(task.leaf), None),
+            Set::Train => self.leaf(task.step, task.leaf),
         }
     }
 
@@ -368,32 +368,38 @@ impl TrainingRun {
         self.valid.as_ref().map_or(0, Examples::count)
     }
 
-    /// The loss of each row that is held out, computed here.
-    pub(crate) fn losses(&self, params: &[f32]) -> Result<Vec<f64>, Error> {
-        let rows = self.valid.iter().flat_map(|valid| {
-            let leaf = move |row| valid.leaf(&[row]);
-            (0..valid.count()).map(leaf)
-        });
-        rows.map(|leaf| self.net.loss(params, &leaf)).collect()
+    pub(crate) fn held_out_row(&self, row: usize) -> Leaf {
+        let valid = self.valid.as_ref();
+        valid.map_or_else(Leaf::default, |valid| valid.leaf(&[row]))
     }
 
-    /// Range of each of `of` stages in the trained vector.
-    pub(crate) fn stages(&self, of: usize) -> Result<Vec<std::ops::Range<usize>>, Error> {
+    /// The loss of each row that is held out, computed here.
+    pub(crate) fn losses(&self, params: &[f32]) -> Result<Vec<f64>, Error> {
+        let rows = 0..self.held_out();
+        rows.map(|row| self.net.loss(params, &self.held_out_row(row)))
+            .collect()
+    }
+
+    /// Ranges of each of `of` stages in the trained vector. The last one has the table of tokens
+    /// behind its own, where that is its head.
+    pub(crate) fn stages(&self, of: usize) -> Result<Vec<Vec<std::ops::Range<usize>>>, Error> {
         let parts = self.net.parts();
-        let range = |index: usize| {
+        let ranges = |index: usize| {
             let stage = ModelStage { index, of };
             let layers = stage.layers(self.net.config())?;
-            let start = match stage.is_first() {
-                true => 0,
-                false => parts[layers.start + 1].start,
+            let first = if stage.is_first() {
+                0
+            } else {
+                layers.start + 1
             };
-            let end = match stage.is_last() {
-                true => self.net.layout().len(),
-                false => parts[layers.end].end,
-            };
-            Ok(start..end)
+            let mut ranges = vec![parts.values[first].start..parts.values[layers.end].end];
+            if stage.is_last() {
+                ranges.push(parts.values[parts.norm()].clone());
+                ranges.push(parts.values[parts.head()].clone());
+            }
+            Ok(ranges)
         };
-        (0..of).map(range).collect()
+        (0..of).map(ranges).collect()
     }
 
     /// Trains, and writes the result. `reporter` receives the progress.
@@ -410,22 +416,15 @@ impl TrainingRun {
         let output = options.output;
         std::fs::create_dir_all(output).map_err(Error::file("make", output))?;
         self.claim(output, options.resume)?;
-        let layout = self.net.layout();
-        let fresh = Optimiser::new(self.job.optimiser, layout.len());
-        let newest = State::newest(output, layout, fresh.clone())?;
-        let mut state = newest.unwrap_or_else(|| State {
-            step: 0,
-            params: self.net.first_values(self.job.seed),
-            optimiser: fresh,
-        });
-        let mut metrics = Metrics::open(&output.join("metrics.jsonl"), state.step)?;
+        let mut state = self.state(output, crew)?;
+        let mut metrics = Metrics::open(&output.join("metrics.jsonl"), state.step())?;
         let now = || options.epoch_s + (options.clock)();
-        let events = EventFile::start(&output.join("tensorboard"), state.step, now())?;
+        let events = EventFile::start(&output.join("tensorboard"), state.step(), now())?;
         for line in self.net.notes() {
             watch(TrainingProgress::Note { line: line.clone() });
         }
-        watch(self.begun(state.step));
-        let mut val_loss_before = match state.step {
+        watch(self.begun(state.step()));
+        let mut val_loss_before = match state.step() {
             0 => self.validation_loss(&state, crew, &options, watch)?,
             _ => None, // it is in the metrics
         };
@@ -433,13 +432,13 @@ impl TrainingRun {
             watch(TrainingProgress::HeldOut { loss });
         }
         let steps = self.job.optimiser.steps;
-        let mut saved = state.step;
-        while state.step < steps {
+        let mut saved = state.step();
+        while state.step() < steps {
             if (options.stop)() {
-                if saved < state.step {
-                    state.save(output, layout)?;
+                if saved < state.step() {
+                    self.save(&state, crew, output, watch)?;
                 }
-                let step = state.step + 1;
+                let step = state.step() + 1;
                 return Err(Error::Stopped { step });
             }
             let mut measured = self.step(&mut state, crew, &options, watch)?;
@@ -447,23 +446,89 @@ impl TrainingRun {
             metrics.add(&measured)?;
             events.add(&measured, now())?;
             watch(TrainingProgress::Step(measured));
-            if state.step.is_multiple_of(options.save_every.max(1)) && state.step < steps {
-                state.save(output, layout)?;
-                saved = state.step;
+            let step = state.step();
+            if step.is_multiple_of(options.save_every.max(1)) && step < steps {
+                self.save(&state, crew, output, watch)?;
+                saved = step;
             }
         }
-        state.save(output, layout)?;
-        let files = self.write(output, &state.params)?;
+        self.save(&state, crew, output, watch)?;
+        let (digest, files) = self.finish(output, state)?;
         Ok(Report {
             steps,
             loss: metrics.ends(),
             val_loss_before: metrics.first.as_ref().and_then(|m| m.val_loss_before),
             val_loss: metrics.last.as_ref().and_then(|m| m.val_loss),
-            digest: state.digest(),
+            digest,
             lost: crew.lost(),
             rendered: self.rendered(),
             files,
         })
+    }
+
+    /// The newest state of the folder, or the first one.
+    fn state(&self, output: &Path, crew: &mut TrainingWorkers) -> Result<RunState, Error> {
+        let newest = Checkpoint::newest(output)?;
+        if crew.sharded().is_some() {
+            let step = newest.as_ref().map_or(0, |newest| newest.step);
+            return Ok(RunState::Sharded { step, from: newest });
+        }
+        let layout = self.net.layout();
+        let fresh = Optimiser::new(self.job.optimiser, layout.len());
+        let state = match newest {
+            Some(newest) => State::of(&newest, layout, fresh)?,
+            None => State {
+                step: 0,
+                params: self.net.first_values(self.job.seed),
+                optimiser: fresh,
+            },
+        };
+        Ok(RunState::Here(state))
+    }
+
+    /// Writes a checkpoint.
+    fn save(
+        &self,
+        state: &RunState,
+        crew: &mut TrainingWorkers,
+        output: &Path,
+        watch: &mut dyn FnMut(TrainingProgress),
+    ) -> Result<(), Error> {
+        match (state, crew.sharded()) {
+            (RunState::Here(state), _) => state.save(output, self.net.layout()),
+            (RunState::Sharded { step, from }, Some(mut ranks)) => {
+                ranks.save(self, (*step, from.as_ref()), output, watch)
+            }
+            (RunState::Sharded { .. }, None) => Ok(()),
+        }
+    }
+
+    /// Writes the result of a run whose last state is saved. Gives the state's digest, and files.
+    fn finish(&self, output: &Path, state: RunState) -> Result<(String, Vec<PathBuf>), Error> {
+        let saved = match state {
+            RunState::Here(state) => {
+                return Ok((state.digest(), self.write(output, &state.params)?));
+            }
+            RunState::Sharded { .. } => Checkpoint::newest(output)?,
+        };
+        let Some(saved) = saved else {
+            return Err(Error::malformed(
+                output,
+                "has no checkpoint of the last step",
+            ));
+        };
+        let digest = saved.digest()?;
+        let trained = &self.job.trained;
+        if trained.method == Method::Full {
+            return Ok((
+                digest,
+                fuse::copy_model(&trained.model, output, &saved.params())?,
+            ));
+        }
+        let layout = self.net.layout();
+        let fresh = Optimiser::new(self.job.optimiser, layout.len());
+        let state = State::of(&saved, layout, fresh)?;
+        Ok((digest, self.write(output, &state.params)?))
     }
 
     /// The event that everything is read, before a step.
@@ -481,37 +546,40 @@ impl TrainingRun {
 
     fn step(
         &self,
-        state: &mut State,
+        state: &mut RunState,
         crew: &mut TrainingWorkers,
         options: &RunOptions<'_>,
         watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<Measured, Error> {
         let start = (options.clock)();
-        let step = state.step;
+        let step = state.step();
         let judged = self.judged(step);
         let tokens = self.examples.computed(&self.order.step(step));
-        let (loss, mut grads) = crew.step(self, &state.params, step, options.clock, watch)?;
-        let loss = loss / judged as f64;
-        if !loss.is_finite() {
-            let step = step + 1;
-            return Err(Error::Diverged { step, loss });
-        }
-        let lr = state.optimiser.rate(step);
-        let layout = self.net.layout();
-        let grad_norm = state
-            .optimiser
-            .apply(step, layout, &mut grads, &mut state.params);
-        state.step += 1;
+        let lr = Optimiser::new(self.job.optimiser, 0).rate(step);
+        let mut most = None;
+        let (loss, grad_norm) = match state {
+            RunState::Here(state) => self.step_here(state, crew, options, watch)?,
+            RunState::Sharded { step, from } => {
+                let ranks = crew.sharded();
+                let mut ranks = ranks.expect("a sharded state has ranks");
+                let done = ranks.step(self, (*step, from.as_ref()), watch)?;
+                let loss = mean(done.losses.iter().sum(), judged, *step)?;
+                *step += 1;
+                most = Some(done.most);
+                (loss, done.norm)
+            }
+        };
         let step_s = (options.clock)() - start;
-        let looks = state.step.is_multiple_of(options.eval_every.max(1))
-            || state.step == self.job.optimiser.steps;
+        let step = state.step();
+        let looks =
+            step.is_multiple_of(options.eval_every.max(1)) || step == self.job.optimiser.steps;
         let val_loss = match looks {
             false => None,
             true => self.validation_loss(state, crew, options, watch)?,
         };
         let flop = forecast::step_flop(&self.net, self.job.trained.method, tokens);
         Ok(Measured {
-            step: state.step,
+            step,
             loss,
             lr,
             grad_norm,
@@ -523,15 +591,33 @@ impl TrainingRun {
             step_s,
             tok_s: tokens as f64 / step_s.max(1e-9),
             flop_share: forecast::flop_share(flop, options.flops, step_s),
-            memory_bytes: (options.memory)(),
+            memory_bytes: (options.memory)().max(most.and_then(|most| most.memory_bytes)),
+            sent_bytes: most.map(|most| most.sent_bytes),
             nodes: crew.nodes(),
         })
+    }
+
+    /// A step whose update is this process's: the mean loss, and the norm of the gradient.
+    fn step_here(
+        &self,
+        state: &mut State,
+        crew: &mut TrainingWorkers,
+        options: &RunOptions<'_>,
+        watch: &mut dyn FnMut(TrainingProgress),
+    ) -> Result<(f64, f64), Error> {
+        let step = state.step;
+        let (loss, mut grads) = crew.step(self, &state.params, step, options.clock, watch)?;
+        let loss = mean(loss, self.judged(step), step)?;
+        let (layout, params) = (self.net.layout(), &mut state.params);
+        let grad_norm = state.optimiser.apply(step, layout, &mut grads, params);
+        state.step += 1;
+        Ok((loss, grad_norm))
     }
 
     /// Negative log likelihood of a held-out token, if any is held out.
     fn validation_loss(
         &self,
-        state: &State,
+        state: &RunState,
         crew: &mut TrainingWorkers,
         options: &RunOptions<'_>,
         watch: &mut dyn FnMut(TrainingProgress),
@@ -539,7 +625,15 @@ impl TrainingRun {
         let Some(valid) = &self.valid else {
             return Ok(None);
         };
-        let losses = crew.judge(self, &state.params, state.step, options.clock, watch)?;
+        let losses = match (state, crew.sharded()) {
+            (RunState::Sharded { step, from }, Some(mut ranks)) => {
+                ranks.judge(self, (*step, from.as_ref()), watch)?
+            }
+            (RunState::Here(state), _) => {
+                crew.judge(self, &state.params, state.step, options.clock, watch)?
+            }
+            (RunState::Sharded { .. }, None) => return Ok(None),
+        };
         let all: Vec<usize> = (0..losses.len()).collect();
         Ok(Some(losses.iter().sum::<f64>() / valid.judged(&all) as f64))
     }
@@ -608,6 +702,38 @@ impl TrainingRun {
         adapter.write(output, Form::Peft)?;
         let files = ["adapter_model.safetensors", "adapter_config.json"];
         Ok(files.map(|name| output.join(name)).to_vec())
+    }
+}
+
+/// The mean loss of `judged` targets.
+fn mean(loss: f64, judged: u64, step: u64) -> Result<f64, Error> {
+    let loss = loss / judged as f64;
+    match loss.is_finite() {
+        true => Ok(loss),
+        false => Err(Error::Diverged {
+            step: step + 1,
+            loss,
+        }),
+    }
+}
+
+/// The state of a run between steps.
+enum RunState {
+    Here(State),
+    /// Ranks have it, or get it from a checkpoint or the first values.
+    Sharded {
+        step: u64,
+        from: Option<Checkpoint>,
+    },
+}
+
+impl RunState {
+    /// Steps that are done.
+    const fn step(&self) -> u64 {
+        match self {
+            Self::Here(state) => state.step,
+            Self::Sharded { step, .. } => *step,
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use paceline_model::Config;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::weights::sizes;
+use crate::weights::layer_numbers;
 
 /// A part of a model: stage `index` of `of`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,10 +50,9 @@ impl ModelStage {
 
 /// Weights of each layer; the last one has the head too.
 fn costs(config: &Config) -> Vec<u64> {
-    let of = |[rows, cols]: &[usize; 2]| (rows * cols) as u64;
     let layers = config.layers.iter();
     let mut costs: Vec<u64> = layers
-        .map(|shape| sizes(config.width, shape).iter().map(of).sum())
+        .map(|shape| layer_numbers(config.width, shape).0)
         .collect();
     if let Some(last) = costs.last_mut() {
         *last += (config.vocab * config.width) as u64;

@@ -1,12 +1,14 @@
 //! A stage's weights for training: fixed as f32, fixed in their stored form, or trained.
 //!
 //! [`StageWeights`] says for each tensor which it is. Trained values themselves are in one vector
-//! of the run; a tensor here has its range ([`Layout`](crate::params::Layout)).
+//! of the run ([`Layout`](crate::params::Layout)), cut into *parts*: the embedding, each layer, the
+//! last norm and the head. A tensor here has its range within its part, because a rank of a sharded
+//! run never has more than a part or two.
 
 use std::ops::Range;
 
 use paceline_model::adapter::files::{TARGETS, file_row};
-use paceline_model::{Config, LayerRole, LayerShape, ModelSource, Role};
+use paceline_model::{Config, Experts, LayerRole, LayerShape, ModelFamily, ModelSource, Nth, Role};
 use paceline_tensor::{Kernels, RopePairs, storage};
 use paceline_weights::tensor::Tensor;
 
@@ -74,6 +76,25 @@ pub(crate) fn sizes(width: usize, shape: &LayerShape) -> [[usize; 2]; 7] {
         down,
     ]
 }
+
+/// Numbers of a layer's matrices: all of them, and those that a token meets.
+pub(crate) fn layer_numbers(width: usize, shape: &LayerShape) -> (u64, u64) {
+    let of = |sizes: &[[usize; 2]]| {
+        let each = sizes.iter().map(|[rows, cols]| (rows * cols) as u64);
+        each.sum::<u64>()
+    };
+    let sizes = sizes(width, shape);
+    let Some(experts) = shape.experts else {
+        return (of(&sizes), of(&sizes));
+    };
+    let shared = of(&sizes[..ATTENTION]) + (experts.count * width) as u64;
+    let expert = (3 * experts.width * width) as u64;
+    let with = |experts: usize| shared + experts as u64 * expert;
+    (with(experts.count), with(experts.used))
+}
+
+/// The first of [`TARGETS`], which are of attention.
+pub(crate) const ATTENTION: usize = 4;
 
 /// Numbers of a norm or a bias.
 #[derive(Debug)]
@@ -188,27 +209,128 @@ pub(crate) struct LayerWeights {
     pub(crate) post_attention_norm: Option<VectorParameter>,
     pub(crate) ffn_norm: VectorParameter,
     pub(crate) post_ffn_norm: Option<VectorParameter>,
-    /// In the order of [`TARGETS`].
-    pub(crate) matrices: [Matrix; 7],
+    /// In the order of [`TARGETS`]; of a layer with experts those of attention alone.
+    pub(crate) matrices: Vec<Matrix>,
+    pub(crate) experts: Option<ExpertWeights>,
+}
+
+/// Routed experts in place of a feed-forward.
+#[derive(Debug)]
+pub(crate) struct ExpertWeights {
+    /// (experts, C)
+    pub(crate) router: Matrix,
+    /// Gate, up and down of each expert.
+    pub(crate) experts: Vec<[Matrix; 3]>,
 }
 
 /// The weights of a stage, and where what is trained lies.
 #[derive(Debug)]
 pub(crate) struct StageWeights {
-    /// None where a stage neither begins with tokens nor ends with them.
+    /// None but in the first stage.
     pub(crate) embedding: Option<Matrix>,
     /// The number of the first of `layers`.
     pub(crate) first_layer: usize,
     pub(crate) layers: Vec<LayerWeights>,
     /// None but in the last stage.
     pub(crate) output_norm: Option<VectorParameter>,
-    /// None where it is the embedding, and but in the last stage.
+    /// None where it is the embedding, and but in the last stage. The last one of several stages
+    /// has a table of its own also where the model has one table.
     pub(crate) output: Option<Matrix>,
     pub(crate) layout: Layout,
-    /// Ranges in the trained vector: the embedding, then each layer, then the rest.
-    pub(crate) parts: Vec<Range<usize>>,
-    /// The values that a whole model's training begins with; empty for adapters.
-    pub(crate) first: Vec<f32>,
+    pub(crate) parts: Parts,
+    /// Tensors that a whole model's training begins with, by slot; empty for adapters.
+    first: Vec<FirstTensor>,
+}
+
+/// The parts of what is trained: the embedding, then each layer, then the last norm and the head.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Parts {
+    /// Ranges in the vector of trained values. A head that is the table of tokens has that range.
+    pub(crate) values: Vec<Range<usize>>,
+    /// Ranges in a vector of gradients, where the head has a range of its own: the gradients of one
+    /// table from both ends of a model are different sums over leaves, which [`fold`](Self::fold)
+    /// adds.
+    pub(crate) gradients: Vec<Range<usize>>,
+}
+
+impl Parts {
+    /// Parts that end at `ends`. With `is_tied` the head's part is that of the embedding.
+    pub(crate) fn new(ends: &[usize], is_tied: bool) -> Self {
+        let mut values: Vec<_> = ends.windows(2).map(|two| two[0]..two[1]).collect();
+        let mut gradients = values.clone();
+        if let (true, Some(head), Some(table)) = (is_tied, gradients.last_mut(), values.first()) {
+            head.end = head.start + table.len();
+            let table = table.clone();
+            values
+                .last_mut()
+                .into_iter()
+                .for_each(|head| *head = table.clone());
+        }
+        Self { values, gradients }
+    }
+
+    /// The number of parts.
+    pub(crate) fn count(&self) -> usize {
+        self.values.len()
+    }
+
+    /// The part of the norm before the head.
+    pub(crate) fn norm(&self) -> usize {
+        self.count() - 2
+    }
+
+    /// The part of the head.
+    pub(crate) fn head(&self) -> usize {
+        self.count() - 1
+    }
+
+    /// Length of a vector of gradients.
+    pub(crate) fn gradient_len(&self) -> usize {
+        self.gradients.last().map_or(0, |head| head.end)
+    }
+
+    /// Whether a trained head is the table of tokens.
+    pub(crate) fn is_shared(&self) -> bool {
+        let head = self.head();
+        !self.values[head].is_empty() && self.values[head] != self.gradients[head]
+    }
+
+    /// Turns a vector of gradients into one of as many numbers as there are trained values.
+    pub(crate) fn fold(&self, grads: &mut Vec<f32>) {
+        if !self.is_shared() {
+            return;
+        }
+        let head = self.gradients[self.head()].start;
+        let (others, of_head) = grads.split_at_mut(head);
+        let table = others[self.values[0].clone()].iter_mut();
+        table.zip(of_head).for_each(|(g, head)| *g += *head);
+        grads.truncate(head);
+    }
+}
+
+/// A tensor as it is stored.
+#[derive(Debug)]
+pub(crate) struct FirstTensor {
+    tensor: Tensor,
+    /// Size of heads whose rows are turned from neighbours to halves.
+    heads: Option<usize>,
+}
+
+impl FirstTensor {
+    /// All of its values, in our order of rows.
+    fn values(&self) -> Vec<f32> {
+        let rows = self.tensor.shape.first().copied().unwrap_or(0);
+        let n: usize = self.tensor.shape.iter().product();
+        let mut stored = vec![0.0; n];
+        storage::dequantise(self.tensor.block_type, &self.tensor.bytes, &mut stored);
+        self.tensor.bytes.discard();
+        if self.heads.is_none() {
+            return stored;
+        }
+        let cols = n / rows.max(1);
+        let row = |i| &stored[file_row(i, self.heads) * cols..][..cols];
+        (0..rows).flat_map(row).copied().collect()
+    }
 }
 
 impl StageWeights {
@@ -226,6 +348,23 @@ impl StageWeights {
     pub(crate) fn table(&self) -> &Matrix {
         let table = self.embedding.as_ref();
         table.expect("the first stage has the table of tokens")
+    }
+
+    /// The values of `ranges` of the trained vector, one behind the other, before the first step of
+    /// a whole model's training.
+    pub(crate) fn first_values(&self, ranges: &[Range<usize>]) -> Vec<f32> {
+        let mut found = Vec::with_capacity(ranges.iter().map(Range::len).sum());
+        for range in ranges {
+            for (slot, first) in self.layout.slots().iter().zip(&self.first) {
+                let start = range.start.max(slot.range.start);
+                let end = range.end.min(slot.range.end);
+                if start < end {
+                    let within = start - slot.range.start..end - slot.range.start;
+                    found.extend_from_slice(&first.values()[within]);
+                }
+            }
+        }
+        found
     }
 
     /// The output head's matrix and the norm before it.
@@ -251,7 +390,9 @@ pub(crate) struct WeightLoader<'a> {
     /// Whether fixed matrices are read by the engine's device, and not here.
     pub(crate) elsewhere: bool,
     pub(crate) layout: Layout,
-    pub(crate) first: Vec<f32>,
+    /// Where the part that is read begins in the layout.
+    pub(crate) part: usize,
+    pub(crate) first: Vec<FirstTensor>,
 }
 
 impl WeightLoader<'_> {
@@ -259,24 +400,33 @@ impl WeightLoader<'_> {
         let c = self.config;
         let (stage, table) = (self.stage, [c.vocab, c.width]);
         let (numbers, tied) = (stage.layers(c)?, self.is_tied()?);
-        let role = Role::TokenEmbedding;
-        let has_table = stage.is_first() || (stage.is_last() && tied);
-        let embedding = has_table.then(|| self.matrix(role, table, "model.embed_tokens", None));
-        let embedding = embedding.transpose()?;
-        let mut ends = vec![0, self.layout.len()];
+        let mut ends = vec![0];
+        let mut embedding = None;
+        if stage.is_first() {
+            let role = Role::TokenEmbedding;
+            embedding = Some(self.matrix(role, table, "model.embed_tokens", None)?);
+        }
+        self.end_part(&mut ends);
         let mut layers = Vec::with_capacity(numbers.len());
         for i in numbers.clone() {
             layers.push(self.layer(i)?);
-            ends.push(self.layout.len());
+            self.end_part(&mut ends);
         }
         let mut output_norm = None;
         if stage.is_last() {
             output_norm = Some(self.vector(Role::OutputNorm, c.width, "model.norm.weight")?);
         }
-        let has_head = stage.is_last() && !tied;
-        let output = has_head.then(|| self.matrix(Role::Output, table, "lm_head", None));
-        let output = output.transpose()?;
-        ends.push(self.layout.len());
+        self.end_part(&mut ends);
+        let shares_table = tied && stage.is_first();
+        let mut output = None;
+        if stage.is_last() && !shares_table {
+            let (role, name) = match tied {
+                true => (Role::TokenEmbedding, "model.embed_tokens"),
+                false => (Role::Output, "lm_head"),
+            };
+            output = Some(self.matrix(role, table, name, None)?);
+        }
+        self.end_part(&mut ends);
         Ok(StageWeights {
             embedding,
             first_layer: numbers.start,
@@ -284,9 +434,15 @@ impl WeightLoader<'_> {
             output_norm,
             output,
             layout: self.layout,
-            parts: ends.windows(2).map(|two| two[0]..two[1]).collect(),
+            parts: Parts::new(&ends, shares_table && stage.is_last()),
             first: self.first,
         })
+    }
+
+    /// What is read from here on is of the next part.
+    fn end_part(&mut self, ends: &mut Vec<usize>) {
+        self.part = self.layout.len();
+        ends.push(self.part);
     }
 
     fn layer(&mut self, i: usize) -> Result<LayerWeights, Error> {
@@ -302,22 +458,18 @@ impl WeightLoader<'_> {
         let head_norms = c.family.norms_heads();
         let norm = role(LayerRole::AttentionNorm);
         let attention_norm = self.vector(norm, c.width, &norm_name("input_layernorm"))?;
-        let [query, key, value, out, gate, up, down] = sizes;
-        let nth = |this: &mut Self, n: usize, size: [usize; 2]| {
-            let (part, block, name) = TARGETS[n];
-            let heads = this.turned(i, part).then_some(shape.head_dim);
-            let name = format!("model.layers.{i}.{block}.{name}");
-            this.matrix(role(part), size, &name, heads)
+        let mut matrices = Vec::with_capacity(TARGETS.len());
+        let count = if shape.experts.is_some() {
+            ATTENTION
+        } else {
+            TARGETS.len()
         };
-        let matrices = [
-            nth(self, 0, query)?,
-            nth(self, 1, key)?,
-            nth(self, 2, value)?,
-            nth(self, 3, out)?,
-            nth(self, 4, gate)?,
-            nth(self, 5, up)?,
-            nth(self, 6, down)?,
-        ];
+        for ((part, block, name), size) in TARGETS.into_iter().zip(sizes).take(count) {
+            let heads = self.turned(i, part).then_some(shape.head_dim);
+            let name = format!("model.layers.{i}.{block}.{name}");
+            matrices.push(self.matrix(role(part), size, &name, heads)?);
+        }
+        let experts = shape.experts.map(|of| self.experts(i, of)).transpose()?;
         let mut opt = |there: bool, part, n, name: &str| {
             there
                 .then(|| self.vector(role(part), n, &norm_name(name)))
@@ -342,7 +494,37 @@ impl WeightLoader<'_> {
             ffn_norm: self.vector(role(LayerRole::FfnNorm), c.width, &norm_name(before_ffn))?,
             attention_norm,
             matrices,
+            experts,
         })
+    }
+
+    /// The experts of a layer, under the names of their family's files.
+    fn experts(&mut self, i: usize, of: Experts) -> Result<ExpertWeights, Error> {
+        let (block, names) = match self.config.family {
+            ModelFamily::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
+            _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+        };
+        let (c, stem) = (self.config.width, format!("model.layers.{i}.{block}"));
+        let role = Role::Layer(i, LayerRole::Router);
+        let router = self.matrix(role, [of.count, c], &format!("{stem}.gate"), None)?;
+        let mut experts = Vec::with_capacity(of.count);
+        for index in 0..of.count {
+            let nth = Nth {
+                index,
+                of: of.count,
+            };
+            let mut own = |part, size, name: &str| {
+                let name = format!("{stem}.experts.{index}.{name}");
+                self.matrix(Role::Layer(i, part), size, &name, None)
+            };
+            let [gate, up, down] = names;
+            experts.push([
+                own(LayerRole::ExpertGate(nth), [of.width, c], gate)?,
+                own(LayerRole::ExpertUp(nth), [of.width, c], up)?,
+                own(LayerRole::ExpertDown(nth), [c, of.width], down)?,
+            ]);
+        }
+        Ok(ExpertWeights { router, experts })
     }
 
     /// Whether a file's rows lie by neighbours and ours by halves.
@@ -381,18 +563,17 @@ impl WeightLoader<'_> {
             Method::Lora if role == Role::TokenEmbedding && !self.is_head()? => {}
             Method::Lora => matrix.kept = MatrixStorage::Fixed(self.unpacked(&matrix)),
             Method::Full => {
-                let values = self.unpacked(&matrix);
-                matrix.kept = MatrixStorage::Trained(self.add(
-                    format!("{name}.weight"),
-                    &[rows, cols],
-                    &values,
-                ));
+                let range = self.slot(format!("{name}.weight"), vec![rows, cols]);
+                let stored = std::mem::replace(&mut matrix.kept, MatrixStorage::Trained(range));
+                if let MatrixStorage::Stored(tensor, heads) = stored {
+                    self.first.push(FirstTensor { tensor, heads });
+                }
             }
         }
         if let Some(number) = self.adapted(role) {
             let of = |part| format!("base_model.model.{name}.{part}.weight");
-            let a = self.layout.add(of("lora_A"), vec![self.lora.rank, cols]);
-            let b = self.layout.add(of("lora_B"), vec![rows, self.lora.rank]);
+            let a = self.slot(of("lora_A"), vec![self.lora.rank, cols]);
+            let b = self.slot(of("lora_B"), vec![rows, self.lora.rank]);
             matrix.pair = Some(AdapterFactors { number, a, b });
         }
         Ok(matrix)
@@ -451,27 +632,37 @@ impl WeightLoader<'_> {
             false => self.source.opt_bias(family, role)?,
         };
         let Some(tensor) = bias else { return Ok(None) };
-        let values = numbers(&tensor, n)?;
-        let values: Vec<f32> = (0..n).map(|i| values[file_row(i, heads)]).collect();
-        Ok(Some(self.trained(values, format!("{name}.bias"))))
+        let name = format!("{name}.bias");
+        self.of_tensor(FirstTensor { tensor, heads }, n, name)
+            .map(Some)
     }
 
     fn vector(&mut self, role: Role, n: usize, name: &str) -> Result<VectorParameter, Error> {
         let tensor = self.source.weight(self.config.family, role)?;
-        let values = numbers(&tensor, n)?;
-        Ok(self.trained(values, name.to_owned()))
+        let heads = None;
+        self.of_tensor(FirstTensor { tensor, heads }, n, name.to_owned())
     }
 
-    fn trained(&mut self, values: Vec<f32>, name: String) -> VectorParameter {
-        match self.method {
-            Method::Full => VectorParameter::Trained(self.add(name, &[values.len()], &values)),
-            Method::Lora | Method::Qlora => VectorParameter::Fixed(values),
+    /// A norm or a bias of `n` numbers, trained or not.
+    fn of_tensor(
+        &mut self,
+        stored: FirstTensor,
+        n: usize,
+        name: String,
+    ) -> Result<VectorParameter, Error> {
+        check(&stored.tensor, &[n])?;
+        if self.method != Method::Full {
+            return Ok(VectorParameter::Fixed(stored.values()));
         }
+        let range = self.slot(name, vec![n]);
+        self.first.push(stored);
+        Ok(VectorParameter::Trained(range))
     }
 
-    fn add(&mut self, name: String, shape: &[usize], values: &[f32]) -> Range<usize> {
-        self.first.extend_from_slice(values);
-        self.layout.add(name, shape.to_vec())
+    /// A trained tensor's range in its part.
+    fn slot(&mut self, name: String, shape: Vec<usize>) -> Range<usize> {
+        let range = self.layout.add(name, shape);
+        range.start - self.part..range.end - self.part
     }
 }
 

@@ -15,6 +15,7 @@ use crate::class::Means;
 use crate::error::Error;
 use crate::messages::{FromWorker, LeafTask, ToWorker, params_file, roots_file};
 use crate::run::TrainingRun;
+use crate::shard::RankWorker;
 use crate::workers::{compute, publish, read_values};
 
 /// Longest wait for the first message.
@@ -23,7 +24,7 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 /// Time that a failed worker waits to be ended, so that the parent reads the reason first.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
-type RunChannel = Control<ToWorker, FromWorker>;
+pub(crate) type RunChannel = Control<ToWorker, FromWorker>;
 
 /// Runs a worker on the control channel that is this process's standard input, until the parent
 /// ends it or is gone. Returns only with an error, which the parent has received.
@@ -55,13 +56,14 @@ fn work<M: Into<Means>>(
     means: impl FnOnce(usize) -> std::io::Result<M>,
     is_ready: &mut bool,
 ) -> Result<Infallible, Error> {
-    let (job, threads, exchange, stage) = match channel.recv(START_LIMIT)? {
+    let (job, threads, exchange, stage, shard) = match channel.recv(START_LIMIT)? {
         Some(ToWorker::Start {
             job,
             threads,
             exchange,
             stage,
-        }) => (job, threads, exchange, stage),
+            shard,
+        }) => (job, threads, exchange, stage, shard),
         other => return Err(unexpected(other.as_ref(), "Start")),
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -76,6 +78,14 @@ fn work<M: Into<Means>>(
         notes: run.net.notes().to_vec(),
     })?;
     *is_ready = true;
+    if let Some(role) = shard {
+        let mut worker = RankWorker::new(channel, run, exchange, role);
+        loop {
+            if let Some(message) = channel.recv(Duration::MAX)? {
+                worker.handle(message)?;
+            }
+        }
+    }
     let mut worker = StageWorker {
         channel,
         run,
@@ -138,7 +148,8 @@ impl StageWorker<'_> {
             };
             Ok(channel.send(&part)?)
         };
-        let losses = compute(&self.run, &self.values.1, step, leaves, &mut tell)?;
+        let mut values = self.run.net.whole(&self.values.1);
+        let losses = compute(&self.run, &mut values, step, leaves, &mut tell)?;
         let done = FromWorker::Done {
             step,
             start,
@@ -180,10 +191,10 @@ impl StageWorker<'_> {
             )?);
             loss = stage.is_last().then_some(own.to_bits());
         } else if stage.is_last() {
-            loss = Some(net.loss_after(params, &leaf, x)?.to_bits());
+            loss = Some(net.losses(&mut net.whole(params), &[&leaf], vec![x])?[0].to_bits());
         } else {
-            let y = net.forward(params, &leaf, x, chance)?;
-            publish(&self.exchange, &task.inputs_file(stage.index + 1), &y)?;
+            let y = net.forward(&mut net.whole(params), &[(&leaf, chance)], vec![x])?;
+            publish(&self.exchange, &task.inputs_file(stage.index + 1), &y[0])?;
         }
         let passed = FromWorker::Passed {
             task: *task,
@@ -200,18 +211,23 @@ impl StageWorker<'_> {
     }
 }
 
-const fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error {
+pub(crate) const fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error {
     let got = match message {
         Some(ToWorker::Start { .. }) => "Start",
         Some(ToWorker::Compute { .. }) => "Compute",
         Some(ToWorker::Pass(_)) => "Pass",
+        Some(ToWorker::Listen { .. }) => "Listen",
+        Some(ToWorker::Form { .. }) => "Form",
+        Some(ToWorker::Step { .. }) => "Step",
+        Some(ToWorker::Judge { .. }) => "Judge",
+        Some(ToWorker::Save { .. }) => "Save",
         None => "nothing",
     };
     Error::Protocol { got, expected }
 }
 
 /// An error with its causes, as one line.
-fn error_chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -9,8 +9,11 @@ mod deadline;
 mod flow;
 mod leaves;
 mod pipeline;
+mod shards;
 
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,12 +25,17 @@ use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
 use paceline_model::adapter::files::tensors;
 use sha2::{Digest, Sha256};
 
+use crate::checkpoint::{self, Checkpoint};
 use crate::error::Error;
+use crate::hashed::Hashed;
 use crate::messages::{FromWorker, LeafTask, ToWorker};
-use crate::net::{KEPT_BYTES, Pass};
 use crate::run::{TrainingJob, TrainingProgress, TrainingRun};
+use crate::shard::Sharding;
 use crate::stage::ModelStage;
+use crate::values::PartValues;
+use crate::weights::Parts;
 use deadline::{Deadlines, Overdue};
+use shards::{RankGroup, Stepped};
 
 /// Longest silence of a worker before its leaves go to others. Its signs of life do not depend on
 /// what it computes.
@@ -60,6 +68,8 @@ pub struct WorkerOptions {
     pub env: Vec<(OsString, OsString)>,
     /// Stages that the model is cut into. Worker `n` has stage `n` modulo this.
     pub stages: usize,
+    /// What the workers share out among them as ranks of a group, if they do.
+    pub sharding: Option<Sharding>,
     /// Folder of exchanged files: made, and removed at the end.
     pub exchange: PathBuf,
 }
@@ -94,6 +104,15 @@ impl TrainingWorkers {
                 expected: format!("a node for each of {stages} stages at least"),
             });
         }
+        if processes.sharding.is_some() && stages > 1 {
+            return Err(Error::Option {
+                option: "--stages",
+                got: stages.to_string(),
+                expected: "1, with --shard".to_owned(),
+            });
+        }
+        let group = processes.sharding;
+        let group = group.map(|sharding| RankGroup::new(run, sharding, count));
         let exchange = processes.exchange;
         let _ = std::fs::remove_dir_all(&exchange); // of a run that was killed
         std::fs::create_dir_all(&exchange).map_err(Error::file("make", &exchange))?;
@@ -115,6 +134,7 @@ impl TrainingWorkers {
             members: (0..count).map(|_| TrainingWorker::default()).collect(),
             deadlines: Deadlines::new(count),
             stages,
+            group,
             lost: 0,
             fruitless: 0,
             last: String::new(),
@@ -154,6 +174,12 @@ impl TrainingWorkers {
             .unwrap_or_default()
     }
 
+    /// The workers of a sharded run, whose values are theirs.
+    pub(crate) fn sharded(&mut self) -> Option<ShardedRanks<'_>> {
+        let team = self.team.as_mut().filter(|team| team.group.is_some())?;
+        Some(ShardedRanks { team })
+    }
+
     /// The loss and the gradient of a step.
     pub(crate) fn step(
         &mut self,
@@ -188,20 +214,56 @@ impl TrainingWorkers {
     }
 }
 
+/// The ranks of a sharded run.
+pub(crate) struct ShardedRanks<'a> {
+    team: &'a mut WorkerSet,
+}
+
+impl ShardedRanks<'_> {
+    /// Makes a step. Ranks that have no state yet begin with `from`, or with the first values.
+    pub(crate) fn step(
+        &mut self,
+        run: &TrainingRun,
+        at: (u64, Option<&Checkpoint>),
+        watch: &mut dyn FnMut(TrainingProgress),
+    ) -> Result<Stepped, Error> {
+        self.team.step_together(run, at, watch)
+    }
+
+    /// The loss of each row of what is held out, with the values before a step.
+    pub(crate) fn judge(
+        &mut self,
+        run: &TrainingRun,
+        at: (u64, Option<&Checkpoint>),
+        watch: &mut dyn FnMut(TrainingProgress),
+    ) -> Result<Vec<f64>, Error> {
+        self.team.judge_together(run, at, watch)
+    }
+
+    /// Writes the state before a step as a checkpoint into `output`.
+    pub(crate) fn save(
+        &mut self,
+        run: &TrainingRun,
+        at: (u64, Option<&Checkpoint>),
+        output: &Path,
+        watch: &mut dyn FnMut(TrainingProgress),
+    ) -> Result<(), Error> {
+        let (cuts, files) = self.team.save_together(run, at, watch)?;
+        checkpoint::join(output, at.0, run, (&cuts, &files))
+    }
+}
+
 /// A step in this process.
 fn alone(run: &TrainingRun, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error> {
-    let mut grads = vec![0.0; params.len()];
     let parts = run.net.parts();
-    let losses = compute(
-        run,
-        params,
-        step,
-        0..run.order.leaves(),
-        &mut |part, roots| {
-            grads[parts[part].clone()].copy_from_slice(roots);
-            Ok(())
-        },
-    )?;
+    let mut grads = vec![0.0; parts.gradient_len()];
+    let mut values = run.net.whole(params);
+    let leaves = 0..run.order.leaves();
+    let losses = compute(run, &mut values, step, leaves, &mut |part, roots| {
+        grads[parts.gradients[part].clone()].copy_from_slice(roots);
+        Ok(())
+    })?;
+    parts.fold(&mut grads);
     Ok((losses.iter().sum(), grads))
 }
 
@@ -213,57 +275,79 @@ pub(crate) type PartSink<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + '
 /// computed.
 pub(crate) fn compute(
     run: &TrainingRun,
-    params: &[f32],
+    values: &mut dyn PartValues,
     step: u64,
     leaves: Range<usize>,
     done: &mut PartSink<'_>,
 ) -> Result<Vec<f64>, Error> {
-    let mut sums = Sums::new(run, params.len(), leaves.start);
+    let mut sums = Sums::new(run, leaves.start);
     let mut losses = Vec::with_capacity(leaves.len());
     let together = run.net.together(run.job.tokens_max * run.job.leaf);
     let all: Vec<usize> = leaves.collect();
-    let judged = run.judged(step);
     for group in all.chunks(together) {
-        let is_last = group.last() == all.last();
-        // A single leaf stores activations; several store their layers' inputs alone.
-        let keep = if group.len() == 1 { KEPT_BYTES } else { 0 };
-        let mut passes: Vec<Pass> = Vec::with_capacity(group.len());
-        let last = run.net.parts().len() - 1;
-        for number in group {
-            let (leaf, chance) = run.leaf(step, *number);
-            let mut pass = run.net.begin(params, &leaf, (None, chance), keep)?;
-            let at = (&mut pass, &leaf);
-            losses.push(run.net.top(params, at, judged, &mut sums.grads)?);
-            sums.push(last);
-            passes.push(pass);
-        }
-        sums.report_part(last, is_last, done)?;
-        for part in (1..last).rev() {
-            for pass in &mut passes {
-                run.net.down(params, pass, &mut sums.grads)?;
-                sums.push(part);
-            }
-            sums.report_part(part, is_last, done)?;
-        }
-        for pass in &passes {
-            run.net.bottom(pass, &mut sums.grads);
-            sums.push(0);
-        }
-        sums.report_part(0, is_last, done)?;
+        let mut done = (group.last() == all.last()).then_some(&mut *done);
+        losses.extend(compute_together(
+            run,
+            values,
+            (step, group),
+            &mut sums,
+            &mut done,
+        )?);
     }
     Ok(losses)
 }
 
+/// Losses of leaves that go through the layers together: none of no leaves, which asks for the same
+/// values.
+pub(crate) fn compute_together(
+    run: &TrainingRun,
+    values: &mut dyn PartValues,
+    (step, leaves): (u64, &[usize]),
+    sums: &mut Sums<'_>,
+    done: &mut Option<&mut PartSink<'_>>,
+) -> Result<Vec<f64>, Error> {
+    let (net, parts) = (&run.net, run.net.parts());
+    let leaves: Vec<_> = leaves.iter().map(|leaf| run.leaf(step, *leaf)).collect();
+    let leaves: Vec<_> = leaves
+        .iter()
+        .map(|(leaf, chance)| (leaf, *chance))
+        .collect();
+    let mut passes = net.begin(values, &leaves, vec![None; leaves.len()])?;
+    let at = (passes.as_mut_slice(), leaves.as_slice());
+    let losses = net.top(values, at, run.judged(step), &mut |[norm, head]| {
+        sums.push(parts.norm(), norm);
+        sums.push(parts.head(), head);
+    })?;
+    sums.report_part(parts.head(), done)?;
+    sums.report_part(parts.norm(), done)?;
+    for part in (1..parts.norm()).rev() {
+        let params = values.part(part)?;
+        let mut grads = vec![0.0; parts.gradients[part].len()];
+        for pass in &mut passes {
+            net.down(params, pass, &mut grads)?;
+            sums.push(part, &grads);
+            grads.fill(0.0);
+        }
+        sums.report_part(part, done)?;
+    }
+    let mut grads = vec![0.0; parts.gradients[0].len()];
+    for pass in &passes {
+        net.bottom(pass, &mut grads);
+        sums.push(0, &grads);
+        grads.fill(0.0);
+    }
+    sums.report_part(0, done)?;
+    Ok(losses)
+}
+
 /// The trees over leaves of all parts of what is trained.
-struct Sums<'a> {
-    parts: &'a [Range<usize>],
+pub(crate) struct Sums<'a> {
+    parts: &'a Parts,
     stacks: Vec<Stack>,
-    /// Gradients of the current leaf; zero outside of the parts in progress.
-    grads: Vec<f32>,
 }
 
 impl<'a> Sums<'a> {
-    fn new(run: &'a TrainingRun, n: usize, first_leaf: usize) -> Self {
+    pub(crate) fn new(run: &'a TrainingRun, first_leaf: usize) -> Self {
         let parts = run.net.parts();
         let stack = |part: &Range<usize>| {
             let mut stack = Stack::new(run.order.leaves(), part.len());
@@ -272,17 +356,14 @@ impl<'a> Sums<'a> {
         };
         Self {
             parts,
-            stacks: parts.iter().map(stack).collect(),
-            grads: vec![0.0; n],
+            stacks: parts.gradients.iter().map(stack).collect(),
         }
     }
 
-    /// A leaf's gradient of a part is complete.
-    fn push(&mut self, part: usize) {
-        let grads = &mut self.grads[self.parts[part].clone()];
+    /// Adds the next leaf's gradient of a part.
+    fn push(&mut self, part: usize, grads: &[f32]) {
         if !grads.is_empty() {
             self.stacks[part].push(grads);
-            grads.fill(0.0);
         }
     }
 
@@ -290,14 +371,14 @@ impl<'a> Sums<'a> {
     fn report_part(
         &mut self,
         part: usize,
-        is_last: bool,
-        done: &mut PartSink<'_>,
+        done: &mut Option<&mut PartSink<'_>>,
     ) -> Result<(), Error> {
-        if is_last && !self.parts[part].is_empty() {
-            let stack = std::mem::replace(&mut self.stacks[part], Stack::new(1, 0));
-            done(part, stack.values())?;
+        let Some(done) = done else { return Ok(()) };
+        if self.parts.gradients[part].is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let stack = std::mem::replace(&mut self.stacks[part], Stack::new(1, 0));
+        done(part, stack.values())
     }
 }
 
@@ -340,6 +421,8 @@ struct WorkerSet {
     members: Vec<TrainingWorker>,
     deadlines: Deadlines,
     stages: usize,
+    /// Of a sharded run.
+    group: Option<RankGroup>,
     lost: u32,
     fruitless: u32,
     /// Reason for the last loss of a worker.
@@ -477,6 +560,7 @@ impl WorkerSet {
             threads: self.posts[rank as usize].threads,
             exchange: self.exchange.clone(),
             stage: self.stage(rank as usize),
+            shard: self.role(rank as usize),
         };
         // A worker that does not read will be reported as ended.
         let _ = self.workers.send(Rank(rank), &message);
@@ -504,15 +588,32 @@ impl Drop for WorkerSet {
 
 /// Writes values where other processes see them whole or not at all. Gives their SHA-256.
 pub(crate) fn publish(exchange: &Path, name: &str, values: &[f32]) -> Result<String, Error> {
+    publish_all(exchange, name, &[values])
+}
+
+/// The same of several vectors, one behind the other.
+pub(crate) fn publish_all(
+    exchange: &Path,
+    name: &str,
+    vectors: &[&[f32]],
+) -> Result<String, Error> {
     let path = exchange.join(name);
     let folder = path.parent().unwrap_or(exchange);
     std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
     let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
-    let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-    let written =
-        std::fs::write(&temporary, &bytes).and_then(|()| std::fs::rename(&temporary, &path));
-    written.map_err(Error::file("write", &path))?;
-    Ok(hex(&Sha256::digest(&bytes)))
+    let write = || {
+        let mut file = Hashed {
+            file: BufWriter::new(File::create(&temporary)?),
+            hash: Sha256::new(),
+        };
+        for values in vectors {
+            tensors::write_floats(&mut file, values)?;
+        }
+        file.flush()?;
+        std::fs::rename(&temporary, &path)?;
+        Ok(hex(&file.hash.finalize()))
+    };
+    write().map_err(Error::file("write", &path))
 }
 
 /// The `n` values of a file; with this digest where there is one.

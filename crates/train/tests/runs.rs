@@ -17,7 +17,7 @@ use paceline_tensor::{Kernels, PAGE, storage};
 use paceline_train::remote::{FarSpec, GREETING, forward_to_worker, run_worker};
 use paceline_train::{
     Error, Leaf, Means, Method, OptimiserOptions, Post, Report, Rule, RunOptions, Schedule,
-    StepReporter, TrainOn, TrainableModel, TrainingClass, TrainingJob, TrainingProgress,
+    Sharding, StepReporter, TrainOn, TrainableModel, TrainingClass, TrainingJob, TrainingProgress,
     TrainingRun, TrainingWorkers, WorkerOptions, fuse, read_metrics, svg, worker,
 };
 use paceline_weights::safetensors::Safetensors;
@@ -114,6 +114,7 @@ fn job(data: &Path, steps: u64) -> TrainingJob {
 struct Where {
     nodes: usize,
     stages: usize,
+    sharding: Option<Sharding>,
     /// Whether workers are behind a bridge.
     far: bool,
     /// Whether their command lines have [`MARK_OF_LONG`], so that a test finds its own.
@@ -127,6 +128,7 @@ const fn nodes(nodes: usize) -> Where {
     Where {
         nodes,
         stages: 1,
+        sharding: None,
         far: false,
         marked: false,
     }
@@ -153,6 +155,7 @@ fn crew(run: &TrainingRun, at: Where, output: &Path) -> Result<TrainingWorkers, 
         posts: vec![post; at.nodes],
         env: std::env::vars_os().collect(),
         stages: at.stages,
+        sharding: at.sharding,
         exchange: output.join(".exchange"),
     };
     TrainingWorkers::start(processes, run)
@@ -184,7 +187,7 @@ fn train(
     run.train(&mut crew, options, &mut |progress| hear(&progress, &ids))
 }
 
-/// The adapter's bytes, and the curve without times.
+/// The adapter's bytes, or the model's, and the curve without times.
 fn result(output: &Path) -> (Vec<u8>, Vec<String>) {
     let metrics = read_metrics(&output.join("metrics.jsonl")).unwrap();
     let line = |m: &paceline_train::Measured| {
@@ -193,8 +196,13 @@ fn result(output: &Path) -> (Vec<u8>, Vec<String>) {
             m.step, m.loss, m.lr, m.grad_norm, m.val_loss
         )
     };
-    let adapter = std::fs::read(output.join("adapter_model.safetensors")).unwrap();
-    (adapter, metrics.iter().map(line).collect())
+    let files = ["adapter_model.safetensors", "model.safetensors"];
+    let file = files
+        .iter()
+        .map(|name| output.join(name))
+        .find(|path| path.exists());
+    let written = std::fs::read(file.unwrap()).unwrap();
+    (written, metrics.iter().map(line).collect())
 }
 
 #[test]
@@ -270,10 +278,8 @@ fn stages_give_the_bytes_of_one_process() {
     for (count, stages, killed) in [(2, 2, None), (3, 3, Some(1)), (4, 2, Some(3)), (2, 1, None)] {
         let output = folder.path().join(format!("stages-{count}-{stages}"));
         let at = Where {
-            nodes: count,
             stages,
-            far: false,
-            marked: false,
+            ..nodes(count)
         };
         let hear = |progress: &TrainingProgress, ids: &[u32]| {
             if let (TrainingProgress::Step(m), Some(rank)) = (progress, killed)
@@ -291,14 +297,83 @@ fn stages_give_the_bytes_of_one_process() {
         );
     }
     let at = Where {
-        nodes: 2,
         stages: 9,
-        far: false,
-        marked: false,
+        ..nodes(2)
     };
     let output = folder.path().join("too-many");
     let error = train(&job, at, &output, (false, &|| false), |_, _| {}).unwrap_err();
     assert!(error.to_string().contains("9 stages"), "{error}");
+}
+
+/// Ranks that share out the state, with two of them killed on the way; then a run that is stopped
+/// and goes on with other numbers of ranks. All give the bytes of one process, and so do stages of a
+/// model with one table.
+#[test]
+fn ranks_with_shards_give_the_bytes_of_one_process() {
+    use Sharding::{All, State};
+    let folder = tempfile::tempdir().unwrap();
+    let data = data(folder.path());
+    let cases: [(usize, Sharding, &[(u64, usize)]); 4] = [
+        (2, All, &[]),
+        (3, All, &[(2, 1), (4, 0)]),
+        (4, State, &[(1, 3)]),
+        (2, State, &[(1, 0), (3, 1)]),
+    ];
+    let models = [
+        ("llama-tied", Method::Full),
+        ("qwen3moe-bf16", Method::Full),
+        ("llama-tied", Method::Lora),
+    ];
+    for (model, method) in models {
+        let mut job = job(&data, 6);
+        job.trained = trained(model, method);
+        let of = |name: &str| folder.path().join(format!("{model}-{method:?}-{name}"));
+        let one = of("one");
+        let expected = train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
+        let is_same = |output: &Path, report: &Report, about: &str| {
+            assert_eq!(report.digest, expected.digest, "{model} {method:?} {about}");
+            assert!(result(&one) == result(output), "{model} {method:?} {about}");
+        };
+        let ranks = |count: usize, sharding: Sharding| Where {
+            sharding: Some(sharding),
+            ..nodes(count)
+        };
+        for (count, sharding, kills) in cases {
+            let output = of(&format!("{count}-{sharding:?}"));
+            let hear = |progress: &TrainingProgress, ids: &[u32]| {
+                let TrainingProgress::Step(m) = progress else {
+                    return;
+                };
+                for (_, rank) in kills.iter().filter(|(step, _)| *step == m.step) {
+                    let id = Pid::from_raw(i32::try_from(ids[*rank]).unwrap()).unwrap();
+                    kill_process(id, Signal::KILL).unwrap();
+                }
+            };
+            let at = ranks(count, sharding);
+            let report = train(&job, at, &output, (false, &|| false), hear).unwrap();
+            assert_eq!(report.lost as usize, kills.len());
+            is_same(&output, &report, &format!("{count} ranks {sharding:?}"));
+        }
+        let cut = of("cut");
+        for (at, last) in [(ranks(3, All), 2), (ranks(2, State), 4), (nodes(1), 6)] {
+            let asked = Cell::new(0);
+            let stop = || {
+                asked.set(asked.get() + 1);
+                last < 6 && asked.get() > 2
+            };
+            match train(&job, at, &cut, (last > 2, &stop), |_, _| {}) {
+                Err(Error::Stopped { step }) => assert_eq!(step, last + 1),
+                other => is_same(&cut, &other.unwrap(), "cut"),
+            }
+        }
+        let stages = of("stages");
+        let at = Where {
+            stages: 2,
+            ..nodes(2)
+        };
+        let report = train(&job, at, &stages, (false, &|| false), |_, _| {}).unwrap();
+        is_same(&stages, &report, "stages");
+    }
 }
 
 /// Workers behind a bridge, which have neither model nor data: all of it is sent, and the bytes are
@@ -310,17 +385,20 @@ fn workers_elsewhere_give_the_bytes_of_one_process() {
     let job = job(&data, 4);
     let (one, far) = (folder.path().join("one"), folder.path().join("far"));
     train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
-    for stages in [1, 2] {
+    for (stages, sharding) in [(1, None), (2, None), (1, Some(Sharding::State))] {
         let at = Where {
-            nodes: 2,
             stages,
+            sharding,
             far: true,
-            marked: false,
+            ..nodes(2)
         };
-        let output = far.join(stages.to_string());
+        let output = far.join(format!("{stages}-{sharding:?}"));
         let report = train(&job, at, &output, (false, &|| false), |_, _| {}).unwrap();
         assert_eq!(report.lost, 0);
-        assert!(result(&one) == result(&output), "{stages} stages");
+        assert!(
+            result(&one) == result(&output),
+            "{stages} stages {sharding:?}"
+        );
     }
     let events = std::fs::read_dir(one.join("tensorboard")).unwrap().count();
     assert_eq!(events, 1);

@@ -12,7 +12,7 @@ use paceline_train::{Lora, Method, TrainingSpec, changes, forecast, too_small};
 use super::{Error, local_path};
 use crate::load;
 use crate::output::print;
-use crate::train::of_name;
+use crate::train::{ShardArg, of_name};
 
 /// What is asked about a training.
 #[derive(Clone, Debug, clap::Args)]
@@ -46,6 +46,10 @@ pub(super) struct TrainPlan {
     /// Stages that the model is cut into, at most one a node
     #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
     stages: usize,
+    /// What the workers share out as ranks of one group: state, all, or auto
+    #[arg(long, value_name = "HOW", requires = "train", conflicts_with = "stages",
+          value_parser = ShardArg::parse)]
+    shard: Option<ShardArg>,
     /// Steps of the training, for what all of it takes
     #[arg(long, value_name = "N", requires = "train")]
     steps: Option<u64>,
@@ -101,6 +105,7 @@ pub(super) fn run(
         leaves: args.batch,
         nodes,
         stages,
+        sharding: args.shard.map(|shard| shard.for_method(args.method)),
     };
     let said = forecast(&config, &plan, &machines, (link, args.kwh_usd));
     let lacking = too_small(&config, &plan, &machines);

@@ -17,6 +17,7 @@ use crate::data::file_of;
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker};
 use crate::run::TrainingJob;
+use crate::shard::ShardRole;
 use crate::stage::ModelStage;
 
 /// Longest wait for the first message of the run, and for the other end to answer.
@@ -50,6 +51,7 @@ pub fn forward_to_worker(
         threads,
         exchange,
         stage,
+        shard,
     }) = first
     else {
         return Err(broken("the run did not say what it is"));
@@ -63,6 +65,7 @@ pub fn forward_to_worker(
         model: job.trained.model.clone(),
         folder: exchange.clone(),
         stage,
+        shard,
         sent: BTreeSet::new(),
         wants_model: Arc::clone(&wants_model),
     };
@@ -110,6 +113,7 @@ struct FrameForwarder {
     /// The run's folder of exchanged files.
     folder: PathBuf,
     stage: ModelStage,
+    shard: Option<ShardRole>,
     /// Files of the current step that the other end has.
     sent: BTreeSet<String>,
     wants_model: Arc<AtomicBool>,
@@ -150,6 +154,7 @@ impl FrameForwarder {
             threads,
             exchange: PathBuf::new(),
             stage: self.stage,
+            shard: self.shard,
         };
         self.pass_on(&start)
     }

@@ -146,6 +146,7 @@ impl Far<'_> {
             mut job,
             threads,
             stage,
+            shard,
             ..
         } = start
         else {
@@ -171,6 +172,7 @@ impl Far<'_> {
             threads,
             exchange,
             stage,
+            shard,
         };
         worker.send(Rank(0), &start)?;
         (self.stage, self.worker) = (stage, Some(worker));

@@ -12,6 +12,7 @@ use super::{At, LOOK_EVERY, WorkerEvent, WorkerSet, publish, read_values};
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
 use crate::run::{TrainingProgress, TrainingRun};
+use crate::weights::Parts;
 
 /// Results of workers for a step, by first leaf.
 #[derive(Default)]
@@ -27,19 +28,16 @@ impl LeafResults {
     }
 
     /// Adds up everything, the losses leaf by leaf.
-    fn sum(mut self, leaves: usize, parts: &[Range<usize>]) -> (f64, Vec<f32>) {
+    fn sum(mut self, leaves: usize, parts: &Parts) -> (f64, Vec<f32>) {
         let losses = self.done.values().flat_map(|(_, losses)| losses);
         let loss: f64 = losses.sum();
         let nodes = self.done.iter();
         let nodes: Vec<_> = nodes
             .flat_map(|(start, (end, _))| tree::roots(*start..*end, leaves))
             .collect();
-        let mut grads = vec![0.0; parts.last().map_or(0, |part| part.end)];
-        for (number, part) in parts
-            .iter()
-            .enumerate()
-            .filter(|(_, part)| !part.is_empty())
-        {
+        let mut grads = vec![0.0; parts.gradient_len()];
+        let trained = parts.gradients.iter().enumerate();
+        for (number, part) in trained.filter(|(_, part)| !part.is_empty()) {
             let mut values = Vec::with_capacity(nodes.len() * part.len());
             for (start, (end, _)) in &self.done {
                 let roots = self.roots.remove(&(*start, *end, number));
@@ -47,6 +45,7 @@ impl LeafResults {
             }
             grads[part.clone()].copy_from_slice(tree::combine(leaves, &nodes, &mut values));
         }
+        parts.fold(&mut grads);
         (loss, grads)
     }
 }
@@ -62,6 +61,7 @@ impl WorkerSet {
     ) -> Result<(f64, Vec<f32>), Error> {
         publish(&self.exchange, &params_file(at.step, 0), params)?;
         let (leaves, parts) = (run.order.leaves(), run.net.parts());
+        let all = &parts.gradients;
         let mut open: Vec<Range<usize>> = std::iter::once(0..leaves).collect();
         let mut given = LeafResults::default();
         while given.leaves() < leaves {
@@ -78,7 +78,7 @@ impl WorkerSet {
                     WorkerEvent::Lost(has) => open.extend(has.leaves),
                     WorkerEvent::Said(rank, message) => {
                         let wrong =
-                            self.record_results(rank, message, (at, leaves, parts), &mut given);
+                            self.record_results(rank, message, (at, leaves, all), &mut given);
                         if let Some(why) = wrong {
                             open.extend(self.lose(rank, why).leaves);
                         }

@@ -60,11 +60,13 @@ impl WorkerSet {
         let leaves = run.order.leaves();
         let given = self.flow(run, params, (at, Set::Train, leaves), watch)?;
         self.forget(at.step);
-        // Stages follow each other in what is trained, as layers do.
-        let mut grads = Vec::with_capacity(params.len());
+        // Stages follow each other as layers do, and the head is last.
+        let parts = run.net.parts();
+        let mut grads = Vec::with_capacity(parts.gradient_len());
         for sum in &given.sums {
             grads.extend_from_slice(sum.stack.values());
         }
+        parts.fold(&mut grads);
         Ok((given.losses.iter().sum(), grads))
     }
 
@@ -90,17 +92,22 @@ impl WorkerSet {
         watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<PipelineResults, Error> {
         let ranges = run.stages(self.stages)?;
-        for (stage, range) in ranges.iter().enumerate() {
-            let name = params_file(at.step, stage);
-            publish(&self.exchange, &name, &params[range.clone()])?;
+        for (stage, ranges) in ranges.iter().enumerate() {
+            let own = ranges.iter().flat_map(|range| &params[range.clone()]);
+            let own: Vec<f32> = own.copied().collect();
+            publish(&self.exchange, &params_file(at.step, stage), &own)?;
         }
+        let lens: Vec<usize> = ranges
+            .iter()
+            .map(|ranges| ranges.iter().map(Range::len).sum())
+            .collect();
         let mut flow = Flow::new(self.stages, leaves, set == Set::Train);
         // Leaves that are only evaluated have no gradient.
-        let trained = |range: &Range<usize>| if set == Set::Train { range.len() } else { 0 };
-        let sum = |range| Sum::new(leaves, trained(range));
+        let trained = |len: usize| if set == Set::Train { len } else { 0 };
+        let sum = |len: &usize| Sum::new(leaves, trained(*len));
         let mut given = PipelineResults {
             losses: vec![0.0; leaves],
-            sums: ranges.iter().map(sum).collect(),
+            sums: lens.iter().map(sum).collect(),
         };
         while !flow.is_over() {
             self.hand_out(&mut flow, (at.step, set));
@@ -110,7 +117,7 @@ impl WorkerSet {
                     WorkerEvent::Nothing => {}
                     WorkerEvent::Lost(has) => return_leaves(&mut flow, &has),
                     WorkerEvent::Said(rank, message) => {
-                        let n = ranges[self.stage(rank as usize).index].len();
+                        let n = lens[self.stage(rank as usize).index];
                         let wrong = self.passed(rank, message, n, (&mut flow, &mut given));
                         if let Some(why) = wrong {
                             return_leaves(&mut flow, &self.lose(rank, why));

@@ -33,11 +33,23 @@ pub fn replace(
 
 /// Writes tensors in the order given.
 pub fn write(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), Error> {
+    let shapes = tensors.iter().map(|(name, shape, _)| (*name, *shape));
+    let shapes: Vec<_> = shapes.collect();
+    write_by(path, &shapes, |i, file| write_floats(file, tensors[i].2))
+}
+
+/// Writes tensors of these names and sizes in the order given. `fill` writes the values of the
+/// tensor with a number, as [`write_floats`] does.
+pub fn write_by(
+    path: &Path,
+    tensors: &[(&str, &[usize])],
+    mut fill: impl FnMut(usize, &mut dyn Write) -> std::io::Result<()>,
+) -> Result<(), Error> {
     let mut header = Map::new();
     header.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
     let mut start = 0;
-    for (name, shape, values) in tensors {
-        let end = start + size_of_val(*values);
+    for (name, shape) in tensors {
+        let end = start + shape.iter().product::<usize>() * size_of::<f32>();
         let of = json!({ "dtype": "F32", "shape": shape, "data_offsets": [start, end] });
         header.insert((*name).to_owned(), of);
         start = end;
@@ -49,10 +61,7 @@ pub fn write(path: &Path, tensors: &[(&str, &[usize], &[f32])]) -> Result<(), Er
     replace(path, |file| {
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(header.as_bytes())?;
-        for (_, _, values) in tensors {
-            write_floats(file, values)?;
-        }
-        Ok(())
+        (0..tensors.len()).try_for_each(|i| fill(i, file))
     })
 }
 

@@ -1,0 +1,60 @@
+//! Sharded training: each rank of a group has a part of the values, of their gradients and moments.
+//!
+//! ```text
+//! values of a layer   all ranks' slices --all-gather--> the layer, ahead of its need
+//! gradients of it     roots of own leaves --all-to-all--> own slice of all roots --tree--> own sum
+//! update              own slice; the slice of the rank before, a copy, with the same gradient
+//! ```
+//!
+//! The order of a sum is the tree over logical leaves, as in one process, so the bits are those of
+//! one process. Every rank has a copy of the shard of the rank before it, kept by sending that
+//! rank's summed gradients instead of its values and moments. A lost rank gets its shard from the
+//! copy, and the step is repeated. The sums that all ranks gather at the end of a step are its
+//! commit: a rank that has them knows that every rank has its gradients.
+//!
+//! Bytes sent by a rank of N, for P trained numbers: gathering 4 P (N - 1) / N forward and as much
+//! back, as much for gradients, and 4 P / N for the copy. Source of the first three: Rajbhandari et
+//! al., ZeRO, 2020.
+
+mod cuts;
+mod link;
+mod rank;
+mod state;
+
+use serde::{Deserialize, Serialize};
+
+pub(crate) use cuts::ShardCuts;
+pub(crate) use link::{GroupPlan, SecretKey};
+pub(crate) use rank::RankWorker;
+pub(crate) use state::ShardFile;
+
+/// What the ranks of a group share out among them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Sharding {
+    /// Moments and gradients: ZeRO's stage 2. Every rank has all values.
+    State,
+    /// Values too: ZeRO's stage 3. They are gathered layer by layer.
+    All,
+}
+
+/// A rank of a sharded training.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ShardRole {
+    pub(crate) rank: usize,
+    /// Number of ranks.
+    pub(crate) of: usize,
+    pub(crate) sharding: Sharding,
+}
+
+impl ShardRole {
+    /// The rank whose shard this one has a copy of.
+    pub(crate) const fn before(self) -> usize {
+        (self.rank + self.of - 1) % self.of
+    }
+
+    /// The rank that has a copy of this one's shard.
+    pub(crate) const fn behind(self) -> usize {
+        (self.rank + 1) % self.of
+    }
+}

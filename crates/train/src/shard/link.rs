@@ -1,0 +1,148 @@
+//! A rank's group, and the calls of a step. All ranks make them in the same order; those that a
+//! later part needs run while this one is computed.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use paceline_base::Rank;
+use paceline_comm::tcp::{Config, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
+use paceline_comm::{
+    Backend, Deadline, Element, JoinParams, NonblockingCalls, PendingCall, Strict, init,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::shard::ShardRole;
+
+/// Longest wait of a call for the slowest rank. A rank that ends or is cut off is noticed within
+/// seconds; this ends a wait for one that hangs while it sends signs of life. The leaves of a step
+/// of a large model take minutes on the slowest machines.
+const WAIT: Duration = Duration::from_secs(1800);
+
+/// Longest wait for all ranks to join.
+const JOIN_LIMIT: Duration = Duration::from_secs(30);
+
+/// Tag of values that a rank gets from another.
+const TAG: u32 = 1;
+
+/// Values on their way.
+pub(crate) type Pending<T> = PendingCall<Result<Vec<T>, paceline_comm::Error>>;
+
+/// How ranks form a group.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct GroupPlan {
+    pub(crate) id: [u8; 16],
+    /// For groups over several machines.
+    pub(crate) key: Option<SecretKey>,
+    /// By rank.
+    pub(crate) addrs: Vec<Vec<SocketAddr>>,
+}
+
+/// The key of a group's traffic.
+#[derive(Clone, Serialize, Deserialize)]
+pub(crate) struct SecretKey(pub(crate) [u8; KEY_BYTES]);
+
+impl fmt::Debug for SecretKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SecretKey")
+    }
+}
+
+/// A rank's group.
+#[derive(Debug)]
+pub(crate) struct Link {
+    calls: NonblockingCalls,
+}
+
+impl Link {
+    /// Joins a group. Collective; blocks until all ranks have arrived.
+    ///
+    /// # Errors
+    /// [`Error::Join`].
+    pub(crate) fn join(
+        listener: Listener,
+        role: ShardRole,
+        plan: &GroupPlan,
+    ) -> Result<Self, Error> {
+        let protection = match &plan.key {
+            Some(key) => Protection::Key(GroupKey::new(key.0)),
+            None => Protection::Loopback,
+        };
+        let seat = JoinParams {
+            listener,
+            rank: Rank(role.rank as u32),
+            addrs: &plan.addrs,
+            id: GroupId(plan.id),
+            config: Config {
+                protection,
+                ..Config::default()
+            },
+        };
+        let deadline = Deadline::at(Instant::now() + JOIN_LIMIT);
+        let group = init(Backend::Any, Strict::Yes, seat, &[], deadline)?;
+        let calls = NonblockingCalls::new(Arc::from(group));
+        Ok(Self { calls })
+    }
+
+    /// Bytes that this rank has sent so far.
+    pub(crate) fn sent_bytes(&self) -> u64 {
+        self.calls.group().traffic().sent.0
+    }
+
+    /// All ranks' values, in rank order; `counts` are their lengths. Collective.
+    pub(crate) fn gather<T: Element + Default>(
+        &self,
+        own: Vec<T>,
+        counts: Vec<usize>,
+    ) -> Pending<T> {
+        let by = Deadline::at(Instant::now() + WAIT);
+        self.calls.start(move |group| {
+            let mut all = vec![T::default(); counts.iter().sum()];
+            group.all_gather_v(&own, &mut all, &counts, by)?;
+            Ok(all)
+        })
+    }
+
+    /// Sends `counts[0][r]` of `values` to rank r, and gets `counts[1][r]` from it. Collective.
+    pub(crate) fn swap(&self, values: Vec<f32>, counts: [Vec<usize>; 2]) -> Pending<f32> {
+        let by = Deadline::at(Instant::now() + WAIT);
+        self.calls.start(move |group| {
+            let [sends, receives] = &counts;
+            let mut got = vec![0.0; receives.iter().sum()];
+            group.all_to_all_v(&values, sends, &mut got, receives, by)?;
+            Ok(got)
+        })
+    }
+
+    /// Sends `values` to the rank behind, and gets as many as `n` from the one before. All ranks
+    /// call it.
+    pub(crate) fn pass_on(&self, role: ShardRole, values: Vec<f32>, n: usize) -> Pending<f32> {
+        let by = Deadline::at(Instant::now() + WAIT);
+        self.calls.start(move |group| {
+            let mut got = vec![0.0; n];
+            group.send(&values, Rank(role.behind() as u32), TAG, by)?;
+            group.recv(&mut got, Rank(role.before() as u32), TAG, by)?;
+            Ok(got)
+        })
+    }
+
+    /// Sends values to a rank that gets them by [`receive`](Self::receive).
+    pub(crate) fn send(&self, values: Vec<f32>, to: usize) -> Pending<f32> {
+        let by = Deadline::at(Instant::now() + WAIT);
+        self.calls.start(move |group| {
+            group.send(&values, Rank(to as u32), TAG, by)?;
+            Ok(values)
+        })
+    }
+
+    pub(crate) fn receive(&self, n: usize, from: usize) -> Pending<f32> {
+        let by = Deadline::at(Instant::now() + WAIT);
+        self.calls.start(move |group| {
+            let mut got = vec![0.0; n];
+            group.recv(&mut got, Rank(from as u32), TAG, by)?;
+            Ok(got)
+        })
+    }
+}
