@@ -238,32 +238,39 @@ fn bad_settings_are_named() {
     );
 }
 
-/// A hub that sends 1 MB of the catalogue's file and then nothing more.
-fn stalling_hub() -> String {
+/// The URL of a server of a hub or a node. `answer` gives, for the first line of a request, the
+/// length that is announced and the bytes that come; the connection is held until the client goes.
+fn server(answer: impl Fn(&str) -> (usize, Vec<u8>) + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap());
+    let url = format!("http://{}", listener.local_addr().unwrap());
     thread::spawn(move || {
         for mut stream in listener.incoming().flatten() {
-            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
-            while lines
-                .next()
-                .is_some_and(|line| line.is_ok_and(|line| !line.is_empty()))
-            {}
-            let head = "HTTP/1.1 200 OK\r\nContent-Length: 98362432\r\nETag: \"1\"\r\n\r\n";
-            stream.write_all(head.as_bytes()).unwrap();
-            stream.write_all(&vec![7; 1_000_000]).unwrap();
-            // Holds the connection until the client is gone.
-            let _ = lines.next();
+            let lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            let mut lines = lines.map_while(Result::ok);
+            let asked = lines.next().unwrap_or_default();
+            lines.by_ref().find(String::is_empty);
+            let (length, bytes) = answer(&asked);
+            let head = format!(
+                "HTTP/1.1 200 OK\r\nConnection: close\r\nETag: \"1\"\r\nContent-Length: {length}\r\n\r\n"
+            );
+            // A client that has gone is another test's matter.
+            let _ = stream.write_all(&[head.as_bytes(), &bytes].concat());
+            lines.next();
         }
     });
-    address
+    url
+}
+
+/// Sends `body` for each request.
+fn body_hub(body: &'static str) -> String {
+    server(move |_| (body.len(), body.into()))
 }
 
 #[test]
 fn ctrl_c_ends_a_pull_at_once_and_leaves_what_can_be_resumed() {
     let home = tempfile::tempdir().unwrap();
     let mut child = paceline(home.path(), &["pull", "smollm2"])
-        .env("HF_ENDPOINT", stalling_hub())
+        .env("HF_ENDPOINT", server(|_| (98_362_432, vec![7; 1_000_000])))
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
@@ -305,25 +312,6 @@ fn ctrl_c_ends_a_pull_at_once_and_leaves_what_can_be_resumed() {
     assert!(!model.exists());
 }
 
-/// A hub that sends `body` for each request.
-fn body_hub(body: &'static str) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap());
-    thread::spawn(move || {
-        for mut stream in listener.incoming().flatten() {
-            let lines = BufReader::new(stream.try_clone().unwrap()).lines();
-            for _ in lines
-                .map_while(Result::ok)
-                .take_while(|line| !line.is_empty())
-            {}
-            let length = body.len();
-            let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n");
-            stream.write_all((head + body).as_bytes()).unwrap();
-        }
-    });
-    address
-}
-
 #[test]
 fn a_dry_run_shows_what_a_pull_would_fetch_and_an_ambiguous_name_its_choices() {
     const LISTING: &str = r#"{"cardData":{"license":"apache-2.0"},"siblings":[
@@ -360,27 +348,16 @@ fn a_dry_run_shows_what_a_pull_would_fetch_and_an_ambiguous_name_its_choices() {
     assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
 }
 
-/// A server that answers what `agent` asks, once.
+/// A server that answers what `agent` asks.
 fn served() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    thread::spawn(move || {
-        for stream in listener.incoming().take(2) {
-            let mut stream = stream.unwrap();
-            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
-            let asked = lines.next().unwrap().unwrap();
-            while lines.next().is_some_and(|line| !line.unwrap().is_empty()) {}
-            let body = if asked.contains("/v1/models") {
-                r#"{"data":[{"id":"tiny"}]}"#
-            } else {
-                r#"{"models":[{"context_length":4096}]}"#
-            };
-            let length = body.len();
-            let head = format!("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}");
-            write!(stream, "{head}\r\n\r\n{body}").unwrap();
-        }
-    });
-    url
+    server(|asked| {
+        let body = if asked.contains("/v1/models") {
+            r#"{"data":[{"id":"tiny"}]}"#
+        } else {
+            r#"{"models":[{"context_length":4096}]}"#
+        };
+        (body.len(), body.into())
+    })
 }
 
 #[test]

@@ -19,96 +19,68 @@ struct Case<'a> {
     says: &'a [&'a str],
 }
 
-impl Case<'_> {
-    /// Runs it, with and without RUST_BACKTRACE.
-    fn check(&self, world: &TestHome) {
-        let [said, again] = ["0", "1"].map(|backtrace| self.stderr(world, backtrace));
-        assert_eq!(
-            said, again,
-            "RUST_BACKTRACE changes the error of {:?}",
-            self.args
-        );
-        assert_parts(&self.args, &said, self.says);
-        assert!(!said.contains("panicked"), "{said}");
+impl<'a> Case<'a> {
+    /// Without environment and input.
+    fn new(args: &'a [&'a str], code: i32, says: &'a [&'a str]) -> Self {
+        let (env, stdin) = (&[][..], &b""[..]);
+        Self {
+            args,
+            env,
+            stdin,
+            code,
+            says,
+        }
     }
 
-    fn stderr(&self, world: &TestHome, backtrace: &str) -> String {
+    /// Runs it with RUST_BACKTRACE, which adds nothing to an error.
+    fn check(&self, world: &TestHome) {
         let input = world.path("input");
         fs::write(&input, self.stdin).unwrap();
         let mut command = world.paceline(self.args);
         command
-            .env("RUST_BACKTRACE", backtrace)
+            .env("RUST_BACKTRACE", "1")
             .envs(self.env.iter().copied())
             .stdin(fs::File::open(&input).unwrap())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         let output = finish(&mut command);
         let said = text(&output.stderr);
-        assert_eq!(
-            output.status.code(),
-            Some(self.code),
-            "{:?}: {said}",
-            self.args
-        );
-        assert_eq!(text(&output.stdout), "", "{:?}", self.args);
-        said
+        let args = self.args;
+        assert_eq!(output.status.code(), Some(self.code), "{args:?}: {said}");
+        assert_eq!(text(&output.stdout), "", "{args:?}");
+        assert_parts(&args, &said, self.says);
+        for word in ["panicked", "backtrace"] {
+            assert!(!said.contains(word), "{said}");
+        }
     }
 }
 
-/// Options of `paceline run`, and a part of what is said about them.
-const WRONG_OPTIONS: [(&str, &str); 15] = [
-    ("--threads 0", "'0' for '--threads <N>'"),
-    ("--threads -1", "'-1' for '--threads <N>'"),
-    (
-        "--temperature -1",
-        "error: --temperature is -1, expected 0 or more",
-    ),
-    (
-        "--temperature NaN",
-        "error: --temperature is NaN, expected 0 or more",
-    ),
-    ("--temperature inf", "error: --temperature is inf"),
-    ("--temperature warm", "'warm' for '--temperature <F>'"),
-    (
-        "--top-p 0",
-        "error: --top-p is 0, expected above 0 and at most 1",
-    ),
-    ("--min-p 1.5", "error: --min-p is 1.5, expected 0 to 1"),
-    ("--repetition-penalty 0", "error: --repetition-penalty is 0"),
-    ("--max-tokens -1", "'-1' for '--max-tokens <N>'"),
-    ("--context 1", "'1' for '--context <N>'"),
-    ("--class gpu", "unknown kernel class \"gpu\", expected cpu"),
-    ("--raw --system x", "cannot be used with"),
-    ("--stop ", "--stop"),
-    ("--frob", "unexpected argument '--frob'"),
-];
+/// Options of `paceline run`, and parts of what is said about them.
+const WRONG_OPTIONS: &str = "\
+--threads 0 | '0' for '--threads <N>'
+--threads -1 | '-1' for '--threads <N>'
+--temperature -1 | error: --temperature is -1, expected 0 or more | \\nhint:
+--temperature NaN | error: --temperature is NaN, expected 0 or more | \\nhint:
+--temperature inf | error: --temperature is inf | \\nhint:
+--temperature warm | 'warm' for '--temperature <F>'
+--top-p 0 | error: --top-p is 0, expected above 0 and at most 1 | \\nhint:
+--min-p 1.5 | error: --min-p is 1.5, expected 0 to 1 | \\nhint:
+--repetition-penalty 0 | error: --repetition-penalty is 0 | \\nhint:
+--max-tokens -1 | '-1' for '--max-tokens <N>'
+--context 1 | '1' for '--context <N>'
+--class gpu | unknown kernel class \"gpu\", expected cpu
+--raw --system x | cannot be used with
+--stop= | --stop
+--frob | unexpected argument '--frob'";
 
 #[test]
 fn wrong_options_exit_with_2() {
     let world = TestHome::new();
     world.tiny_model(TinyChatModel::default());
-    for (options, says) in WRONG_OPTIONS {
-        let options = options.split(' ');
-        let args: Vec<&str> = ["run", "tiny.gguf", "hi"]
-            .into_iter()
-            .chain(options)
-            .collect();
-        let says = &[
-            says,
-            if says.starts_with("error") {
-                "\nhint: "
-            } else {
-                ""
-            },
-        ];
-        Case {
-            args: &args,
-            env: &[],
-            stdin: b"",
-            code: 2,
-            says,
-        }
-        .check(&world);
+    for (options, says) in rows(WRONG_OPTIONS) {
+        let args = [&["run", "tiny.gguf", "hi"][..], &options].concat();
+        let says: Vec<&str> = says.iter().map(String::as_str).collect();
+        Case::new(&args, 2, &says).check(&world);
     }
     world.assert_clean();
 }
@@ -132,14 +104,9 @@ fn missing_arguments_exit_with_2() {
         ),
     ] {
         let stdin = stdin.as_bytes();
-        Case {
-            args,
-            env: &[],
-            stdin,
-            code: 2,
-            says: &[says],
-        }
-        .check(&world);
+        let says = [says];
+        let case = Case::new(args, 2, &says);
+        Case { stdin, ..case }.check(&world);
     }
     world.assert_clean();
 }
@@ -191,14 +158,8 @@ fn prompts_that_cannot_be_answered() {
             &["larger than 16 MiB\nhint: "],
         ),
     ] {
-        Case {
-            args,
-            env: &[],
-            stdin,
-            code: 1,
-            says,
-        }
-        .check(&world);
+        let case = Case::new(args, 1, says);
+        Case { stdin, ..case }.check(&world);
     }
     world.assert_clean();
 }
@@ -258,14 +219,7 @@ fn files_that_are_no_usable_model() {
     for (model, says) in rows(BAD_MODELS) {
         let args = ["run", model[0], "hi"];
         let says = ["error: ", &says[0], &says[1]];
-        Case {
-            args: &args,
-            env: &[],
-            stdin: b"",
-            code: 1,
-            says: &says,
-        }
-        .check(&world);
+        Case::new(&args, 1, &says).check(&world);
     }
     world.assert_clean();
 }
@@ -311,14 +265,7 @@ fn parts_of_a_model_that_cannot_be_used() {
         ),
     ] {
         let args = ["run", model, "hi"];
-        Case {
-            args: &args,
-            env: &[],
-            stdin: b"",
-            code: 1,
-            says,
-        }
-        .check(&world);
+        Case::new(&args, 1, says).check(&world);
         // The hint helps.
         let output = world.run(model, &["xy", "--raw"]);
         assert_eq!(text(&output.stdout), "z\n", "{}", text(&output.stderr));
@@ -350,25 +297,17 @@ fn machine_settings_that_do_not_work() {
         ),
     ] {
         let args = ["run", "tiny.gguf", "hi"];
+        let case = Case::new(&args, 1, says);
         Case {
-            args: &args,
             env: &[env],
-            stdin: b"",
-            code: 1,
-            says,
+            ..case
         }
         .check(&world);
     }
     let home = [("PACELINE_HOME", "/dev/null/home")];
     let args = ["run", "smollm2", "hi"];
-    Case {
-        args: &args,
-        env: &home,
-        stdin: b"",
-        code: 1,
-        says: &["/dev/null/home", "\nhint: "],
-    }
-    .check(&world);
+    let case = Case::new(&args, 1, &["/dev/null/home", "\nhint: "]);
+    Case { env: &home, ..case }.check(&world);
     let args = ["run", "tiny.gguf", "hi", "--context", "4294967295"];
     let says = ["warning: --context is 4294967295, but the model was trained for 512 positions"];
     // Enough address space on some machines, not on others; either way it ends well.
@@ -426,12 +365,5 @@ fn a_file_that_may_not_be_read() {
         "ermission denied",
         "\nhint: give yourself",
     ];
-    Case {
-        args: &args,
-        env: &[],
-        stdin: b"",
-        code: 1,
-        says: &says,
-    }
-    .check(&world);
+    Case::new(&args, 1, &says).check(&world);
 }
