@@ -92,6 +92,12 @@ pub trait LoadedModel: fmt::Debug + Send + Sync {
         &[]
     }
 
+    /// Layers whose input steps capture, in ascending order; see [`Compute::captured`]. Empty for
+    /// backends that capture nothing.
+    fn captures(&self) -> &[usize] {
+        &[]
+    }
+
     /// How often each expert was routed to since loading. Empty without experts, and for backends
     /// that do not count.
     fn expert_uses(&self) -> Vec<ExpertUses> {
@@ -165,6 +171,12 @@ pub trait Compute: fmt::Debug + Send {
 
     /// Row `i` of the logits that the last step gave, `(vocabulary,)`, in the order of the batch.
     fn logits_mut(&mut self, i: usize) -> &mut [f32];
+
+    /// The residual stream before each [captured](LoadedModel::captures) layer in all rows of the
+    /// last step, `(rows, captures, C)`, at the leader.
+    fn captured(&self) -> &[f32] {
+        &[]
+    }
 
     /// Keepalive: sends the other ranks that the leader has no step. The caller repeats it more
     /// often than [`Links::patience`].
@@ -265,6 +277,10 @@ impl LoadedModel for Model {
         self.adapter_ids()
     }
 
+    fn captures(&self) -> &[usize] {
+        self.captures()
+    }
+
     fn expert_uses(&self) -> Vec<ExpertUses> {
         self.expert_uses()
     }
@@ -344,6 +360,10 @@ impl Compute for CpuCompute {
     fn logits_mut(&mut self, i: usize) -> &mut [f32] {
         let vocab = self.model.config().vocab;
         self.workspace.logits_mut(i, vocab)
+    }
+
+    fn captured(&self) -> &[f32] {
+        self.workspace.captured()
     }
 
     fn idle(&mut self) -> Result<(), Error> {

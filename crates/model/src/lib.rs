@@ -6,6 +6,7 @@
 //! - [`LoadedModel`] and [`Compute`] are the interface between an engine and a backend. This crate
 //!   has that of the CPU; the one of MLX is made with [`backend`].
 //! - [`Adapter`]: LoRA adapters over unchanged base weights, selected per sequence.
+//! - [`DraftHead`]: EAGLE-3 heads, which propose tokens from a model's residual stream.
 //! - [`shape`]: a model's sizes for the planner, including models that paceline cannot compute.
 //! - [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
@@ -25,6 +26,8 @@ pub mod backend;
 mod candidates;
 mod compute;
 mod config;
+mod draft_head;
+mod eagle;
 pub mod encoder;
 mod error;
 mod expert_usage;
@@ -34,12 +37,13 @@ mod layer_kinds;
 mod links;
 mod locations;
 mod model;
+mod next_token;
 mod numbers;
+mod packed_file;
 mod page_store;
 mod plan;
 mod progress;
 mod role;
-mod packed_file;
 mod rope;
 pub mod shape;
 mod source;
@@ -55,14 +59,20 @@ pub use config::{
     Activation, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer, Latent,
     LayerCache, LayerShape, PositionScaling, Selection,
 };
+pub use draft_head::{
+    DraftHead, DraftHeadCompute, HeadRows, draft_captures, load_draft_head,
+};
+pub use eagle::{EagleHead, HeadConfig};
 pub use error::Error;
 pub use expert_usage::ExpertUses;
 pub use families::ModelFamily;
 pub use kv_transfer::{CopyRange, KvTransferPlan, kv_transfer_plan};
 pub use layer_kinds::{Kinds, WindowPool};
 pub use links::Links;
+pub use next_token::NextTokenHead;
 pub use model::{FollowOutcome, LoadOptions, Model, ModelSample};
 pub use numbers::numbers_name;
+pub use packed_file::{PackedFault, PackedFile, remove_packed_orphans};
 pub use page_store::{KEPT_MAX, PageName, PageStore, PersistedPage};
 pub use progress::{ComputeTime, ProgressSnapshot, StepActivity, StepProgress};
 pub use role::{LayerRole, Nth, Role};
@@ -70,7 +80,6 @@ pub use rope::{LongContext, LongFrequencies, Rope};
 pub use source::ModelSource;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
 pub use step::{
-pub use packed_file::{PackedFault, PackedFile, remove_packed_orphans};
     Batch, BatchSequence, BatchSize, ForbiddenTokens, Logits, TokenDraw, TopLogits, WindowPages,
     Workspace,
 };

@@ -60,6 +60,8 @@ pub struct Model {
     head: Option<(Vec<f32>, Linear)>,
     tied: bool,
     adapters: Adapters,
+    /// Layers whose input steps capture, in ascending order.
+    captures: Vec<usize>,
 }
 
 /// Result of [`Model::follow`].
@@ -122,8 +124,6 @@ impl Model {
         rank: Rank,
         options: LoadOptions,
         kernels: Arc<Kernels>,
-        mut progress: impl FnMut(usize, usize),
-    ) -> Result<Self, Error> {
         progress: impl FnMut(usize, usize),
     ) -> Result<Self, Error> {
         let part = (split, rank);
@@ -158,6 +158,8 @@ impl Model {
         (split, rank): (&Split, Rank),
         (options, packed): (LoadOptions, Option<&PackedFile>),
         kernels: Arc<Kernels>,
+        mut progress: impl FnMut(usize, usize),
+    ) -> Result<Self, Error> {
         if options.class.is_mlx() {
             let (class, engine) = (options.class, "cpu");
             return Err(Error::Class { class, engine });
@@ -175,9 +177,9 @@ impl Model {
             class: options.class,
             pool: kernels.pool(),
             few_experts: false,
+            packed,
         };
         let per_layer = loader.per_layer_inputs()?;
-            packed,
         let embeds = shard.embeds() || per_layer.is_some();
         let embedding = embeds.then(|| loader.embedding()).transpose()?;
         let n = shard.layers.len();
@@ -204,6 +206,7 @@ impl Model {
             head,
             tied,
             adapters: Adapters::default(),
+            captures: Vec::new(),
             config,
             shard,
         })
@@ -222,6 +225,24 @@ impl Model {
     ) -> Result<Self, Error> {
         self.adapters = Adapters::new(source, &self.config, &self.shard, adapters)?;
         Ok(self)
+    }
+
+    /// Captures the input of these layers in each step, in ascending order. As many as there are
+    /// layers stands for the residual stream after the output norm. All ranks of a split
+    /// model capture the same layers. Each capture adds as many bytes to the residual stream
+    /// between stages as the stream itself has. Call it before memory for steps is reserved.
+    #[must_use]
+    pub fn with_captures(mut self, mut layers: Vec<usize>) -> Self {
+        layers.retain(|layer| *layer <= self.config.layers.len());
+        layers.sort_unstable();
+        layers.dedup();
+        self.captures = layers;
+        self
+    }
+
+    /// The layers of [`with_captures`](Self::with_captures).
+    pub fn captures(&self) -> &[usize] {
+        &self.captures
     }
 
     /// Loaded adapters, in the order of their numbers.
@@ -561,6 +582,7 @@ impl Model {
         let mut step = ForwardStep::new(self, batch, ws, cache, turn)?;
         for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
             step.enter(index);
+            step.capture();
             if let Some(links) = &self.links {
                 links.progress.enter(index);
             }
@@ -599,6 +621,7 @@ impl Model {
             Ok::<_, Error>((first?, second?))
         })?;
         ws.take_logits(first, second_ws, second);
+        ws.take_captured(second_ws);
         Ok(first + second)
     }
 }

@@ -59,8 +59,10 @@ use sums::Sums;
 #[derive(Debug)]
 pub struct Workspace {
     size: BatchSize,
-    /// `(T, C)`; sent to and received from other stages.
+    /// `(T, C)`, then `(captures so far, T, C)`; sent to and received from other stages.
     residual: RegisteredMemory<f32>,
+    /// `(T, captures, C)` of the last step, at the leader.
+    captured: Vec<f32>,
     sums: Sums,
     /// `(T, C)`, quantised
     x: Activations,
@@ -106,10 +108,10 @@ pub struct Workspace {
     wanted: Vec<usize>,
     /// Whether rows are normed only, without logits.
     is_headless: bool,
-    /// The step's plan, to send or received.
-    words: Vec<u32>,
     /// Whether the caller writes the residual stream before each step.
     is_given: bool,
+    /// The step's plan, to send or received.
+    words: Vec<u32>,
     /// Empty between steps: memory for the sequences of a step.
     sequences: Vec<AttentionRows<'static>>,
     scratch: AttentionScratch,
@@ -153,8 +155,6 @@ impl Workspace {
         }
     }
 
-    /// Requested row `i` of the last step after the output norm, `(C,)`.
-    pub(crate) fn normed(&self, i: usize) -> &[f32] {
     /// As [`new`](Self::new), for steps whose residual stream the caller
     /// [gives](Self::residual_mut) in place of the tokens' embeddings.
     pub(crate) fn given(model: &Model, size: BatchSize) -> Self {
@@ -169,6 +169,8 @@ impl Workspace {
         &mut self.residual
     }
 
+    /// Requested row `i` of the last step after the output norm, `(C,)`.
+    pub(crate) fn normed(&self, i: usize) -> &[f32] {
         self.head_x.row(i)
     }
 
@@ -200,7 +202,8 @@ impl Workspace {
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
             size,
-            residual: exchanged(model, size.rows * c.width),
+            residual: exchanged(model, size.rows * c.width * (1 + model.captures().len())),
+            captured: Vec::new(),
             sums: Sums::new(model, size.rows),
             x: activations(
                 model,
@@ -246,10 +249,10 @@ impl Workspace {
             received: exchanged(model, Links::logits_room(shard, size.logit_rows)),
             wanted: Vec::with_capacity(size.logit_rows),
             is_headless: false,
+            is_given: false,
             words: Vec::new(),
             sequences: Vec::with_capacity(size.sequences * model.kinds().len()),
             scratch: model.kernels().attention_scratch(
-            is_given: false,
                 size.sequences,
                 of_layers(|_, cut| cut.heads.len()),
                 of_layers(|shape, _| shape.value_dim),
@@ -272,6 +275,16 @@ impl Workspace {
         let vocab = of.logits.len() / of.size.logit_rows.max(1);
         let to = &mut self.logits[first * vocab..(first + second) * vocab];
         to.copy_from_slice(&of.logits[..second * vocab]);
+    }
+
+    /// Appends the captured rows of `of`, the second half of a step.
+    pub(crate) fn take_captured(&mut self, of: &Self) {
+        self.captured.extend_from_slice(&of.captured);
+    }
+
+    /// The captured rows of the last step, `(T, captures, C)`, in the order of the batch.
+    pub(crate) fn captured(&self) -> &[f32] {
+        &self.captured
     }
 
     /// Row `i` of the logits that the last step gave, `(vocabulary,)`, in the order of the batch.
@@ -389,9 +402,11 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
         };
         match model.links() {
             Some(links) if !model.shard().embeds() => {
-                let n = rows * model.config().width;
+                let first = model.shard().layers.start;
+                let n = rows * model.config().width * (1 + captures_before(model, first));
                 links.receive_residual(model.shard(), &mut step.ws.residual[..n])?;
             }
+            _ if step.ws.is_given => {}
             _ => step.embed(),
         }
         step.prepare_per_layer();
@@ -404,9 +419,44 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
         self.index = index;
     }
 
+    /// Copies the residual stream before the current layer, if the model captures it.
+    pub(crate) fn capture(&mut self) {
+        let captures = self.model.captures();
+        if let Some(nth) = captures.iter().position(|layer| *layer == self.index) {
+            let n = self.rows * self.model.config().width;
+            self.ws.residual.copy_within(..n, (1 + nth) * n);
+        }
+    }
+
+    /// Copies the rows after the output norm behind the other captured ones.
+    fn capture_normed(&mut self, norm: &[f32]) {
+        let (model, c) = (self.model, norm.len());
+        let (n, nth) = (self.rows * c, model.captures().len() - 1);
+        let (residual, captured) = self.ws.residual.split_at_mut(n);
+        let out = DisjointMut::new(&mut captured[nth * n..(nth + 1) * n], c);
+        model.kernels().for_rows(self.rows, |t| {
+            // SAFETY: each row is visited once.
+            let row = unsafe { out.part(t) };
+            norm_row(model, &residual[t * c..(t + 1) * c], norm, row);
+        });
+    }
+
+    /// Interleaves the captured rows for [`Workspace::captured`].
+    fn take_captures(&mut self, norm: &[f32]) {
+        if self.model.captures().last() == Some(&self.model.config().layers.len()) {
+            self.capture_normed(norm);
+        }
+        let (n, width) = (self.model.captures().len(), self.model.config().width);
+        let (rows, ws) = (self.rows, &mut *self.ws);
+        ws.captured.clear();
+        for (t, nth) in (0..rows).flat_map(|t| (0..n).map(move |nth| (t, nth))) {
+            let at = ((1 + nth) * rows + t) * width;
+            ws.captured.extend_from_slice(&ws.residual[at..at + width]);
+        }
+    }
+
     /// Shape of the current layer, and this rank's part of it.
     fn layer(&self) -> (&'m LayerShape, &'m LayerCut) {
-            _ if step.ws.is_given => {}
         let model = self.model;
         (
             &model.config().layers[self.index],
@@ -487,9 +537,13 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
         self.ws.sequences = without_rows(std::mem::take(&mut self.sequences));
         let (model, shard) = (self.model, self.model.shard());
         match model.head() {
-            Some((norm, output)) => self.logits(norm, output),
+            Some((norm, output)) => {
+                self.take_captures(norm);
+                self.logits(norm, output)
+            }
             None => {
-                let n = self.rows * model.config().width;
+                let captures = captures_before(model, shard.layers.end);
+                let n = self.rows * model.config().width * (1 + captures);
                 let links = model.links().expect("an earlier stage has links");
                 links.send_residual(shard, &self.ws.residual[..n])?;
                 Ok(0)
@@ -723,6 +777,20 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         };
         let mut cache = lock(self.cache);
         let kernels = self.model.kernels();
+        let kept = cache.rows(keeper);
+        let heads = [cut.heads.len(), cut.kv_heads.len()];
+        if let Some(part) = kept.rotated() {
+            let of = [heads[0] * kept.head_dim, heads[1] * kept.head_dim];
+            let rows = self.rows;
+            let rotate = |x: &mut [f32], len: usize| {
+                kernels.rotate_heads(&mut x[..rows * len], len, part);
+            };
+            rotate(&mut self.ws.q, of[0]);
+            if keeper == held {
+                rotate(&mut self.ws.k, of[1]);
+                rotate(&mut self.ws.v, heads[1] * kept.value_dim);
+            }
+        }
         let sequences = &self.sequences[self.sequences()];
         let (k, v) = (&self.ws.k, &self.ws.v);
         if keeper == held {
@@ -749,6 +817,10 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             both_ways::attention(kernels, &step, query_len, scratch, out);
         } else {
             kernels.attention(&step, scratch, out);
+        }
+        if let Some(part) = kept.rotated() {
+            let len = heads[0] * kept.value_dim;
+            kernels.rotate_heads(&mut out[..self.rows * len], len, part);
         }
         Ok(())
     }
@@ -795,20 +867,6 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         Ok(())
     }
 
-        let kept = cache.rows(keeper);
-        let heads = [cut.heads.len(), cut.kv_heads.len()];
-        if let Some(part) = kept.rotated() {
-            let of = [heads[0] * kept.head_dim, heads[1] * kept.head_dim];
-            let rows = self.rows;
-            let rotate = |x: &mut [f32], len: usize| {
-                kernels.rotate_heads(&mut x[..rows * len], len, part);
-            };
-            rotate(&mut self.ws.q, of[0]);
-            if keeper == held {
-                rotate(&mut self.ws.k, of[1]);
-                rotate(&mut self.ws.v, heads[1] * kept.value_dim);
-            }
-        }
     fn attend_latent(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
@@ -821,6 +879,15 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let latents = ws.latents.as_mut().expect("made for this family");
         {
             let mut cache = lock(self.cache);
+            let kept = cache.rows(held);
+            let dims = [kept.head_dim, kept.value_dim].map(|dim| cut.heads.len() * dim);
+            let rotate = |x: &mut [f32], len: usize| {
+                if let Some(part) = kept.rotated() {
+                    kernels.rotate_heads(&mut x[..self.rows * len], len, part);
+                }
+            };
+            rotate(&mut ws.k, kept.head_dim);
+            rotate(&mut ws.q, dims[0]);
             kernels.write_kv(&mut cache, held, sequences, &ws.k, &[]);
             let step = AttentionStep {
                 cache: &cache,
@@ -836,13 +903,10 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             };
             let out = latents.read(self.rows);
             match ws.index.as_mut().filter(|index| index.is_sparse(sequences)) {
-        if let Some(part) = kept.rotated() {
-            let len = heads[0] * kept.value_dim;
-            kernels.rotate_heads(&mut out[..self.rows * len], len, part);
-        }
                 Some(index) => index.attend(kernels, &step, &mut ws.scratch, out),
                 None => kernels.attention(&step, &mut ws.scratch, out),
             }
+            rotate(out, dims[1]);
         }
         latents.expand(kernels, w, ws.attended.of(held).values_mut());
         Ok(())
@@ -857,6 +921,32 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let mixer = self.ws.mixer.as_mut().expect("made for gated heads");
         let out = self.ws.attended.of(held).values_mut();
         mixer.gate(self.model.kernels(), shape.head_dim, self.rows, out);
+        Ok(())
+    }
+
+    fn is_short_conv(&self, w: &LayerShard) -> bool {
+        w.conv_taps.is_some()
+    }
+
+    fn short_conv(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
+        let (shape, cut) = self.layer();
+        let n = cut.heads.len() * shape.head_dim;
+        if n == 0 {
+            return Ok(());
+        }
+        let (held, rows) = (self.held(layer), self.rows);
+        let sequences = &self.sequences[self.sequences()];
+        let (kernels, ws) = (self.model.kernels(), &mut *self.ws);
+        multiply(&mut ws.v[..rows * n], &ws.k);
+        let step = ShortConvStep {
+            layer: held,
+            taps: w.conv_taps.as_deref().expect("the family asked"),
+            inputs: &ws.v[..rows * n],
+            sequences,
+        };
+        let out = ws.attended.of(held).values_mut();
+        kernels.short_conv(&step, &mut lock(self.cache), out);
+        multiply(&mut out[..rows * n], &ws.q);
         Ok(())
     }
 
@@ -895,17 +985,11 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let step = DeltaStep {
             layer: held,
             key_heads: &net.key_heads,
+            rule: net.rule,
             conv: &net.conv,
+            conv_bias: &net.conv_bias,
+            skip: &net.skip,
             queries: &ws.q,
-            let kept = cache.rows(held);
-            let dims = [kept.head_dim, kept.value_dim].map(|dim| cut.heads.len() * dim);
-            let rotate = |x: &mut [f32], len: usize| {
-                if let Some(part) = kept.rotated() {
-                    kernels.rotate_heads(&mut x[..self.rows * len], len, part);
-                }
-            };
-            rotate(&mut ws.k, kept.head_dim);
-            rotate(&mut ws.q, dims[0]);
             keys: &ws.k,
             values: &ws.v,
             steps: &mixer.steps,
@@ -926,33 +1010,6 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
     }
 
     fn project_attention(&mut self, w: &LayerShard) -> Result<(), Error> {
-    fn is_short_conv(&self, w: &LayerShard) -> bool {
-        w.conv_taps.is_some()
-    }
-
-    fn short_conv(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
-        let (shape, cut) = self.layer();
-        let n = cut.heads.len() * shape.head_dim;
-        if n == 0 {
-            return Ok(());
-        }
-        let (held, rows) = (self.held(layer), self.rows);
-        let sequences = &self.sequences[self.sequences()];
-        let (kernels, ws) = (self.model.kernels(), &mut *self.ws);
-        multiply(&mut ws.v[..rows * n], &ws.k);
-        let step = ShortConvStep {
-            layer: held,
-            taps: w.conv_taps.as_deref().expect("the family asked"),
-            inputs: &ws.v[..rows * n],
-            sequences,
-        };
-        let out = ws.attended.of(held).values_mut();
-        kernels.short_conv(&step, &mut lock(self.cache), out);
-        multiply(&mut out[..rows * n], &ws.q);
-        Ok(())
-    }
-
-            rotate(out, dims[1]);
         let (held, cut) = (self.held(self.index), &self.layer().1.attention);
         let ws = &mut *self.ws;
         let attended = ws.attended.of(held);
@@ -987,10 +1044,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
 
     fn add_delta(&mut self) -> Result<(), Error> {
         let (rows, width) = (self.rows, self.model.config().width);
-            rule: net.rule,
         let delta = &self.ws.sums.delta;
-            conv_bias: &net.conv_bias,
-            skip: &net.skip,
         let residual = DisjointMut::new(&mut self.ws.residual[..rows * width], width);
         self.model.kernels().for_rows(rows, |t| {
             // SAFETY: each row is visited once.
@@ -1019,6 +1073,10 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             }
         }
         Ok(())
+    }
+
+    fn has_feed_forward(&self, w: &LayerShard) -> bool {
+        !matches!(w.feed_forward, weights::FeedForward::Nothing)
     }
 
     fn has_experts(&self, w: &LayerShard) -> bool {
@@ -1052,6 +1110,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             match activation {
                 Activation::Silu => kernels.silu_mul(&gate[part.clone()], &up[part], out),
                 Activation::GeluTanh => kernels.gelu_mul(&gate[part.clone()], &up[part], out),
+                Activation::ReluSquared => experts::relu_squared(&gate[part], out),
             }
         });
         Ok(())
@@ -1075,10 +1134,6 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         norm_in_place(self.model, &mut ws.aside[..n], weight);
         Ok(())
     }
-    fn has_feed_forward(&self, w: &LayerShard) -> bool {
-        !matches!(w.feed_forward, weights::FeedForward::Nothing)
-    }
-
 
     fn add_aside(&mut self) -> Result<(), Error> {
         let n = self.rows * self.model.config().width;
@@ -1110,13 +1165,22 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
 
     fn scale_residual(&mut self, w: &LayerShard) -> Result<(), Error> {
         if let Some(scale) = w.output_scale {
-                Activation::ReluSquared => experts::relu_squared(&gate[part], out),
             let n = self.rows * self.model.config().width;
             let residual = self.ws.residual[..n].iter_mut();
             residual.for_each(|x| *x *= scale);
         }
         Ok(())
     }
+}
+
+/// Captures of the layers before `layer`.
+fn captures_before(model: &Model, layer: usize) -> usize {
+    model.captures().partition_point(|captured| *captured < layer)
+}
+
+/// `x *= y`; as many as `x` has.
+fn multiply(x: &mut [f32], y: &[f32]) {
+    x.iter_mut().zip(y).for_each(|(x, y)| *x *= y);
 }
 
 /// Position of row `t` of a batch.

@@ -551,6 +551,8 @@ pub(crate) struct ShardLoader<'a> {
     /// Whether only as many experts of a layer are packed as a row uses; every row is then routed
     /// to these.
     pub(crate) few_experts: bool,
+    /// Packed weights on disk.
+    pub(crate) packed: Option<&'a PackedFile>,
 }
 
 impl ShardLoader<'_> {
@@ -565,8 +567,6 @@ impl ShardLoader<'_> {
         let (c, held) = (self.config, &self.shard.layers);
         let (p, all) = (c.per_layer, c.per_layer * c.layers.len());
         if p == 0 {
-    /// Packed weights on disk.
-    pub(crate) packed: Option<&'a PackedFile>,
             return Ok(None);
         }
         let mine = held.start * p..held.end * p;
@@ -869,6 +869,9 @@ impl ShardLoader<'_> {
     /// Refuses an expert's matrix with values that are not finite. A row routed to it would become
     /// NaN, while all other rows, even in the same batch, would look right.
     fn check_finite(&self, role: Role, shape: [usize; 2]) -> Result<(), Error> {
+        if self.packed.is_some_and(PackedFile::is_complete) {
+            return Ok(()); // checked when they were packed
+        }
         let stored = self.names.as_stored(role, shape)?;
         match stored.not_finite(self.pool) {
             None => Ok(()),
@@ -896,9 +899,6 @@ impl ShardLoader<'_> {
         let matrix = self.packed(role, shape, part, |stored, options| {
             self.matrix(stored, 0..stored.cols, options)
         })?;
-        if self.packed.is_some_and(PackedFile::is_complete) {
-            return Ok(()); // checked when they were packed
-        }
         Ok(Linear { matrix, bias })
     }
 
@@ -961,9 +961,31 @@ impl ShardLoader<'_> {
                     cols: cols.len(),
                     bytes: &[],
                 };
+                // A damaged record needs the stored bytes after all.
+                if self.packed.is_some_and(PackedFile::is_complete)
+                    && let Ok(packed) = pack(part, options)
+                {
+                    return Ok(packed);
+                }
+                let joined = self.joined(&matrix, rows.clone(), &cols)?;
+                part.bytes = &joined;
                 let packed = pack(part, options);
                 packed.map_err(|source| pack_error(&matrix.name, source))
             }
+        }
+    }
+
+    /// Packs columns of a matrix, or reads them from the packed weights on disk.
+    fn matrix(
+        &self,
+        stored: StoredMatrix<'_>,
+        columns: Range<usize>,
+        options: PackOptions,
+    ) -> Result<PackedMatrix, paceline_tensor::Error> {
+        let pack = || PackedMatrix::of_columns(stored, columns.clone(), options, self.pool);
+        match self.packed {
+            Some(file) => file.matrix(stored, (columns.clone(), options), self.pool, pack),
+            None => pack(),
         }
     }
 
@@ -987,34 +1009,12 @@ impl ShardLoader<'_> {
             self.pool.run(n, &|_| {
                 let next = lock(&parts).next();
                 if let Some((i, part)) = next {
-                // A damaged record needs the stored bytes after all.
-                if self.packed.is_some_and(PackedFile::is_complete)
-                    && let Ok(packed) = pack(part, options)
-                {
-                    return Ok(packed);
-                }
-                let joined = self.joined(&matrix, rows.clone(), &cols)?;
-                part.bytes = &joined;
                     own.join(i * ROWS_JOINED, cols, part);
                 }
             });
         });
         matrix.discard();
         let bytes = bytes.map(|bytes| bytes.slice(0..len).expect("all but the filling"));
-    /// Packs columns of a matrix, or reads them from the packed weights on disk.
-    fn matrix(
-        &self,
-        stored: StoredMatrix<'_>,
-        columns: Range<usize>,
-        options: PackOptions,
-    ) -> Result<PackedMatrix, paceline_tensor::Error> {
-        let pack = || PackedMatrix::of_columns(stored, columns.clone(), options, self.pool);
-        match self.packed {
-            Some(file) => file.matrix(stored, (columns.clone(), options), self.pool, pack),
-            None => pack(),
-        }
-    }
-
         bytes.map_err(|error| {
             let tensor = matrix.name.clone();
             paceline_weights::hf::Error::Memory { tensor, error }.into()
@@ -1075,7 +1075,7 @@ fn rope_factors(
     Ok(Some(factors))
 }
 
-fn check_shape(tensor: &Tensor, expected: &[usize]) -> Result<(), Error> {
+pub(crate) fn check_shape(tensor: &Tensor, expected: &[usize]) -> Result<(), Error> {
     check_sizes(&tensor.name, &tensor.shape, expected)
 }
 
@@ -1090,7 +1090,7 @@ fn check_sizes(name: &str, got: &[usize], expected: &[usize]) -> Result<(), Erro
     })
 }
 
-fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
+pub(crate) fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
     check_shape(tensor, &[n])?;
     let bytes = tensor.bytes.clone().arrived()?;
     let mut out = vec![0.0; n];

@@ -17,7 +17,7 @@ mod short_conv;
 mod unknown_fields;
 mod unsupported_keys;
 
-pub(crate) use rope::RopeKind;
+pub(crate) use rope::{RopeKind, head_rope};
 pub(crate) use unknown_fields::of_source as unknown_fields;
 
 use std::borrow::Cow;

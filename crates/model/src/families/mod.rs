@@ -32,7 +32,7 @@ mod qwen3;
 mod qwen3moe;
 mod smollm3;
 
-pub(crate) use fields::{ConfigFields, RopeKind, class_default, unknown_fields};
+pub(crate) use fields::{ConfigFields, RopeKind, class_default, head_rope, unknown_fields};
 pub(crate) use names::{ExpertLayout, FileNames, dbrx_stem};
 pub(crate) use nemotron_h::{BlockKind, Blocks, layers_of};
 pub(crate) use qwen3moe::VL as QWEN3_VL_MOE;

@@ -6,14 +6,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use paceline_base::Rank;
-use paceline_tensor::{Kernels, KvType};
+use paceline_base::{KernelClass, Rank};
+use paceline_tensor::{Kernels, KvType, PackedMatrix};
 
 use super::{LoadOptions, Model};
 use crate::adapter::Adapters;
 use crate::expert_usage::LayerUses;
 use crate::split::Split;
-use crate::weights::{self, LayerShard, ShardLoader, WeightReader};
+use crate::weights::{self, LayerShard, Linear, ShardLoader, WeightReader};
 use crate::{Config, Error, Kinds, LayerCache, ModelSource};
 
 /// Selection of a model's layers and head rows.
@@ -161,6 +161,7 @@ impl Model {
             layers,
             head,
             tied,
+            captures: Vec::new(),
             adapters: Adapters::default(),
             config: own,
             shard,

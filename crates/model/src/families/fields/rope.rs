@@ -37,6 +37,13 @@ impl RopeKind {
     }
 }
 
+/// Rotary embedding of a draft head by its `config.json`.
+pub(crate) fn head_rope(json: &Value, head_dim: usize, kind: RopeKind) -> Result<Rope, Error> {
+    let fields = ConfigFields::Hf(json);
+    let parameters = fields.hf_rope_parameters()?;
+    fields.hf_rope(head_dim, kind, parameters, "rope_theta")
+}
+
 impl ConfigFields<'_> {
     /// Rotary embedding of full-attention layers.
     pub(crate) fn rope(&self, config: &Config, kind: RopeKind) -> Result<Rope, Error> {
