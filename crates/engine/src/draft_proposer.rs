@@ -1,4 +1,5 @@
-//! Draft-model proposer: a small model proposes tokens that the large model verifies.
+//! Draft-model proposer: a small model, or a head on the large model, proposes tokens that the
+//! large model verifies.
 //!
 //! ```text
 //! tokens   ... A B C            the pending token is C
@@ -13,7 +14,10 @@
 //! random numbers. So sampled answers profit as well. The answer never depends on a draft: see
 //! [`ngram`](crate::draft).
 //!
-//! In a pipeline it continues its draft while earlier draft tokens are in flight: see
+//! A draft head reads the large model's residual stream as well ([`DraftHead`]). It reads accepted
+//! draft tokens again, with what the large model computed for them.
+//!
+//! In a pipeline a draft model continues its draft while earlier draft tokens are in flight: see
 //! [`chain`](crate::chain).
 //!
 //! **When it pays.** [`GainEstimate`] has measured times: of steps without drafts, of verifying
@@ -22,22 +26,25 @@
 //! tried again from time to time, for at most [`TRIAL_SHARE`] of the time.
 
 mod gain_estimate;
+mod network;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paceline_model::{Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, WindowPages};
+use paceline_model::{BatchSize, DraftHead, LoadedModel, Logits};
 use paceline_tensor::PAGE;
 use paceline_text::tokenizer::Tokenizer;
 
-use crate::chain::{Pipeline, ProposerStats};
-use crate::ngram::{Costs, DraftLimits, FIRST_GUESS, LAST_WEIGHT, LEAST_GAIN, updated_acceptance};
+use crate::chain::ProposerStats;
+use crate::ngram::{Costs, FIRST_GUESS, LEAST_GAIN, updated_acceptance};
 use crate::pages::{Pages, SequencePages};
+use crate::proposer::{DraftLedger, DraftPart, DraftStep, Drafts, Proposer};
 use crate::sampling::{Sampler, SamplingInputs, Scratch};
 use crate::sequence::Sequence;
 use crate::{EngineConfig, Error, SequenceId};
 use gain_estimate::GainEstimate;
+use network::{FeatureBuffer, Network, PassRows, kernels};
 
 /// Initial acceptance of a draft model. Users configure models that fit: published pairs of one
 /// family accept 0.6 to 0.8.
@@ -77,15 +84,26 @@ const ROW_WEIGHT: f64 = 0.5;
 /// of 128 (Qwen 2.5 has 151,936 and 152,064). The bound is llama.cpp's.
 const PADDING: usize = 128;
 
-/// A draft model for [`Engine::guess_with`](crate::Engine::guess_with).
+/// A draft model for [`Engine::set_draft_model`](crate::Engine::set_draft_model).
 #[derive(Clone, Debug)]
 pub struct Draft {
-    /// The whole model, on this rank.
-    pub model: Arc<dyn LoadedModel>,
-    /// Must have the vocabulary of the large model.
-    pub tokenizer: Arc<Tokenizer>,
+    pub network: DraftNetwork,
     /// Clock for its passes.
     pub now: fn() -> Instant,
+}
+
+/// The network of a draft.
+#[derive(Clone, Debug)]
+pub enum DraftNetwork {
+    /// A small model.
+    Model {
+        /// The whole model, on this rank.
+        model: Arc<dyn LoadedModel>,
+        /// Must have the vocabulary of the large model.
+        tokenizer: Arc<Tokenizer>,
+    },
+    /// A head of the large model, which must [capture](LoadedModel::captures) its layers.
+    Head(Arc<dyn DraftHead>),
 }
 
 impl Draft {
@@ -113,45 +131,59 @@ impl Draft {
 
 /// A sequence that may get draft tokens in a step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct DraftRequest<'a> {
-    pub(crate) sequence: &'a Sequence,
+struct DraftRequest<'a> {
+    sequence: &'a Sequence,
     /// Maximum draft tokens in its step.
-    pub(crate) room: usize,
+    room: usize,
+}
+
+impl<'a> DraftRequest<'a> {
+    /// Nothing where a grammar applies: masks would cost more than most drafts save.
+    fn new(part: &DraftPart, running: &'a [Sequence]) -> Self {
+        let sequence = &running[part.index];
+        let is_bound = sequence.guide.as_ref().is_some_and(|it| !it.is_free());
+        let room = if is_bound { 0 } else { part.room };
+        Self { sequence, room }
+    }
 }
 
 /// The draft model's state of a sequence.
 #[derive(Debug)]
 struct DraftState {
     pages: SequencePages,
+    /// Position of the first token in the cache: 0 for a model.
+    origin: usize,
+    /// Captured rows that a head has not read.
+    features: FeatureBuffer,
     /// Positions of accepted tokens whose keys are in the draft model's cache.
     computed: usize,
     /// Draft tokens after these; all but the last have keys in the cache too.
-    guessed: Vec<u32>,
-    /// Moving average: probability that the next draft token is right.
-    acceptance: f64,
+    ledger: DraftLedger,
 }
 
 impl DraftState {
-    /// Processes the verification of the last draft: calls `judge` for each verified token.
-    /// In-flight windows verify the tokens in `ahead`; if these are this draft's, it continues
-    /// after them.
-    fn settle(&mut self, tokens: &[u32], ahead: &[u32], mut judge: impl FnMut(bool)) {
-        let guessed = std::mem::take(&mut self.guessed);
-        let chosen = tokens.get(self.computed..).unwrap_or_default();
-        let pairs = guessed.iter().zip(chosen);
-        let right = pairs.take_while(|(guess, token)| guess == token).count();
-        let is_open = !ahead.is_empty() && right == chosen.len() && guessed[right..] == *ahead;
-        if is_open {
-            self.computed += right;
-            self.guessed = ahead.to_vec();
+    const fn new(pages: SequencePages, computed: usize, acceptance: f64) -> Self {
+        Self {
+            pages,
+            origin: 0,
+            features: FeatureBuffer::new(),
+            computed,
+            ledger: DraftLedger::new(computed, acceptance),
+        }
+    }
+
+    /// Processes the verification of the last draft, see [`DraftLedger::settle`]. Keys of right
+    /// draft tokens stay.
+    fn settle(&mut self, tokens: &[u32], ahead: &[u32], judge: impl FnMut(bool)) {
+        let guessed = self.ledger.guessed.len();
+        let right = self.ledger.settle(tokens, ahead, judge);
+        let is_open = !self.ledger.guessed.is_empty();
+        let most = if is_open {
+            guessed
         } else {
-            self.computed += right.min(guessed.len().saturating_sub(1));
-        }
-        let is_wrong = right < guessed.len() && right < chosen.len();
-        for is_right in (0..right).map(|_| true).chain(is_wrong.then_some(false)) {
-            self.acceptance = updated_acceptance(self.acceptance, is_right, LAST_WEIGHT);
-            judge(is_right);
-        }
+            guessed.saturating_sub(1)
+        };
+        self.computed += right.min(most);
     }
 }
 
@@ -167,13 +199,37 @@ struct SequenceDraft {
     /// Position of its next rows.
     from: usize,
     sampler: Sampler,
+    /// A head's output after the last draft token; empty before the first.
+    feature: Vec<f32>,
+}
+
+impl SequenceDraft {
+    /// Its next rows.
+    fn part(&self) -> PassPart<'_> {
+        PassPart {
+            id: self.id,
+            tokens: &self.history[self.from..],
+            from: self.from,
+            feature: &self.feature,
+        }
+    }
+}
+
+/// Rows of a sequence in a draft pass.
+#[derive(Clone, Copy, Debug)]
+struct PassPart<'a> {
+    id: SequenceId,
+    tokens: &'a [u32],
+    /// Position of the first of them.
+    from: usize,
+    /// A head's output at the position before; empty where captured rows are read.
+    feature: &'a [f32],
 }
 
 /// The draft model of an engine, with its cache and statistics.
 #[derive(Debug)]
 pub(crate) struct DraftProposer {
-    model: Arc<dyn LoadedModel>,
-    compute: Box<dyn Compute>,
+    network: Network,
     now: fn() -> Instant,
     pages: Pages,
     /// Maximum positions of a sequence.
@@ -201,27 +257,42 @@ impl DraftProposer {
     /// tokens.
     ///
     /// # Errors
-    /// [`Error::DraftVocabulary`]; [`Error::Model`] if the allocation fails.
+    /// [`Error::DraftVocabulary`], [`Error::DraftCaptures`]; [`Error::Model`] if the allocation
+    /// fails.
     pub(crate) fn new(
-        draft: Draft,
+        draft: &Draft,
         tokenizer: &Tokenizer,
         config: &EngineConfig,
-        vocab: usize,
+        model: &dyn LoadedModel,
     ) -> Result<Self, Error> {
-        Draft::check(&draft.tokenizer, tokenizer)?;
+        let (vocab, mut context) = (model.config().vocab, config.context);
+        match &draft.network {
+            DraftNetwork::Model {
+                model,
+                tokenizer: own,
+            } => {
+                Draft::check(own, tokenizer)?;
+                context = context.min(model.config().context);
+            }
+            DraftNetwork::Head(head) if head.captures() != model.captures() => {
+                return Err(Error::DraftCaptures {
+                    got: model.captures().to_vec(),
+                    expected: head.captures().to_vec(),
+                });
+            }
+            DraftNetwork::Head(_) => {}
+        }
         let sequences = config.batch_size().sequences;
-        let context = config.context.min(draft.model.config().context);
         let size = BatchSize {
             rows: CATCH_UP_ROWS.max(FEW * sequences),
             logit_rows: sequences,
             sequences,
             context,
         };
-        let compute = Arc::clone(&draft.model).reserve(size, config.cache_positions)?;
+        let network = Network::new(draft, size, config.cache_positions)?;
         Ok(Self {
-            pages: Pages::new(compute.pages(), compute.windows()),
-            model: draft.model,
-            compute,
+            pages: network.pages(),
+            network,
             now: draft.now,
             context,
             states: BTreeMap::new(),
@@ -236,80 +307,26 @@ impl DraftProposer {
         })
     }
 
-    /// Records the duration of a step without prompts; `is_plain` if it had no drafts. Returns the
-    /// time spent in this proposer, which is not time of the model.
-    pub(crate) fn record_step(&mut self, is_plain: bool, duration: Duration) -> Duration {
-        let spent = std::mem::take(&mut self.spent);
-        if is_plain {
-            let seconds = duration.saturating_sub(spent).as_secs_f64();
-            let most = SAVED_STEPS * seconds;
-            self.allowance = (self.allowance + TRIAL_SHARE * seconds).min(most);
-        }
-        spent
-    }
-
-    /// Proposes draft tokens for the sequences of a step, in the order of `wishes`. `None` if no
-    /// draft length promises `least` times the speed of a step without drafts, unless a trial is
-    /// due. Keeps the state of the other `running` sequences.
-    ///
-    /// Blocks for one draft pass per token, and one for catching up.
-    ///
-    /// # Errors
-    /// [`Error::Model`] if a pass fails.
-    pub(crate) fn propose(
-        &mut self,
-        (running, wishes): (&[SequenceId], &[DraftRequest<'_>]),
-        (bounds, costs, pipeline): (DraftLimits, &Costs, Option<Pipeline<'_>>),
-        least: f64,
-    ) -> Result<Option<Vec<Vec<u32>>>, Error> {
-        self.settle(running, wishes);
-        let plain = costs.seconds(bounds.decoding).filter(|s| *s > 0.0);
-        let Some(plain) = plain else {
-            return Ok(None); // a step without drafts is measured first
-        };
-        let pass = self.pass_s(bounds.decoding, plain);
-        let outlook = GainEstimate {
-            plain,
-            pass,
-            bounds,
-            costs,
-            pipeline,
-        };
-        let begun = (self.now)();
-        let is_behind = self.catch_up(wishes, &outlook)?;
-        let depths = self.depths(wishes, &outlook, least);
-        let guesses = depths
-            .map(|depths| self.run_passes(wishes, &depths))
-            .transpose()?;
-        if is_behind || guesses.is_some() {
-            self.spent += (self.now)().saturating_duration_since(begun);
-        }
-        Ok(guesses.filter(|all| all.iter().any(|guesses| !guesses.is_empty())))
-    }
-
-    /// Drops ended sequences, adds new ones, and processes the verification of the last drafts.
-    fn settle(&mut self, running: &[SequenceId], wishes: &[DraftRequest<'_>]) {
-        let is_gone = |id: &&SequenceId| !running.contains(id);
-        let gone: Vec<SequenceId> = self.states.keys().filter(is_gone).copied().collect();
-        for mut held in gone.iter().filter_map(|id| self.states.remove(id)) {
-            self.pages.release(&mut held.pages);
-        }
+    /// Adds new sequences, and processes the verification of the last drafts.
+    fn settle(&mut self, wishes: &[DraftRequest<'_>]) {
         for DraftRequest { sequence, .. } in wishes {
             let all = &mut self.acceptance;
             if let Some(held) = self.states.get_mut(&sequence.id) {
+                let computed = held.computed;
                 held.settle(&sequence.tokens, &sequence.ahead, |is_right| {
                     *all = updated_acceptance(*all, is_right, ALL_WEIGHT);
                 });
+                if self.network.is_head() {
+                    held.computed = computed; // draft tokens are read again
+                }
                 continue;
+            }
+            if self.network.is_head() {
+                continue; // until there are captured rows
             }
             let mut pages = SequencePages::default();
             let computed = self.pages.reuse(&sequence.tokens, &mut pages);
-            let held = DraftState {
-                pages,
-                computed,
-                guessed: Vec::new(),
-                acceptance: *all,
-            };
+            let held = DraftState::new(pages, computed, *all);
             self.states.insert(sequence.id, held);
         }
     }
@@ -335,13 +352,14 @@ impl DraftProposer {
             return (self.acceptance, 0);
         };
         let tokens = &wish.sequence.tokens;
-        let vocab = self.model.config().vocab;
-        let is_known = |token: &u32| (*token as usize) < vocab;
         let unread = tokens.get(held.computed..).unwrap_or_default();
         let fits = self.fits(tokens.len(), false);
-        let is_read = !unread.is_empty() && unread.iter().all(is_known);
+        let has_features = held.features.positions().end + 1 == tokens.len();
+        let is_read = !unread.is_empty()
+            && unread.iter().all(|token| self.network.knows(*token))
+            && (has_features || !self.network.is_head());
         let room = if is_read { wish.room.min(fits) } else { 0 };
-        (held.acceptance, room)
+        (held.ledger.acceptance, room)
     }
 
     /// Maximum draft after `len` tokens, whether or not the last of these is a draft token.
@@ -350,11 +368,11 @@ impl DraftProposer {
     fn fits(&self, len: usize, ends_with_guess: bool) -> usize {
         let fits = self.context.saturating_sub(len);
         let in_page = len % PAGE;
-        match self.compute.windows().is_empty() {
-            true => fits,
-            false if in_page == 0 && ends_with_guess => 0,
+        match self.network.has_states() {
+            false => fits,
+            true if in_page == 0 && ends_with_guess => 0,
             // The last draft token is not read, so it may be the page's last token.
-            false => fits.min(PAGE - in_page),
+            true => fits.min(PAGE - in_page),
         }
     }
 
@@ -377,7 +395,12 @@ impl DraftProposer {
             let end = from + (behind - 1).min(left);
             if self.grow(id, end) {
                 left -= end - from;
-                parts.push((id, &tokens[from..end], from));
+                parts.push(PassPart {
+                    id,
+                    tokens: &tokens[from..end],
+                    from,
+                    feature: &[],
+                });
             }
         }
         if parts.is_empty() {
@@ -385,9 +408,9 @@ impl DraftProposer {
         }
         self.pass(&parts, Logits::None)?;
         for wish in wishes {
-            let part = parts.iter().find(|part| part.0 == wish.sequence.id);
-            if let Some((_, tokens, from)) = part {
-                self.keep(wish.sequence, from + tokens.len());
+            let part = parts.iter().find(|part| part.id == wish.sequence.id);
+            if let Some(part) = part {
+                self.keep(wish.sequence, part.from + part.tokens.len());
             }
         }
         Ok(true)
@@ -420,13 +443,13 @@ impl DraftProposer {
         is_tried
     }
 
-    /// Draft length of each sequence; `None` without any.
+    /// The expected gain and the draft length of each sequence; `None` without any.
     fn depths(
         &mut self,
         wishes: &[DraftRequest<'_>],
         outlook: &GainEstimate<'_>,
         least: f64,
-    ) -> Option<Vec<usize>> {
+    ) -> Option<(f64, Vec<usize>)> {
         let ready = |wish: &DraftRequest<'_>| {
             let (acceptance, room) = self.chances(wish);
             let is_ready = self.behind(wish.sequence) <= FEW;
@@ -435,7 +458,7 @@ impl DraftProposer {
         let each: Vec<(f64, usize)> = wishes.iter().map(ready).collect();
         let (gain, depth) = outlook.best(&each);
         if gain > least {
-            return Some(outlook.depths(&each, depth));
+            return Some((gain, outlook.depths(&each, depth)));
         }
         let tried = each.iter().position(|(_, room)| *room > 0)?;
         // No trials while the n-gram proposer has a gain.
@@ -445,7 +468,7 @@ impl DraftProposer {
         self.allowance -= outlook.trial();
         let mut depths = vec![0; wishes.len()];
         depths[tried] = 1;
-        Some(depths)
+        Some((gain, depths))
     }
 
     /// Runs the draft passes, one per draft position.
@@ -461,14 +484,10 @@ impl DraftProposer {
             if all.is_empty() {
                 break;
             }
-            let parts = all
-                .iter()
-                .map(|of| (of.id, &of.history[of.from..], of.from));
+            let parts = all.iter().map(SequenceDraft::part);
             self.pass(&parts.collect::<Vec<_>>(), Logits::Last)?;
             for (row, guessing) in all.iter_mut().enumerate() {
                 let token = self.draw(row, guessing);
-                guessing.from = guessing.history.len();
-                guessing.history.push(token);
                 guesses[guessing.place].push(token);
                 if self.ends.contains(&token) {
                     guessing.depth = 0; // the answer ends here
@@ -478,69 +497,11 @@ impl DraftProposer {
         for (wish, guessed) in wishes.iter().zip(&guesses) {
             if !guessed.is_empty() {
                 self.keep(wish.sequence, wish.sequence.tokens.len());
-                let held = self.states.get_mut(&wish.sequence.id);
-                held.into_iter()
-                    .for_each(|held| held.guessed.clone_from(guessed));
+                if let Some(held) = self.states.get_mut(&wish.sequence.id) {
+                    held.ledger.from = wish.sequence.tokens.len();
+                    held.ledger.guessed.clone_from(guessed);
+                }
             }
-        }
-        Ok(guesses)
-    }
-
-    /// Acceptance of the next draft token of a sequence, and its cost relative to steps of `plain`
-    /// seconds.
-    pub(crate) fn chance(&self, id: SequenceId, plain: f64) -> ProposerStats {
-        let held = self.states.get(&id);
-        ProposerStats {
-            acceptance: held.map_or(self.acceptance, |held| held.acceptance),
-            pass: self.pass_s(1, plain),
-        }
-    }
-
-    /// Up to `most` draft tokens after the in-flight ones of a sequence. Empty if those are not all
-    /// from this proposer, or it is too far behind.
-    ///
-    /// Blocks for one draft pass per token.
-    ///
-    /// # Errors
-    /// [`Error::Model`] if a pass fails.
-    pub(crate) fn propose_ahead(
-        &mut self,
-        sequence: &Sequence,
-        most: usize,
-    ) -> Result<Vec<u32>, Error> {
-        let (id, tokens, ahead) = (sequence.id, &sequence.tokens, &sequence.ahead);
-        let all = &mut self.acceptance;
-        let Some(held) = self.states.get_mut(&id) else {
-            return Ok(Vec::new());
-        };
-        held.settle(tokens, ahead, |is_right| {
-            *all = updated_acceptance(*all, is_right, ALL_WEIGHT);
-        });
-        let known = held.computed + held.guessed.len().saturating_sub(1);
-        let is_own = held.guessed == *ahead;
-        let len = tokens.len() + ahead.len();
-        let depth = most.min(self.fits(len, true));
-        let is_near = known < len && len - known <= FEW;
-        if !is_own || !is_near || depth == 0 || !self.grow(id, len + depth - 1) {
-            return Ok(Vec::new());
-        }
-        let mut sampler = sequence.sampler().clone();
-        (0..ahead.len()).for_each(|_| sampler.skip());
-        let mut guessing = SequenceDraft {
-            place: 0,
-            id,
-            depth,
-            history: [&tokens[..], &ahead[..]].concat(),
-            prompt_len: sequence.prompt_len(),
-            from: known,
-            sampler,
-        };
-        self.extend_draft(&mut guessing)?;
-        let guesses = guessing.history.split_off(len);
-        if let Some(held) = self.states.get_mut(&id) {
-            held.guessed.extend_from_slice(&guesses);
-            let computed = held.computed;
-            self.keep(sequence, computed);
         }
         Ok(guesses)
     }
@@ -548,15 +509,8 @@ impl DraftProposer {
     /// Extends the draft of one sequence, up to an end-of-generation token.
     fn extend_draft(&mut self, guessing: &mut SequenceDraft) -> Result<(), Error> {
         for _ in 0..guessing.depth {
-            let rows = (
-                guessing.id,
-                &guessing.history[guessing.from..],
-                guessing.from,
-            );
-            self.pass(&[rows], Logits::Last)?;
+            self.pass(&[guessing.part()], Logits::Last)?;
             let token = self.draw(0, guessing);
-            guessing.from = guessing.history.len();
-            guessing.history.push(token);
             if self.ends.contains(&token) {
                 break; // the answer ends here
             }
@@ -582,36 +536,38 @@ impl DraftProposer {
                 prompt_len: sequence.prompt_len(),
                 from: sequence.tokens.len() - self.behind(sequence),
                 sampler: sequence.sampler().clone(),
+                feature: Vec::new(),
             });
         }
         all
     }
 
-    /// Samples a sequence's next draft token from row `row` of the logits. Excludes tokens that one
-    /// of the vocabularies lacks.
+    /// Samples a sequence's next draft token from row `row` of the logits, and appends it to its
+    /// history. Excludes tokens that one of the vocabularies lacks.
     fn draw(&mut self, row: usize, guessing: &mut SequenceDraft) -> u32 {
-        let logits = self.compute.logits_mut(row);
-        let n = logits.len().min(self.logits.len());
-        self.logits[..n].copy_from_slice(&logits[..n]);
-        self.logits[n..].fill(f32::NEG_INFINITY);
+        self.network.write_logits(row, &mut self.logits);
         let asked = SamplingInputs {
             history: (&guessing.history[..], guessing.prompt_len),
             mask: None,
             logprobs: None,
         };
-        let kernels = self.model.kernels();
         let (sampler, logits) = (&mut guessing.sampler, &mut self.logits);
-        sampler
-            .choose(kernels, logits, asked, &mut self.scratch)
-            .token
+        let kernels = kernels(&self.network);
+        let choice = sampler.choose(kernels, logits, asked, &mut self.scratch);
+        guessing.feature = self.network.output(row).to_vec();
+        guessing.from = guessing.history.len();
+        guessing.history.push(choice.token);
+        choice.token
     }
 
     /// Allocates pages for the first `positions` positions of a sequence; whether they were
     /// available.
     fn grow(&mut self, id: SequenceId, positions: usize) -> bool {
-        let pages = positions.div_ceil(PAGE);
         let held = self.states.get_mut(&id);
-        held.is_some_and(|held| self.pages.grow(&mut held.pages, pages))
+        held.is_some_and(|held| {
+            let pages = positions.saturating_sub(held.origin).div_ceil(PAGE);
+            self.pages.grow(&mut held.pages, pages)
+        })
     }
 
     /// Records that the first `computed` tokens of a sequence are in the draft model's cache.
@@ -620,6 +576,10 @@ impl DraftProposer {
             return;
         };
         held.computed = computed;
+        if self.network.is_head() {
+            held.features.drop_before(computed - 1);
+            return;
+        }
         let tokens = &sequence.tokens[..computed];
         self.pages.register(tokens, &mut held.pages);
         let prompt = sequence.prompt_len();
@@ -627,31 +587,29 @@ impl DraftProposer {
             .release_windows(&mut held.pages, computed, prompt);
     }
 
-    /// Runs a draft pass over tokens of sequences, each from a position on.
-    fn pass(&mut self, parts: &[(SequenceId, &[u32], usize)], logits: Logits) -> Result<(), Error> {
-        let held = parts.iter().map(|(id, ..)| &self.states[id].pages);
-        let windows: Vec<Vec<WindowPages<'_>>> = held
-            .clone()
-            .map(|pages| pages.windows().collect())
-            .collect();
-        let rows = parts.iter().zip(held).zip(&windows);
-        let rows = rows.map(|((part, pages), windows)| BatchSequence {
-            tokens: part.1,
-            position: part.2,
-            pages: pages.pages(),
-            windows,
-            adapter: 0,
-            logits,
-        });
-        let sequences: Vec<BatchSequence<'_>> = rows.collect();
-        let batch = Batch {
-            sequences: &sequences,
+    /// Runs a draft pass over tokens of sequences, each from a position on. All parts of a head's
+    /// pass have captured rows, or none.
+    fn pass<'p>(&mut self, parts: &[PassPart<'p>], logits: Logits) -> Result<(), Error> {
+        let (states, is_head) = (&self.states, self.network.is_head());
+        let is_captured = parts.iter().all(|part| part.feature.is_empty());
+        let of = |part: &PassPart<'p>| {
+            let held = &states[&part.id];
+            let before = part.from.saturating_sub(1);
+            PassRows {
+                tokens: part.tokens,
+                position: part.from - held.origin,
+                pages: &held.pages,
+                features: match part.feature {
+                    [] if is_head => held.features.rows(before..before + part.tokens.len()),
+                    own => own,
+                },
+            }
         };
+        let rows: Vec<PassRows<'_>> = parts.iter().map(of).collect();
         let begun = (self.now)();
-        let rows = batch.rows();
-        self.compute.forward(&batch)?;
+        self.network.pass(&rows, (logits, is_captured))?;
         let took = (self.now)().saturating_duration_since(begun);
-        self.measure(rows, took);
+        self.measure(rows.iter().map(|rows| rows.tokens.len()).sum(), took);
         Ok(())
     }
 
@@ -668,22 +626,148 @@ impl DraftProposer {
     }
 }
 
+impl Proposer for DraftProposer {
+    /// Proposes if a draft length promises enough, or if a trial is due. Blocks for one draft pass
+    /// per token, and one for catching up.
+    fn propose(&mut self, step: &mut DraftStep<'_>, least: f64) -> Result<Option<Drafts>, Error> {
+        let running = &*step.running;
+        let wishes = step
+            .parts
+            .iter()
+            .map(|part| DraftRequest::new(part, running));
+        let wishes: Vec<DraftRequest<'_>> = wishes.collect();
+        self.settle(&wishes);
+        let (bounds, costs) = (step.limits, step.costs);
+        let plain = costs.seconds(bounds.decoding).filter(|s| *s > 0.0);
+        let Some(plain) = plain else {
+            return Ok(None); // a step without drafts is measured first
+        };
+        let outlook = GainEstimate {
+            plain,
+            pass: self.pass_s(bounds.decoding, plain),
+            bounds,
+            costs,
+            // A head's later windows would have no captured rows.
+            pipeline: step.pipeline.filter(|_| !self.network.is_head()),
+        };
+        let begun = (self.now)();
+        let is_behind = self.catch_up(&wishes, &outlook)?;
+        let depths = self.depths(&wishes, &outlook, least);
+        let drafts = depths.map(|(gain, depths)| {
+            let tokens = self.run_passes(&wishes, &depths)?;
+            Ok::<_, Error>(Drafts { gain, tokens })
+        });
+        let drafts = drafts.transpose()?;
+        if is_behind || drafts.is_some() {
+            self.spent += (self.now)().saturating_duration_since(begun);
+        }
+        Ok(drafts.filter(|drafts| drafts.tokens.iter().any(|tokens| !tokens.is_empty())))
+    }
+
+    /// Blocks for one draft pass per token.
+    fn propose_ahead(&mut self, sequence: &Sequence, most: usize) -> Result<Vec<u32>, Error> {
+        let (id, tokens, ahead) = (sequence.id, &sequence.tokens, &sequence.ahead);
+        let all = &mut self.acceptance;
+        let held = self.states.get_mut(&id).filter(|_| !self.network.is_head());
+        let Some(held) = held else {
+            return Ok(Vec::new());
+        };
+        held.settle(tokens, ahead, |is_right| {
+            *all = updated_acceptance(*all, is_right, ALL_WEIGHT);
+        });
+        let known = held.computed + held.ledger.guessed.len().saturating_sub(1);
+        let is_own = held.ledger.continues(ahead);
+        let len = tokens.len() + ahead.len();
+        let depth = most.min(self.fits(len, true));
+        let is_near = known < len && len - known <= FEW;
+        if !is_own || !is_near || depth == 0 || !self.grow(id, len + depth - 1) {
+            return Ok(Vec::new());
+        }
+        let mut sampler = sequence.sampler().clone();
+        (0..ahead.len()).for_each(|_| sampler.skip());
+        let mut guessing = SequenceDraft {
+            place: 0,
+            id,
+            depth,
+            history: [&tokens[..], &ahead[..]].concat(),
+            prompt_len: sequence.prompt_len(),
+            from: known,
+            sampler,
+            feature: Vec::new(),
+        };
+        self.extend_draft(&mut guessing)?;
+        let guesses = guessing.history.split_off(len);
+        if let Some(held) = self.states.get_mut(&id) {
+            held.ledger.guessed.extend_from_slice(&guesses);
+            let computed = held.computed;
+            self.keep(sequence, computed);
+        }
+        Ok(guesses)
+    }
+
+    fn forget(&mut self, id: SequenceId) {
+        if let Some(mut held) = self.states.remove(&id) {
+            self.pages.release(&mut held.pages);
+        }
+    }
+
+    fn chance(&self, id: SequenceId, plain: f64) -> ProposerStats {
+        let held = self.states.get(&id);
+        ProposerStats {
+            acceptance: held.map_or(self.acceptance, |held| held.ledger.acceptance),
+            pass: self.pass_s(1, plain),
+        }
+    }
+
+    fn record_step(&mut self, is_plain: bool, duration: Duration) -> Duration {
+        let spent = std::mem::take(&mut self.spent);
+        if is_plain {
+            let seconds = duration.saturating_sub(spent).as_secs_f64();
+            let most = SAVED_STEPS * seconds;
+            self.allowance = (self.allowance + TRIAL_SHARE * seconds).min(most);
+        }
+        spent
+    }
+
+    /// A head begins a sequence with the first position whose predecessor was captured. It begins
+    /// anew where captured rows are missing: their tokens came from the prefix cache, or were
+    /// dropped.
+    fn observe(&mut self, sequence: &Sequence, position: usize, captured: &[f32]) {
+        let width = self.network.feature_width();
+        if width == 0 {
+            return;
+        }
+        let new = || DraftState::new(SequencePages::default(), 0, self.acceptance);
+        let held = self.states.entry(sequence.id).or_insert_with(new);
+        held.features.add(position, captured, width);
+        let first = held.features.positions().start + 1;
+        if held.computed < first {
+            self.pages.release(&mut held.pages);
+            held.pages = SequencePages::default();
+            held.ledger.guessed.clear();
+            (held.origin, held.computed) = (first, first);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// A draft after 3 tokens.
+    fn state(guessed: &[u32]) -> DraftState {
+        let mut state = DraftState::new(SequencePages::default(), 3, FIRST_ACCEPTANCE);
+        state.ledger.guessed = guessed.to_vec();
+        state
+    }
+
     /// Computed positions and verification results, if `chosen` follows 3 tokens.
     fn settled(guessed: &[u32], chosen: &[u32]) -> (usize, Vec<bool>) {
-        let mut held = DraftState {
-            pages: SequencePages::default(),
-            computed: 3,
-            guessed: guessed.to_vec(),
-            acceptance: FIRST_ACCEPTANCE,
-        };
+        let mut held = state(guessed);
         let mut judged = Vec::new();
         let tokens = [&[1, 2, 3][..], chosen].concat();
         held.settle(&tokens, &[], |is_right| judged.push(is_right));
-        assert!(held.guessed.is_empty());
+        assert!(held.ledger.guessed.is_empty());
         (held.computed, judged)
     }
 
@@ -691,16 +775,11 @@ mod tests {
     #[test]
     fn guesses_under_way_stay_as_long_as_those_before_were_right() {
         let settled = |chosen: &[u32], ahead: &[u32]| {
-            let mut held = DraftState {
-                pages: SequencePages::default(),
-                computed: 3,
-                guessed: vec![7, 8, 9, 10],
-                acceptance: FIRST_ACCEPTANCE,
-            };
+            let mut held = state(&[7, 8, 9, 10]);
             let mut judged = Vec::new();
             let tokens = [&[1, 2, 3][..], chosen].concat();
             held.settle(&tokens, ahead, |is_right| judged.push(is_right));
-            (held.computed, held.guessed, judged)
+            (held.computed, held.ledger.guessed, judged)
         };
         let right = settled(&[7, 8, 9], &[10]);
         assert_eq!(right, (6, vec![10], vec![true; 3]));

@@ -6,6 +6,7 @@
 //! speculation, persisted KV pages and fairness.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -17,15 +18,15 @@ use paceline_text::tokenizer::Tokenizer;
 use tracing::warn;
 
 use crate::constraint::{Grammars, Guide};
-use crate::draft_proposer::DraftProposer;
 use crate::fairness::RowCostModel;
-use crate::ngram::Costs;
+use crate::ngram::{Costs, TextProposer};
 use crate::pages::{Pages, follows};
 use crate::prefill_budget::{Composition, PrefillBudget, share};
+use crate::proposer::Proposer;
 use crate::queue_order::{self, ServedRows};
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
-use crate::sequence::{ProposerKind, Sequence, SequenceAdapter};
+use crate::sequence::{Sequence, SequenceAdapter};
 use crate::{
     ConstraintError, DraftCounters, EngineConfig, Error, Event, GenerationRequest, ResumeOutcome,
     SequenceId, Snapshot,
@@ -61,8 +62,8 @@ pub struct Engine {
     costs: Costs,
     /// Times between the ends of consecutive steps of a pipeline.
     intervals: Costs,
-    /// Draft-model proposer, if configured.
-    proposer: Option<DraftProposer>,
+    /// Text lookups, then the draft model, if configured.
+    proposers: Vec<Box<dyn Proposer>>,
     /// Steps with draft tokens since the last one without.
     drafted_steps: usize,
     draft_counters: DraftCounters,
@@ -115,7 +116,7 @@ impl Engine {
             prefill_budget: PrefillBudget::new(config.pace),
             costs: Costs::default(),
             intervals: Costs::default(),
-            proposer: None,
+            proposers: vec![Box::new(TextProposer::default())],
             drafted_steps: 0,
             draft_counters: DraftCounters::default(),
             shares: ServedRows::default(),
@@ -374,6 +375,8 @@ impl Engine {
     fn stop_running(&mut self, index: usize) -> Sequence {
         let mut sequence = self.running.remove(index);
         self.pages.release(&mut sequence.pages);
+        let proposers = self.proposers.iter_mut();
+        proposers.for_each(|proposer| proposer.forget(sequence.id));
         sequence.computed = 0;
         sequence.withheld = false;
         sequence.holds = false;
@@ -419,6 +422,7 @@ impl Engine {
         }
         let began = self.tracer.begin();
         self.take_results(&plan, &mut events);
+        self.observe(&plan);
         self.drop_gone();
         self.write_kept()?;
         self.tracer.end(began, Kind::Choose, events.len());
@@ -482,14 +486,15 @@ impl Engine {
         let measures = std::mem::take(&mut self.measures);
         let is_whole = measures == StepTiming::Step;
         let is_plain = is_whole && step.prompt == 0 && step.drafted == 0 && step.decoding > 0;
-        let drafter = self.proposer.as_mut();
-        let drafting = drafter.map(|drafter| drafter.record_step(is_plain, duration));
+        let proposers = self.proposers.iter_mut();
+        let drafting = proposers.map(|proposer| proposer.record_step(is_plain, duration));
+        let drafting = drafting.sum();
         let times = match measures {
             StepTiming::Step => &mut self.costs,
             StepTiming::Interval => &mut self.intervals,
             StepTiming::Nothing => return,
         };
-        let duration = duration.saturating_sub(drafting.unwrap_or_default());
+        let duration = duration.saturating_sub(drafting);
         if step.prompt == 0 && step.decoding > 0 {
             times.record(step.decoding + step.drafted, duration);
         }
@@ -739,7 +744,6 @@ impl Engine {
     /// accepted draft tokens.
     fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) -> usize {
         let sequence = &mut self.running[part.index];
-        let mut is_own = true; // all n-gram draft tokens so far matched
         let mut right = 0;
         for i in 0..=part.drafted() {
             let logits = self.compute.logits_mut(row + i);
@@ -751,10 +755,6 @@ impl Engine {
             sequence.accept(choice, &self.tokenizer, events);
             if let Some(Event::Finished { .. }) = events.last() {
                 return i;
-            }
-            if let Some(guess) = part.guesses.get(i).filter(|_| is_own) {
-                is_own = Some(*guess) == chosen;
-                sequence.drafts.record_check(is_own);
             }
             right = i;
             if part.checked.get(i + 1).copied() != chosen || i == part.drafted() {
@@ -796,18 +796,20 @@ struct PlannedRows {
     rows: usize,
     /// Whether all rows have logits, to score prompt tokens.
     is_scored: bool,
-    /// N-gram draft of its next tokens; the first counts for acceptance even if the step does not
-    /// check it.
-    guesses: Vec<u32>,
     /// The pending token and the draft tokens that this step checks; empty without a draft.
     checked: Vec<u32>,
-    guesser: Option<ProposerKind>,
+    /// Number of the draft's proposer.
+    guesser: Option<usize>,
     /// Whether it is a speculation window after in-flight ones: all its tokens are draft tokens.
     is_behind: bool,
     /// The sequence's [course](Sequence::course) when it was planned.
     course: u32,
     /// Index of its first row of logits.
     logits_row: usize,
+    /// Its rows in the batch.
+    span: Range<usize>,
+    /// Position of the first of them.
+    position: usize,
 }
 
 impl PlannedRows {
@@ -816,12 +818,13 @@ impl PlannedRows {
             index,
             rows,
             is_scored,
-            guesses: Vec::new(),
             checked: Vec::new(),
             guesser: None,
             is_behind: false,
             course: 0,
             logits_row: 0,
+            span: 0..0,
+            position: 0,
         }
     }
 

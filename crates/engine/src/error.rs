@@ -140,6 +140,12 @@ pub enum Error {
         /// Its text in the model's vocabulary.
         expected: String,
     },
+    /// A draft head reads layers that the model does not capture.
+    #[error("the draft head reads the layers {expected:?}, the model captures {got:?}")]
+    DraftCaptures {
+        got: Vec<usize>,
+        expected: Vec<usize>,
+    },
     #[error(transparent)]
     Model(#[from] paceline_model::Error),
 }

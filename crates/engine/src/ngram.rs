@@ -12,15 +12,20 @@
 //! the logits after the tokens before it, in order, with the same random numbers. A rejected draft
 //! row leaves keys in the cache. They are overwritten before any row reads them.
 //!
-//! The other proposer, a draft model, is in [`draft_proposer`](crate::drafter).
+//! The other proposer, a draft model or a head, is in [`draft_proposer`](crate::draft_proposer).
 //!
 //! The gain of drafts is measured. Each sequence tracks the acceptance of its first draft token,
 //! even without drafting, which costs a table lookup. [`Costs`] has step times by number of rows.
 //! Drafts start only beyond a gain of [`LEAST_GAIN`], so text without repetition is decoded as
 //! without drafts.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
+
+use crate::chain::ProposerStats;
+use crate::proposer::{DraftLedger, DraftPart, DraftStep, Drafts, Proposer};
+use crate::sequence::Sequence;
+use crate::{Error, SequenceId};
 
 /// Length of the matched n-gram. With 2, more drafts are found, most of them wrong.
 const N: usize = 3;
@@ -47,28 +52,25 @@ pub(crate) const FIRST_GUESS: f64 = 0.15;
 /// Weight of the last step in a measured time.
 const STEP_WEIGHT: f64 = 0.2;
 
-/// The n-gram index of a sequence, and its acceptance.
+/// The n-gram index of a sequence.
 #[derive(Clone, Debug)]
-pub(crate) struct NgramProposer {
+struct NgramIndex {
     /// Index of the token after the last occurrence of an n-gram.
     behind: HashMap<[u32; N], usize>,
     /// Indexed tokens.
     indexed: usize,
-    /// Moving average: probability that the next draft token is right.
-    acceptance: f64,
 }
 
-impl Default for NgramProposer {
+impl Default for NgramIndex {
     fn default() -> Self {
         Self {
             behind: HashMap::new(),
             indexed: N,
-            acceptance: FIRST_ACCEPTANCE,
         }
     }
 }
 
-impl NgramProposer {
+impl NgramIndex {
     /// Indexes appended tokens, some 30 bytes each.
     fn index(&mut self, tokens: &[u32]) {
         for at in self.indexed..tokens.len() {
@@ -79,7 +81,7 @@ impl NgramProposer {
     }
 
     /// Up to `most` draft tokens after `tokens` and the in-flight draft tokens `ahead`.
-    pub(crate) fn propose(&mut self, tokens: &[u32], ahead: &[u32], most: usize) -> Vec<u32> {
+    fn propose(&mut self, tokens: &[u32], ahead: &[u32], most: usize) -> Vec<u32> {
         self.index(tokens);
         let len = tokens.len() + ahead.len();
         let token = |at: usize| match at.checked_sub(tokens.len()) {
@@ -97,19 +99,100 @@ impl NgramProposer {
         let period = len - from;
         (0..most).map(|i| token(from + i % period)).collect()
     }
+}
 
-    /// Probability that the next draft token is right.
-    pub(crate) const fn acceptance(&self) -> f64 {
-        self.acceptance
+/// A sequence's index, and its last draft.
+#[derive(Clone, Debug)]
+struct TextState {
+    index: NgramIndex,
+    ledger: DraftLedger,
+}
+
+impl Default for TextState {
+    fn default() -> Self {
+        Self {
+            index: NgramIndex::default(),
+            ledger: DraftLedger::new(0, FIRST_ACCEPTANCE),
+        }
+    }
+}
+
+impl TextState {
+    /// Verifies the last draft and makes the next one. Where a grammar applies, the draft is the
+    /// text that it forces. Masks for other drafts would cost more than most drafts save.
+    fn propose(&mut self, sequence: &mut Sequence, most: usize) {
+        let tokens = &sequence.tokens;
+        self.ledger.settle(tokens, &[], |_| {});
+        self.ledger.from = tokens.len();
+        self.ledger.guessed = match &mut sequence.guide {
+            Some(guide) if !guide.is_free() => guide.guesses(most),
+            _ => self.index.propose(tokens, &[], most),
+        };
+    }
+}
+
+/// Proposes from the sequences' own texts and grammars. It verifies a draft of every sequence in
+/// its record, whether or not a step does.
+#[derive(Debug, Default)]
+pub(crate) struct TextProposer(BTreeMap<SequenceId, TextState>);
+
+impl Proposer for TextProposer {
+    fn propose(&mut self, step: &mut DraftStep<'_>, least: f64) -> Result<Option<Drafts>, Error> {
+        let most = step.limits.most;
+        for part in step.parts.iter().filter(|part| part.room > 0) {
+            let sequence = &mut step.running[part.index];
+            let state = self.0.entry(sequence.id).or_default();
+            state.propose(sequence, most);
+        }
+        let none = TextState::default();
+        let of = |part: &DraftPart| self.0.get(&step.running[part.index].id).unwrap_or(&none);
+        let candidate = |part: &DraftPart| {
+            let ledger = &of(part).ledger;
+            DraftCandidate {
+                acceptance: ledger.acceptance,
+                guesses: ledger.guessed.len().min(part.room),
+            }
+        };
+        let candidates: Vec<DraftCandidate> = step.parts.iter().map(candidate).collect();
+        let (mut gain, mut depths) = depths(&candidates, step.limits, step.costs);
+        if let ([only], Some(pipeline)) = (&candidates[..], step.pipeline) {
+            let shape = pipeline.best(only.stats());
+            if only.guesses > 0 && shape.windows > 1 && shape.gain > gain {
+                (gain, depths) = (shape.gain, vec![only.guesses.min(shape.rows - 1)]);
+            }
+        }
+        if gain <= least {
+            return Ok(None);
+        }
+        let parts = step.parts.iter().zip(depths);
+        let tokens = parts.map(|(part, depth)| of(part).ledger.guessed[..depth].to_vec());
+        let tokens = tokens.collect();
+        Ok(Some(Drafts { gain, tokens }))
     }
 
-    /// Updates the acceptance with a verified draft token.
-    pub(crate) fn record_check(&mut self, is_right: bool) {
-        self.acceptance = updated_acceptance(self.acceptance, is_right, LAST_WEIGHT);
+    fn propose_ahead(&mut self, sequence: &Sequence, most: usize) -> Result<Vec<u32>, Error> {
+        let Some(state) = self.0.get_mut(&sequence.id) else {
+            return Ok(Vec::new());
+        };
+        let (tokens, ahead) = (&sequence.tokens, &sequence.ahead);
+        state.ledger.settle(tokens, ahead, |_| {});
+        let guesses = state.index.propose(tokens, ahead, most);
+        if state.ledger.continues(ahead) {
+            state.ledger.guessed.extend_from_slice(&guesses);
+        }
+        Ok(guesses)
     }
 
-    fn expected(&self, guesses: usize) -> f64 {
-        expected(self.acceptance, guesses)
+    fn forget(&mut self, id: SequenceId) {
+        self.0.remove(&id);
+    }
+
+    fn chance(&self, id: SequenceId, _: f64) -> ProposerStats {
+        let state = self.0.get(&id);
+        ProposerStats {
+            acceptance: state.map_or(FIRST_ACCEPTANCE, |state| state.ledger.acceptance),
+            pass: 0.0, // a table lookup
+        }
     }
 }
 
@@ -191,10 +274,21 @@ impl Costs {
 }
 
 /// A sequence with a possible draft.
-pub(crate) struct DraftCandidate<'a> {
-    pub(crate) drafts: &'a NgramProposer,
+#[derive(Clone, Copy, Debug)]
+struct DraftCandidate {
+    /// Probability that a draft token is right.
+    acceptance: f64,
     /// Available draft tokens.
-    pub(crate) guesses: usize,
+    guesses: usize,
+}
+
+impl DraftCandidate {
+    const fn stats(self) -> ProposerStats {
+        ProposerStats {
+            acceptance: self.acceptance,
+            pass: 0.0, // a table lookup
+        }
+    }
 }
 
 /// Limits of a step's drafts.
@@ -210,11 +304,7 @@ pub(crate) struct DraftLimits {
 
 /// Draft length of each candidate that maximises tokens per second, or 0 for all. The first value
 /// is the expected speed-up, [`LEAST_GAIN`] without drafts.
-pub(crate) fn depths(
-    candidates: &[DraftCandidate<'_>],
-    bounds: DraftLimits,
-    costs: &Costs,
-) -> (f64, Vec<usize>) {
+fn depths(candidates: &[DraftCandidate], bounds: DraftLimits, costs: &Costs) -> (f64, Vec<usize>) {
     let DraftLimits {
         decoding,
         most,
@@ -222,7 +312,7 @@ pub(crate) fn depths(
     } = bounds;
     let of_depth = |depth: usize| -> Vec<usize> {
         let mut left = rows;
-        let one = |candidate: &DraftCandidate<'_>| {
+        let one = |candidate: &DraftCandidate| {
             let guesses = candidate.guesses.min(depth).min(left);
             left -= guesses;
             guesses
@@ -232,7 +322,7 @@ pub(crate) fn depths(
     let gain = |depths: &[usize]| {
         let more: usize = depths.iter().sum();
         let each = candidates.iter().zip(depths);
-        let tokens: f64 = each.map(|(c, depth)| c.drafts.expected(*depth)).sum();
+        let tokens: f64 = each.map(|(c, depth)| expected(c.acceptance, *depth)).sum();
         let base = decoding as f64;
         (base + tokens) / base / costs.relative(decoding, decoding + more)
     };
@@ -251,11 +341,11 @@ pub(crate) fn depths(
 mod tests {
     use super::*;
 
-    fn trained(rights: usize, wrongs: usize) -> NgramProposer {
-        let mut drafts = NgramProposer::default();
-        (0..rights).for_each(|_| drafts.record_check(true));
-        (0..wrongs).for_each(|_| drafts.record_check(false));
-        drafts
+    fn trained(rights: usize, wrongs: usize) -> f64 {
+        let checks = (0..rights).map(|_| true).chain((0..wrongs).map(|_| false));
+        checks.fold(FIRST_ACCEPTANCE, |acceptance, is_right| {
+            updated_acceptance(acceptance, is_right, LAST_WEIGHT)
+        })
     }
 
     const fn bounds(decoding: usize, most: usize) -> DraftLimits {
@@ -278,8 +368,8 @@ mod tests {
     #[test]
     fn guesses_are_what_followed_last_time() {
         const NONE: [u32; 0] = [];
-        let mut drafts = NgramProposer::default();
-        let guess = |drafts: &mut NgramProposer, tokens: &[u32]| drafts.propose(tokens, &[], 4);
+        let mut drafts = NgramIndex::default();
+        let guess = |drafts: &mut NgramIndex, tokens: &[u32]| drafts.propose(tokens, &[], 4);
         assert_eq!(guess(&mut drafts, &[]), NONE);
         assert_eq!(guess(&mut drafts, &[1, 2, 3]), NONE);
         assert_eq!(guess(&mut drafts, &[1, 2, 3, 4, 1, 2]), NONE);
@@ -288,13 +378,13 @@ mod tests {
         let tokens = [1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3];
         assert_eq!(guess(&mut drafts, &tokens), [5, 6, 7, 8]);
         // After in-flight draft tokens the draft continues, also cyclically.
-        let on = |ahead: &[u32]| NgramProposer::default().propose(&[1, 2, 3, 4, 1, 2, 3], ahead, 4);
+        let on = |ahead: &[u32]| NgramIndex::default().propose(&[1, 2, 3, 4, 1, 2, 3], ahead, 4);
         assert_eq!(on(&[4, 1]), [2, 3, 4, 1]);
         assert_eq!(on(&[4, 1, 2, 3, 4]), [1, 2, 3, 4]);
         assert_eq!(on(&[4, 4]), NONE);
         // A cycle of one token.
         assert_eq!(
-            NgramProposer::default().propose(&[9, 9, 9, 9], &[], 3),
+            NgramIndex::default().propose(&[9, 9, 9, 9], &[], 3),
             [9, 9, 9]
         );
     }
@@ -303,31 +393,28 @@ mod tests {
     fn drafts_need_to_pay() {
         let cheap = costs(&[(1, 1.0), (9, 2.5)]);
         let dear = costs(&[(1, 1.0), (2, 2.0), (3, 3.0), (5, 5.0), (9, 9.0)]);
-        let of = |drafts: &NgramProposer, costs: &Costs| {
-            let candidate = DraftCandidate { drafts, guesses: 8 };
+        let of = |acceptance: f64, costs: &Costs| {
+            let candidate = DraftCandidate {
+                acceptance,
+                guesses: 8,
+            };
             depths(&[candidate], bounds(1, 8), costs).1[0]
         };
-        assert_eq!(of(&trained(60, 0), &cheap), 8);
-        assert_eq!(of(&trained(60, 0), &dear), 0, "each row costs a step");
-        assert_eq!(
-            of(&trained(0, 0), &cheap),
-            0,
-            "nothing is known of the text"
-        );
-        assert_eq!(of(&trained(60, 40), &cheap), 0, "guesses were wrong");
-        let few = of(&trained(10, 0), &costs(&[(1, 1.0), (9, 3.0)]));
+        assert_eq!(of(trained(60, 0), &cheap), 8);
+        assert_eq!(of(trained(60, 0), &dear), 0, "each row costs a step");
+        assert_eq!(of(trained(0, 0), &cheap), 0, "nothing is known of the text");
+        assert_eq!(of(trained(60, 40), &cheap), 0, "guesses were wrong");
+        let few = of(trained(10, 0), &costs(&[(1, 1.0), (9, 3.0)]));
         assert!((1..8).contains(&few), "{few}");
     }
 
     #[test]
     fn rows_of_all_drafts_are_bounded() {
-        let (drafts, costs) = (trained(60, 0), costs(&[(8, 1.0), (40, 1.1)]));
-        let candidates: Vec<DraftCandidate<'_>> = (0..8)
-            .map(|_| DraftCandidate {
-                drafts: &drafts,
-                guesses: 16,
-            })
-            .collect();
+        let costs = costs(&[(8, 1.0), (40, 1.1)]);
+        let candidates = [DraftCandidate {
+            acceptance: trained(60, 0),
+            guesses: 16,
+        }; 8];
         let (_, depths) = depths(&candidates, bounds(8, 16), &costs);
         assert_eq!(depths.iter().sum::<usize>(), DRAFT_ROWS, "{depths:?}");
     }

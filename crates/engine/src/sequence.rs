@@ -10,7 +10,6 @@ use paceline_text::detokenizer::{StopMatcher, StopOutput, StreamDecoder};
 use paceline_text::tokenizer::Tokenizer;
 
 use crate::constraint::{Allowed, Guide};
-use crate::ngram::NgramProposer;
 use crate::pages::SequencePages;
 use crate::queue_order::QueueKey;
 use crate::sampling::logprobs::logprobs;
@@ -22,15 +21,6 @@ use crate::{
 /// Maximum forced tokens per step. Names and punctuation of an object's field are 3 to 10 tokens;
 /// each token costs a mask between two steps, some 20 us.
 pub(crate) const FORCED_MAX: usize = 15;
-
-/// Proposer of draft tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ProposerKind {
-    /// N-grams of the sequence's own text.
-    Text,
-    /// The draft model.
-    Model,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SequenceAdapter {
@@ -90,11 +80,10 @@ pub(crate) struct Sequence {
     pub(crate) ahead: Vec<u32>,
     /// Incremented when a rejected draft token makes later in-flight rows stale.
     pub(crate) course: u32,
-    /// Proposer of its last draft, while all of that may still be right.
-    pub(crate) guesser: Option<ProposerKind>,
+    /// Number of the proposer of its last draft, while all of that may still be right.
+    pub(crate) guesser: Option<usize>,
     /// Whether it was removed or has ended, with rows still in flight.
     pub(crate) gone: bool,
-    pub(crate) drafts: NgramProposer,
     /// Tokens that may still be generated.
     tokens_left: usize,
     /// [`GenerationRequest::min_tokens`].
@@ -146,7 +135,6 @@ impl Sequence {
             course: 0,
             guesser: None,
             gone: false,
-            drafts: NgramProposer::default(),
             logprobs: request.logprobs,
             scores: request.prompt_logprobs.then(Vec::new),
             shown: request.shown,
@@ -547,7 +535,6 @@ impl Sequence {
             course: 0,
             guesser: None,
             gone: false,
-            drafts: NgramProposer::default(),
             tokens_left: snapshot.tokens_left,
             min_tokens: snapshot.min_tokens,
             logprobs: snapshot.logprobs,

@@ -154,10 +154,12 @@ impl Engine {
     fn in_flight_batch(&mut self, mut plan: Vec<PlannedRows>) -> InFlightBatch {
         let composition = self.composition_of(&plan);
         self.note_rows(&plan);
-        let (mut rows, mut logits_row) = (Vec::with_capacity(plan.len()), 0);
+        let (mut rows, mut row, mut logits_row) = (Vec::with_capacity(plan.len()), 0, 0);
         for part in &mut plan {
             let own = self.rows(part);
-            part.logits_row = logits_row;
+            (part.logits_row, part.position) = (logits_row, own.position);
+            part.span = row..row + own.tokens.len();
+            row = part.span.end;
             logits_row += own.logit_rows();
             rows.push(own);
         }

@@ -1,5 +1,4 @@
-//! Speculative decoding: draft tokens that a step verifies, proposed from the sequence's own text
-//! or by a draft model.
+//! Speculative decoding: draft tokens that a step verifies, made by [proposers](crate::proposer).
 //!
 //! A draft is made when the rows of a sequence are planned. All its tokens are known then, even
 //! while batches of other sequences are in flight. Its next rows are normally planned after
@@ -10,10 +9,11 @@ use paceline_tensor::PAGE;
 
 use super::{Engine, PlannedRows};
 use crate::chain::{Pipeline, ProposerStats, WindowShape};
-use crate::draft_proposer::{Draft, DraftProposer, DraftRequest};
-use crate::ngram::{DRAFT_ROWS, DraftCandidate, DraftLimits, LEAST_GAIN, depths};
-use crate::sequence::{ProposerKind, Sequence};
-use crate::{DraftCounters, Error, SequenceId};
+use crate::draft_proposer::{Draft, DraftProposer};
+use crate::ngram::{DRAFT_ROWS, DraftLimits, LEAST_GAIN};
+use crate::proposer::{DraftPart, DraftStep, Drafts};
+use crate::sequence::Sequence;
+use crate::{DraftCounters, Error};
 
 /// Steps with drafts between two without. Step times change with the length of the text and with
 /// other load, and a gain can only be judged against recent times. One step in 65 costs 1 % where
@@ -21,17 +21,17 @@ use crate::{DraftCounters, Error, SequenceId};
 const PLAIN_EVERY: usize = 64;
 
 impl Engine {
-    /// Attaches a draft model that proposes up to [`drafts`](crate::EngineConfig::drafts) tokens
+    /// Attaches a draft model or head that proposes up to [`drafts`](crate::EngineConfig::drafts) tokens
     /// per step. It proposes only when measured times and its acceptance rate predict a gain.
     /// Answers do not depend on it. Reserves memory for the draft model's own cache.
     ///
     /// # Errors
-    /// [`Error::DraftVocabulary`] for a model with another vocabulary, [`Error::Model`] if the
-    /// allocation fails.
-    pub fn set_draft_model(&mut self, draft: Draft) -> Result<(), Error> {
-        let vocab = self.model.config().vocab;
-        let drafter = DraftProposer::new(draft, &self.tokenizer, &self.config, vocab)?;
-        self.proposer = Some(drafter);
+    /// [`Error::DraftVocabulary`] for a model with another vocabulary, [`Error::DraftCaptures`] for
+    /// a head whose layers are not captured, [`Error::Model`] if the allocation fails.
+    pub fn set_draft_model(&mut self, draft: &Draft) -> Result<(), Error> {
+        let drafter = DraftProposer::new(draft, &self.tokenizer, &self.config, &*self.model)?;
+        self.proposers.truncate(1);
+        self.proposers.push(Box::new(drafter));
         Ok(())
     }
 
@@ -66,25 +66,69 @@ impl Engine {
     }
 
     /// Adds draft tokens to the rows of decoding sequences, where a gain is expected. They come
-    /// from the sequence's own text, or from the draft model if it promises more. If a grammar
-    /// applies, the draft is the text that it forces. Masks for other drafts would cost more than
-    /// most drafts save.
+    /// from the proposer that promises most.
     pub(super) fn speculate(&mut self, plan: &mut [PlannedRows]) -> Result<(), Error> {
-        let mut is_drafted = false;
-        if self.drafts() {
-            let (gain, depths) = self.propose_from_text(plan);
-            is_drafted = self.propose_with_model(plan, gain)?;
-            if !is_drafted {
-                is_drafted = depths.iter().any(|depth| *depth > 0);
-                self.check(plan, &depths);
+        let drafts = match self.drafts() {
+            true => self.best_drafts(plan)?,
+            false => None,
+        };
+        let Some((number, drafts)) = drafts else {
+            self.drafted_steps = 0;
+            return Ok(());
+        };
+        self.drafted_steps += 1;
+        let parts = plan.iter_mut().zip(drafts.tokens);
+        for (part, tokens) in parts.filter(|(_, tokens)| !tokens.is_empty()) {
+            let pending = self.running[part.index].pending().iter().copied();
+            part.checked = pending.chain(tokens).collect();
+            part.guesser = Some(number);
+        }
+        Ok(())
+    }
+
+    /// The drafts with the largest gain, if one is expected, and the number of their proposer.
+    fn best_drafts(&mut self, plan: &[PlannedRows]) -> Result<Option<(usize, Drafts)>, Error> {
+        let (parts, limits) = (self.draft_parts(plan), self.bounds(plan));
+        let (windows, rows) = (self.windows_max(), self.window_rows());
+        let pipeline = self.may_be_followed(plan).then_some(Pipeline {
+            rounds: &self.costs,
+            intervals: &self.intervals,
+            stages: self.compute.depth(),
+            windows,
+            rows,
+        });
+        let mut step = DraftStep {
+            running: &mut self.running,
+            parts: &parts,
+            limits,
+            costs: &self.costs,
+            pipeline,
+        };
+        let (mut least, mut best) = (LEAST_GAIN, None);
+        for (number, proposer) in self.proposers.iter_mut().enumerate() {
+            if let Some(drafts) = proposer.propose(&mut step, least)? {
+                least = drafts.gain.max(least);
+                best = Some((number, drafts));
             }
         }
-        self.drafted_steps = if is_drafted {
-            self.drafted_steps + 1
-        } else {
-            0
+        Ok(best)
+    }
+
+    /// Room for draft tokens in each part of a plan. Forced tokens need no logits, and throttled
+    /// clients get no draft rows.
+    fn draft_parts(&self, plan: &[PlannedRows]) -> Vec<DraftPart> {
+        let (kept, pressed) = (self.reserved_positions(), self.throttled_clients());
+        let of = |part: &PlannedRows| {
+            let sequence = &self.running[part.index];
+            let is_forced = sequence.pending().len() > 1;
+            let is_out = is_forced || pressed.contains(&sequence.order.client);
+            let room = sequence.draft_room().saturating_sub(kept);
+            DraftPart {
+                index: part.index,
+                room: if is_out { 0 } else { room },
+            }
         };
-        Ok(())
+        plan.iter().map(of).collect()
     }
 
     /// Positions of a sequence's last page that no draft token may occupy. Recurrent states change
@@ -102,101 +146,19 @@ impl Engine {
         }
     }
 
-    /// Lets the draft model propose, if it promises more than `least` times the tokens of a step
-    /// without drafts. Returns whether it did.
-    fn propose_with_model(&mut self, plan: &mut [PlannedRows], least: f64) -> Result<bool, Error> {
-        let (kept, bounds, pressed) = (
-            self.reserved_positions(),
-            self.bounds(plan),
-            self.throttled_clients(),
-        );
-        let running: Vec<SequenceId> = self.running.iter().map(|s| s.id).collect();
-        let (windows, rows) = (self.windows_max(), self.window_rows());
-        let pipeline = self.may_be_followed(plan).then_some(Pipeline {
-            rounds: &self.costs,
-            intervals: &self.intervals,
-            stages: self.compute.depth(),
-            windows,
-            rows,
-        });
-        let Some(drafter) = &mut self.proposer else {
-            return Ok(false);
-        };
-        let wish = |part: &PlannedRows| {
+    /// Gives the proposers what the step captured of tokens that are in answers now.
+    pub(super) fn observe(&mut self, plan: &[PlannedRows]) {
+        let captured = self.compute.captured();
+        let width = self.model.config().width * self.model.captures().len();
+        for part in plan.iter().filter(|_| width > 0) {
             let sequence = &self.running[part.index];
-            let is_bound = sequence.guide.as_ref().is_some_and(|it| !it.is_free());
-            let is_forced = sequence.pending().len() > 1;
-            let is_pressed = pressed.contains(&sequence.order.client);
-            let room = match is_bound || is_forced || is_pressed {
-                true => 0,
-                false => sequence.draft_room().saturating_sub(kept),
-            };
-            DraftRequest { sequence, room }
-        };
-        let wishes: Vec<DraftRequest<'_>> = plan.iter().map(wish).collect();
-        let times = (bounds, &self.costs, pipeline);
-        let Some(guesses) = drafter.propose((&running, &wishes), times, least)? else {
-            return Ok(false);
-        };
-        for (part, guesses) in plan.iter_mut().zip(guesses) {
-            if !guesses.is_empty() {
-                let pending = self.running[part.index].pending().iter().copied();
-                part.checked = pending.chain(guesses).collect();
-                part.guesser = Some(ProposerKind::Model);
+            let known = sequence.computed.saturating_sub(part.position);
+            let n = part.span.len().min(known);
+            let rows = &captured[part.span.start * width..][..n * width];
+            if n > 0 && !sequence.gone {
+                let proposers = self.proposers.iter_mut();
+                proposers.for_each(|proposer| proposer.observe(sequence, part.position, rows));
             }
-        }
-        Ok(true)
-    }
-
-    /// Proposes from the sequences' own texts. Returns the expected gain over a step without
-    /// drafts, and the draft length of each sequence.
-    fn propose_from_text(&mut self, plan: &mut [PlannedRows]) -> (f64, Vec<usize>) {
-        let (kept, bounds, pressed) = (
-            self.reserved_positions(),
-            self.bounds(plan),
-            self.throttled_clients(),
-        );
-        for part in &mut *plan {
-            let sequence = &mut self.running[part.index];
-            if sequence.pending().len() > 1 || pressed.contains(&sequence.order.client) {
-                continue; // forced tokens need no logits; throttled clients get no draft rows
-            }
-            part.guesses = match &mut sequence.guide {
-                Some(guide) if !guide.is_free() => guide.guesses(bounds.most),
-                _ => sequence.drafts.propose(&sequence.tokens, &[], bounds.most),
-            };
-        }
-        let candidate = |part: &PlannedRows| {
-            let sequence = &self.running[part.index];
-            let room = sequence.draft_room().saturating_sub(kept);
-            DraftCandidate {
-                drafts: &sequence.drafts,
-                guesses: part.guesses.len().min(room),
-            }
-        };
-        let candidates: Vec<DraftCandidate<'_>> = plan.iter().map(candidate).collect();
-        let best = depths(&candidates, bounds, &self.costs);
-        match &candidates[..] {
-            [only] if only.guesses > 0 && self.may_be_followed(plan) => {
-                let shape = self.shape_of_text(only.drafts.acceptance());
-                match shape.windows > 1 && shape.gain > best.0 {
-                    true => (shape.gain, vec![only.guesses.min(shape.rows - 1)]),
-                    false => best,
-                }
-            }
-            _ => best,
-        }
-    }
-
-    /// Adds `depths` n-gram draft tokens to the rows of each sequence.
-    fn check(&self, plan: &mut [PlannedRows], depths: &[usize]) {
-        let parts = plan.iter_mut().zip(depths);
-        for (part, depth) in parts.filter(|(_, depth)| **depth > 0) {
-            let pending = self.running[part.index].pending().iter().copied();
-            part.checked = pending
-                .chain(part.guesses[..*depth].iter().copied())
-                .collect();
-            part.guesser = Some(ProposerKind::Text);
         }
     }
 
@@ -222,11 +184,6 @@ impl Engine {
             rows: self.window_rows(),
         };
         pipeline.best(chance)
-    }
-
-    fn shape_of_text(&self, acceptance: f64) -> WindowShape {
-        let pass = 0.0; // a table lookup
-        self.shape(ProposerStats { acceptance, pass })
     }
 
     /// Plans a speculation window after the in-flight ones of a sequence, as if all their draft
@@ -263,13 +220,8 @@ impl Engine {
         if ends || sequence.is_to_end(self.elapsed) || is_pressed() {
             return None;
         }
-        let shape = match guesser {
-            ProposerKind::Text => self.shape_of_text(sequence.drafts.acceptance()),
-            ProposerKind::Model => {
-                let plain = self.costs.seconds(1)?;
-                self.shape(self.proposer.as_ref()?.chance(sequence.id, plain))
-            }
-        };
+        let plain = self.costs.seconds(1)?;
+        let shape = self.shape(self.proposers[guesser].chance(sequence.id, plain));
         let parts = self.in_flight.iter().flat_map(|flight| &flight.parts);
         let live = parts.filter(|(id, part)| *id == sequence.id && part.course == sequence.course);
         let live = live.count();
@@ -298,23 +250,16 @@ impl Engine {
         if room == 0 {
             return Ok(None);
         }
-        let sequence = &mut self.running[index];
-        let (tokens, ahead) = (&sequence.tokens, &sequence.ahead);
-        let own = sequence.drafts.propose(tokens, ahead, room + 1);
         let sequence = &self.running[index];
-        let checked = match (sequence.guesser, &mut self.proposer) {
-            (Some(ProposerKind::Model), Some(drafter)) => drafter.propose_ahead(sequence, room)?,
-            _ => own.iter().take(room).copied().collect(),
+        let Some(guesser) = sequence.guesser else {
+            return Ok(None);
         };
+        let checked = self.proposers[guesser].propose_ahead(sequence, room)?;
         if checked.is_empty() {
             return Ok(None);
         }
-        // The text's prediction for the tokens after the first row, if its first token is the same.
-        let is_alike = own.first() == checked.first();
-        let guesses = own.into_iter().skip(1).filter(|_| is_alike).collect();
         self.draft_counters.add_window();
         Ok(Some(PlannedRows {
-            guesses,
             checked,
             is_behind: true,
             ..PlannedRows::new(index, 1, false)

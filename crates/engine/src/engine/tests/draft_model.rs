@@ -11,7 +11,7 @@ use super::drafts::{CONTEXT, babble, eager, run, sizes};
 use super::requests::{SAMPLED, mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};
 use super::tiny::{END, TinyModel, byte_tokenizer};
-use crate::{Draft, Error, SamplingParams};
+use crate::{Draft, DraftNetwork, Error, SamplingParams};
 
 /// A stopped clock: drafting costs nothing.
 pub(super) fn frozen() -> Instant {
@@ -29,8 +29,7 @@ pub(super) fn draft(of: &TinyModel, now: fn() -> Instant) -> Draft {
     let model: Arc<Model> = Arc::clone(&of.model);
     let tokenizer = Arc::clone(&of.tokenizer);
     Draft {
-        model,
-        tokenizer,
+        network: DraftNetwork::Model { model, tokenizer },
         now,
     }
 }
@@ -38,7 +37,7 @@ pub(super) fn draft(of: &TinyModel, now: fn() -> Instant) -> Draft {
 /// An engine with free additional rows and free drafting.
 fn drafting(tiny: &TinyModel, by: &TinyModel, drafts: usize) -> Rig {
     let mut rig = eager(tiny, drafts);
-    rig.engine.set_draft_model(draft(by, frozen)).unwrap();
+    rig.engine.set_draft_model(&draft(by, frozen)).unwrap();
     rig
 }
 
@@ -127,7 +126,7 @@ fn a_draft_that_costs_more_than_it_gives_is_left() {
     let tiny = TinyModel::new(1);
     let without = steps_of(&mut eager(&tiny, 8));
     let mut rig = eager(&tiny, 8);
-    rig.engine.set_draft_model(draft(&tiny, slow)).unwrap();
+    rig.engine.set_draft_model(&draft(&tiny, slow)).unwrap();
     let with = steps_of(&mut rig);
     // Its first passes, with right drafts, show its cost. N-gram drafts may come at other steps
     // then.
@@ -140,9 +139,13 @@ fn a_draft_that_costs_more_than_it_gives_is_left() {
 fn a_draft_of_another_vocabulary_is_refused_by_its_first_token() {
     let (tiny, other) = (TinyModel::new(1), Arc::new(byte_tokenizer(&[])));
     let mut engine = tiny.engine(sizes(8));
-    let refused = engine.set_draft_model(Draft {
-        tokenizer: other,
-        ..draft(&tiny, frozen)
+    let model: Arc<Model> = Arc::clone(&tiny.model);
+    let refused = engine.set_draft_model(&Draft {
+        network: DraftNetwork::Model {
+            model,
+            tokenizer: other,
+        },
+        now: frozen,
     });
     let error = refused.unwrap_err();
     assert!(

@@ -21,7 +21,9 @@ use super::page_store::Shelf;
 use super::requests::{SAMPLED, mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};
 use super::tiny::{END, TinyModel, VOCAB};
-use crate::{Draft, DraftCounts, EngineConfig, Finish, GenerationRequest, SamplingParams};
+use crate::{
+    Draft, DraftCounts, DraftNetwork, EngineConfig, Finish, GenerationRequest, SamplingParams,
+};
 
 thread_local! {
     /// Virtual time of the test on this thread.
@@ -93,8 +95,10 @@ struct FaultyDraft {
 impl FaultyDraft {
     fn draft(self, tiny: &TinyModel) -> Draft {
         Draft {
-            model: Arc::new(self),
-            tokenizer: Arc::clone(&tiny.tokenizer),
+            network: DraftNetwork::Model {
+                model: Arc::new(self),
+                tokenizer: Arc::clone(&tiny.tokenizer),
+            },
             now: virtual_now,
         }
     }
@@ -257,7 +261,7 @@ fn gain(
     let plain = answer(&mut on_a_line(tiny, 0, hop_ms), request);
     let mut rig = on_a_line(tiny, 8, hop_ms);
     draft
-        .map_or(Ok(()), |it| rig.engine.set_draft_model(it.draft(tiny)))
+        .map_or(Ok(()), |it| rig.engine.set_draft_model(&it.draft(tiny)))
         .unwrap();
     let guessed = answer(&mut rig, request);
     assert_eq!(plain.0, guessed.0);
@@ -411,7 +415,7 @@ fn windows_under_way_change_no_answer() {
             }
             if is_drafted {
                 let draft = FaultyDraft { pass: Duration::ZERO, ..quarter(&tiny, wrong, seed) };
-                rig.engine.set_draft_model(draft.draft(&tiny)).unwrap();
+                rig.engine.set_draft_model(&draft.draft(&tiny)).unwrap();
             }
             let mut asked = Vec::new();
             for (which, steps, what) in calls {
