@@ -118,6 +118,8 @@ pub struct InstanceConfig {
     pub identity: String,
     /// The identity of the draft model, if there is one.
     pub draft: Option<String>,
+    /// Layers whose input the draft reads, if it is a draft head.
+    pub captures: Vec<usize>,
     /// Adapters of its model, on this machine.
     pub adapters: Vec<AdapterOf>,
     /// Whether slower ranks get a smaller share, by one of `cuts`.
@@ -212,6 +214,7 @@ impl InstanceConfig {
             rank: rank.0,
             split: self.cuts[way].split.clone(),
             draft: self.draft.clone().zip(post.draft).map(DraftJob::from),
+            captures: self.captures.clone(),
             model: post.model,
             identity: self.identity.clone(),
             adapters: adapters::at(&self.adapters, &post.adapters),

@@ -15,19 +15,20 @@ use std::time::{Duration, Instant};
 use paceline_base::{Bytes, KernelClass, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{
-    Draft, DraftCounters, DraftCounts, Engine, EngineConfig, GenerationRequest, Reply,
-    RequestFailure, Runner, Service, Ticket,
+    Draft, DraftCounters, DraftCounts, DraftNetwork, Engine, EngineConfig, GenerationRequest,
+    Reply, RequestFailure, Runner, Service, Ticket,
 };
 use paceline_model::trace::{RankTrace, Tracer};
 use paceline_model::{
-    ADAPTERS_MAX, Config, ExpertUses, ModelSource, Split, SplitKind, kv_transfer_plan,
+    ADAPTERS_MAX, Config, ExpertUses, ModelSource, Split, SplitKind, draft_captures,
+    kv_transfer_plan, load_draft_head,
 };
 use paceline_model_mlx::{MlxPlaces, MlxRankBytes};
 use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
 use paceline_text::tokenizer::Tokenizer;
-
 use tracing::warn;
+
 use crate::classes::Classes;
 use crate::forecast::machines::exchanges;
 use crate::forecast::{Forecast, Setting};
@@ -138,16 +139,19 @@ pub struct PreparedModel {
     prompts_from: Option<u32>,
     /// Set where the prefill nodes compute in another class than the others.
     unlike: Option<UnlikePrefill>,
-}
-
     /// Where this process keeps packed weights.
     packed: Option<PackedPlace>,
+}
+
 /// The draft model of another one.
 #[derive(Debug)]
 struct DraftModel {
     source: Arc<ModelSource>,
     identity: String,
-    tokenizer: Arc<Tokenizer>,
+    /// `None` for a draft head.
+    tokenizer: Option<Arc<Tokenizer>>,
+    /// Layers whose input a draft head reads.
+    captures: Vec<usize>,
 }
 
 impl PreparedModel {
@@ -161,10 +165,6 @@ impl PreparedModel {
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> Result<Self, Error> {
         let config = Config::read(&source)?;
-        let placement = asked(&config, options.kind, options.nodes, &options.shares)?;
-        let cut = PlannedSplit::new(&config, placement, None)?;
-        Ok(Self {
-            engine: sizes(&config),
         let unknown = Config::unknown_fields(&source);
         if !unknown.is_empty() {
             warn!(
@@ -172,6 +172,10 @@ impl PreparedModel {
                 unknown.join(", ")
             );
         }
+        let placement = asked(&config, options.kind, options.nodes, &options.shares)?;
+        let cut = PlannedSplit::new(&config, placement, None)?;
+        Ok(Self {
+            engine: sizes(&config),
             source,
             identity: OnceLock::new(),
             config,
@@ -190,7 +194,18 @@ impl PreparedModel {
             prompts: None,
             prompts_from: None,
             unlike: None,
+            packed: None,
         })
+    }
+
+    /// Keeps packed weights on disk when [loaded here](Self::here).
+    pub fn keep_packed(&mut self, place: PackedPlace) {
+        self.packed = Some(place);
+    }
+
+    /// Whether packed weights are kept on disk.
+    pub const fn keeps_packed(&self) -> bool {
+        self.packed.is_some()
     }
 
     /// Adds an adapter, which requests select by `name`. Reads it. The weights are shared by all
@@ -202,20 +217,9 @@ impl PreparedModel {
     pub fn adapt(&mut self, name: &str, path: &Path) -> Result<(), Error> {
         if !self.options.classes.on_cpu() {
             return Err(Error::AdapterOnMlx);
-            packed: None,
         }
         if self.adapters.iter().any(|known| known.name == name) {
             let name = name.to_owned();
-    /// Keeps packed weights on disk when [loaded here](Self::here).
-    pub fn keep_packed(&mut self, place: PackedPlace) {
-        self.packed = Some(place);
-    }
-
-    /// Whether packed weights are kept on disk.
-    pub const fn keeps_packed(&self) -> bool {
-        self.packed.is_some()
-    }
-
             return Err(Error::SameAdapter { name });
         }
         let (got, most) = (self.adapters.len() + 1, ADAPTERS_MAX);
@@ -285,6 +289,7 @@ impl PreparedModel {
             prompts: None,
             prompts_from: None,
             unlike,
+            packed: None,
         }));
         Ok(())
     }
@@ -297,7 +302,6 @@ impl PreparedModel {
             let takers = &cut.split;
             for to in (0..takers.ranks()).map(Rank) {
                 kv_transfer_plan(&self.config, kv, (givers, Rank(0)), (takers, to))?;
-            packed: None,
             }
         }
         Ok(())
@@ -308,9 +312,10 @@ impl PreparedModel {
         self.prompts.as_deref()
     }
 
-    /// Adds a draft model for speculative decoding, which the leader loads whole. It proposes up to
-    /// [`EngineConfig::drafts`] tokens a step, [`DRAFTS`] if that is 0. The initial split is kept,
-    /// because speeds then depend on the text. Reads both vocabularies.
+    /// Adds a draft model or head for speculative decoding, which the leader loads whole. The
+    /// model's own files stand for its multi-token prediction layer, if they have one. A draft has
+    /// up to [`EngineConfig::drafts`] tokens a step, [`DRAFTS`] if that is 0. The initial split is
+    /// kept, because speeds then depend on the text. Reads both vocabularies.
     ///
     /// # Errors
     /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] on MLX, and errors of the
@@ -319,22 +324,34 @@ impl PreparedModel {
         if !self.options.classes.on_cpu() {
             return Err(Error::DraftOnMlx);
         }
-        Config::read(&source)?;
-        let of_draft = Arc::new(texts::tokenizer(&source)?);
-        Draft::check(&of_draft, &texts::tokenizer(&self.source)?)?;
         let identity = identity(&source).map_err(|source| Error::System {
             what: "read the draft model's files",
             source,
         })?;
+        let is_own = self.identity()? == identity;
+        let captures = draft_captures(&source, &self.config, is_own)?;
+        let tokenizer = match captures {
+            Some(_) => None,
+            None => Some(check_draft_model(&source, &self.source)?),
+        };
         if self.engine.drafts == 0 {
             self.engine.drafts = DRAFTS;
         }
         self.draft = Some(DraftModel {
             source,
             identity,
-            tokenizer: of_draft,
+            tokenizer,
+            captures: captures.unwrap_or_default(),
         });
         Ok(())
+    }
+
+    /// Layers whose input the draft reads.
+    fn captures(&self) -> Vec<usize> {
+        let draft = self.draft.as_ref();
+        draft
+            .map(|draft| draft.captures.clone())
+            .unwrap_or_default()
     }
 
     /// The model's files.
@@ -602,6 +619,7 @@ impl PreparedModel {
             restart,
             spares: self.spares,
             draft: self.draft.as_ref().map(|draft| draft.identity.clone()),
+            captures: self.captures(),
             adapters: self.adapters.clone(),
             follows: self.follows,
             goes_on: self.goes_on,
@@ -656,21 +674,28 @@ impl PreparedModel {
             engine: &self.engine,
             mlx,
             adapters: &read_all(&self.adapters, &self.config)?,
+            captures: &self.captures(),
+            packed: self.packed.as_ref(),
         };
         let model = wanted.load(None, Arc::clone(&kernels), progress)?;
         let (device, weights) = (model.device(), model.weight_bytes());
         let mut engine = Engine::new(model, tokenizer, self.engine.clone())?;
-        if let Some(DraftModel {
-            source, tokenizer, ..
-        }) = self.draft.take()
-        {
-            let numbers = (self.options.classes.first(), None);
-            let model = load_whole(&source, numbers, &self.engine, mlx, kernels, |_, _| {})?;
-            engine.set_draft_model(Draft {
-                model,
-                tokenizer,
-                now: Instant::now,
-            })?;
+        if let Some(draft) = self.draft.take() {
+            let class = self.options.classes.first();
+            let network = match draft.tokenizer {
+                Some(tokenizer) => {
+                    let (source, sizes) = (&draft.source, &self.engine);
+                    let numbers = (class, None);
+                    let model = load_whole(source, numbers, sizes, mlx, kernels, |_, _| {})?;
+                    DraftNetwork::Model { model, tokenizer }
+                }
+                None => {
+                    let sources = (&*draft.source, &*self.source);
+                    DraftNetwork::Head(load_draft_head(sources.0, sources.1, class, kernels)?)
+                }
+            };
+            let now = Instant::now;
+            engine.set_draft_model(&Draft { network, now })?;
         }
         Ok(self.serving(Computing::Here {
             tracer: engine.tracer().clone(),
@@ -679,9 +704,21 @@ impl PreparedModel {
             weights,
             device,
         }))
-            captures: &self.captures(),
-            packed: self.packed.as_ref(),
     }
+}
+
+/// Checks whether a draft fits a model, and gives the tokenizer of a draft model.
+///
+/// # Errors
+/// [`Error::Engine`] for another vocabulary; errors of its files.
+pub(crate) fn check_draft_model(
+    draft: &ModelSource,
+    model: &ModelSource,
+) -> Result<Arc<Tokenizer>, Error> {
+    Config::read(draft)?;
+    let tokenizer = Arc::new(texts::tokenizer(draft)?);
+    Draft::check(&tokenizer, &texts::tokenizer(model)?)?;
+    Ok(tokenizer)
 }
 
 /// Index of the split with the best prediction, the first among equals; the first if nothing is

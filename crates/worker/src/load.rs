@@ -103,6 +103,7 @@ impl ShardSpec<'_> {
             warn!(rank = rank.0, "{fault}");
         }
         let model = model.with_adapters(self.source, self.adapters)?;
+        let model = model.with_captures(self.captures.to_vec());
         let model = match self.kv {
             Some(kv) => model.with_kv(kv),
             None => model,
@@ -153,8 +154,8 @@ pub fn load_whole(
         engine,
         mlx,
         adapters: &[],
-    };
         captures: &[],
         packed: None,
+    };
     wanted.load(None, kernels, progress)
 }

@@ -90,6 +90,9 @@ pub struct RankAssignment {
     /// The draft model, if this rank leads.
     #[serde(default)]
     pub draft: Option<DraftJob>,
+    /// Layers whose input the draft reads, if it is a draft head.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub captures: Vec<usize>,
     /// Adapters of the model.
     #[serde(default)]
     pub adapters: Vec<AdapterOf>,

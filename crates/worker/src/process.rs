@@ -11,7 +11,6 @@ mod epoch;
 mod kv_transfer;
 mod watchdog;
 
-use std::io;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -34,8 +33,8 @@ use crate::adapters::read_all;
 use crate::disk::Disk;
 use crate::load::{PackedPlace, ShardSpec};
 use crate::messages::{FromWorker, PeerWire, PrefillRole, RankAssignment, RankFacts, ToWorker};
-use crate::stamp::WeightsStamp;
 use crate::partial_source::RangeRequest;
+use crate::stamp::WeightsStamp;
 use crate::traffic::RankTraffic;
 use crate::{AdapterOf, DiskCache, Error, partial_source};
 use draft::DraftCache;
@@ -65,9 +64,9 @@ pub struct WorkerSettings {
     /// Allowed listen ports for ranks of other machines; `None` for any.
     pub ports: Option<RangeInclusive<u16>>,
     /// The prefix cache on disk, if there is one.
+    pub disk: Option<DiskCache>,
     /// Folder of packed weights on disk, if they are kept.
     pub packed: Option<PathBuf>,
-    pub disk: Option<DiskCache>,
     /// Once set, the rank hangs at its next layer: an injected fault, to test the watchdog.
     pub halted: Arc<AtomicBool>,
 }
@@ -88,8 +87,8 @@ pub fn run(
     let WorkerSettings {
         mlx,
         ports,
-        packed,
         disk,
+        packed,
         halted,
     } = settings;
     let channel = Control::from_stdin()?;
@@ -101,8 +100,8 @@ pub fn run(
         find_wire: &wire,
         mlx,
         ports,
-        packed,
         disk,
+        packed,
         halted,
         number: 0,
         packings: 0,
@@ -150,9 +149,9 @@ struct RankWorker<'a> {
     /// Allowed listen ports for ranks of other machines; `None` for any.
     ports: Option<RangeInclusive<u16>>,
     /// The prefix cache on disk, if there is one.
+    disk: Option<DiskCache>,
     /// Folder of packed weights on disk, if they are kept.
     packed: Option<PathBuf>,
-    disk: Option<DiskCache>,
     /// See [`WorkerSettings::halted`].
     halted: Arc<AtomicBool>,
     /// Number of the last epoch.
@@ -331,7 +330,7 @@ impl RankWorker<'_> {
             }
         };
         let draft = match of.shard.leads() {
-            true => self.draft(job, &kernels)?,
+            true => self.draft(job, (&source, &kernels))?,
             false => None,
         };
         let disk = match job.hands {
@@ -354,9 +353,9 @@ impl RankWorker<'_> {
     fn draft(
         &mut self,
         job: &RankAssignment,
-        kernels: &Arc<Kernels>,
+        (model, kernels): (&ModelSource, &Arc<Kernels>),
     ) -> Result<Option<Draft>, Error> {
-        match self.drafting.of(job, kernels, &self.mlx) {
+        match self.drafting.of(job, (model, kernels), &self.mlx) {
             Err(error) if job.epoch > 1 => {
                 warn!(rank = job.rank, %error, "go on without the draft model");
                 Ok(None)
@@ -424,6 +423,7 @@ impl RankWorker<'_> {
         let progress = |done, of| {
             // If the instance is lost, the reader of the channel ends this process.
             let _ = self.channel.send(&FromWorker::Loading { done, of });
+        };
         // Files that are still fetched change until they are complete.
         let folder = self.packed.as_ref();
         let folder = folder.filter(|_| !partial_source::is_partial(&job.model));
@@ -431,7 +431,6 @@ impl RankWorker<'_> {
             folder: folder.clone(),
             model: job.model.clone(),
         });
-        };
         let wanted = ShardSpec {
             source,
             split: &job.split,
@@ -440,9 +439,9 @@ impl RankWorker<'_> {
             kv: job.kv.as_deref().map(|kv| parse(kv, "kv")).transpose()?,
             engine: &job.engine,
             mlx: &self.mlx,
+            adapters: &read_all(&job.adapters, &Config::read(source)?)?,
             captures: &job.captures,
             packed: packed.as_ref(),
-            adapters: &read_all(&job.adapters, &Config::read(source)?)?,
         };
         let weights = wanted.load(links, kernels, progress)?;
         self.packings += 1;

@@ -11,12 +11,11 @@ use std::time::{Duration, Instant};
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::NodeView;
 use paceline_cluster::nodes::member::Life;
-use paceline_engine::Draft;
 use paceline_fleet::{
     ADAPTERS_MAX, AdapterFile, DraftOf, EPOCH_UNWANTED, InstanceId, InstanceOptions, InstanceSpec,
     SPARE_AUTO, WeightDistribution, specs,
 };
-use paceline_model::{Config, ModelSource, SplitKind};
+use paceline_model::{Config, ModelSource, SplitKind, draft_captures};
 
 use super::copies::ModelIdentity;
 use super::device_memory::{OpenModel, plan_memory};
@@ -26,8 +25,9 @@ use super::preview::Proposal;
 use super::proposals::predictions;
 use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview};
 use crate::classes::EngineChoice;
+use crate::model_setup::check_draft_model;
 use paceline_fleet::replica_names;
-use paceline_worker::{adapters, texts};
+use paceline_worker::adapters;
 
 /// How long a load waits for the facts of newly connected nodes. They follow within milliseconds;
 /// on busy cores one node in thirty had not sent them when `load` came.
@@ -104,12 +104,17 @@ impl Inner {
     /// Checks whether a draft model fits a model.
     fn check_draft(&self, draft: &str, (model, path): (&str, &Path)) -> Result<(), String> {
         let of_draft = self.copies.of_user(draft)?;
-        let tokenizer = |name: &str, path: &Path| {
-            let source = ModelSource::open(path).map_err(|error| format!("{name}: {error}"))?;
-            texts::tokenizer(&source).map_err(|error| format!("{name}: {error}"))
+        let open = |name: &str, path: &Path| {
+            ModelSource::open(path).map_err(|error| format!("{name}: {error}"))
         };
-        let both = (tokenizer(draft, &of_draft)?, tokenizer(model, path)?);
-        Draft::check(&both.0, &both.1).map_err(|error| format!("{draft}: {error}"))
+        let (source, own) = (open(draft, &of_draft)?, open(model, path)?);
+        let config = Config::read(&own).map_err(|error| format!("{model}: {error}"))?;
+        let failed = |error: &dyn Display| format!("{draft}: {error}");
+        let captures = draft_captures(&source, &config, of_draft == path);
+        if captures.map_err(|error| failed(&error))?.is_none() {
+            check_draft_model(&source, &own).map_err(|error| failed(&error))?;
+        }
+        Ok(())
     }
 
     /// A spec for each replica, on its group of nodes.

@@ -1,18 +1,17 @@
-//! The draft model of a leader, kept between epochs like the weights.
+//! The draft model or head of a leader, kept between epochs like the weights.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use paceline_base::KernelClass;
-use paceline_engine::Draft;
-use paceline_model::{LoadedModel, ModelSource};
+use paceline_engine::{Draft, DraftNetwork};
+use paceline_model::{ModelSource, load_draft_head};
 use paceline_model_mlx::MlxPlaces;
 use paceline_tensor::Kernels;
-use paceline_text::tokenizer::Tokenizer;
 
 use super::{check_file, parse};
-use crate::stamp::WeightsStamp;
 use crate::messages::{DraftJob, RankAssignment};
+use crate::stamp::WeightsStamp;
 use crate::{Error, load_whole, texts};
 
 /// Key of a loaded draft, which is reused if the key is equal.
@@ -23,13 +22,10 @@ struct DraftKey {
     class: String,
 }
 
-/// A loaded draft and its key.
-type LoadedDraft = (DraftKey, Arc<dyn LoadedModel>, Arc<Tokenizer>);
-
 /// Cache of the last loaded draft. It is packed for the worker's kernels and must be dropped with
 /// them.
 #[derive(Default)]
-pub(super) struct DraftCache(Option<LoadedDraft>);
+pub(super) struct DraftCache(Option<(DraftKey, DraftNetwork)>);
 
 impl DraftCache {
     /// The draft of an assignment, cached or loaded; `None` if it has none.
@@ -39,7 +35,7 @@ impl DraftCache {
     pub(super) fn of(
         &mut self,
         job: &RankAssignment,
-        kernels: &Arc<Kernels>,
+        (model, kernels): (&ModelSource, &Arc<Kernels>),
         mlx: &MlxPlaces,
     ) -> Result<Option<Draft>, Error> {
         let Some(of) = job.draft.clone() else {
@@ -49,31 +45,31 @@ impl DraftCache {
         let stamp = WeightsStamp::of(&of.model)?;
         let class = job.class.clone();
         let key = DraftKey { of, stamp, class };
-        let (key, model, tokenizer) = match self.0.take().filter(|kept| kept.0 == key) {
-            Some(kept) => kept,
-            None => load(key, job, kernels, mlx)?,
+        let network = match self.0.take().filter(|kept| kept.0 == key) {
+            Some(kept) => kept.1,
+            None => load(&key, job, (model, kernels), mlx)?,
         };
-        let draft = Draft {
-            model: Arc::clone(&model),
-            tokenizer: Arc::clone(&tokenizer),
-            now: Instant::now,
-        };
-        self.0 = Some((key, model, tokenizer));
-        Ok(Some(draft))
+        self.0 = Some((key, network.clone()));
+        let now = Instant::now;
+        Ok(Some(Draft { network, now }))
     }
 }
 
 fn load(
-    key: DraftKey,
+    key: &DraftKey,
     job: &RankAssignment,
-    kernels: &Arc<Kernels>,
+    (model, kernels): (&ModelSource, &Arc<Kernels>),
     mlx: &MlxPlaces,
-) -> Result<LoadedDraft, Error> {
+) -> Result<DraftNetwork, Error> {
     let source = Arc::new(ModelSource::open(&key.of.model)?);
     check_file((&key.of.model, &key.of.identity), &source)?;
     let class: KernelClass = parse(&key.class, "kernel class")?;
     let kernels = Arc::clone(kernels);
+    if !job.captures.is_empty() {
+        let head = load_draft_head(&source, model, class, kernels)?;
+        return Ok(DraftNetwork::Head(head));
+    }
     let model = load_whole(&source, (class, None), &job.engine, mlx, kernels, |_, _| {})?;
     let tokenizer = Arc::new(texts::tokenizer(&source)?);
-    Ok((key, model, tokenizer))
+    Ok(DraftNetwork::Model { model, tokenizer })
 }

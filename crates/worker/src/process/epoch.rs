@@ -62,7 +62,7 @@ impl Epoch {
             let tokenizer = Arc::new(tokenizer(source)?);
             let mut engine = Engine::new(Arc::clone(&weights), tokenizer, job.engine.clone())?;
             if let Some(draft) = draft {
-                engine.set_draft_model(draft)?;
+                engine.set_draft_model(&draft)?;
             }
             let engine = match store {
                 Some(store) => engine.with_store(store),
