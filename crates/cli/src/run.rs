@@ -48,9 +48,9 @@ pub(crate) struct Args {
     /// GGUF's form)
     #[arg(long, value_name = "FILE")]
     adapter: Option<PathBuf>,
-    /// A small model of the same vocabulary that guesses tokens, which MODEL checks together: the
-    /// same answer in less time, where that pays
-    #[arg(long, value_name = "MODEL")]
+    /// What guesses tokens, which MODEL checks together: a small model of the same vocabulary, a
+    /// draft head (EAGLE-3), or MODEL itself with a prediction layer. The same answer in less time
+    #[arg(long, visible_alias = "drafter", value_name = "MODEL")]
     draft: Option<String>,
     /// System message before the conversation
     #[arg(
@@ -79,11 +79,11 @@ pub(crate) struct Args {
     pub(crate) json: bool,
     /// Compute in this process instead of this machine's node
     #[arg(long)]
+    local: bool,
     /// Keep weights on disk as the processor computes with them, so that a later start reads them
     /// instead of packing them again; they take as much as the model besides
     #[arg(long)]
     packed: bool,
-    local: bool,
     #[command(flatten)]
     compute: ComputeArgs,
     #[command(flatten)]
@@ -211,8 +211,8 @@ impl Args {
             ("--draft", self.draft.is_some()),
             ("--engine", self.engine.engine.is_some()),
             ("--class", compute.class.is_some()),
-            ("--packed", self.packed),
             ("--kv", compute.kv.is_some()),
+            ("--packed", self.packed),
             ("--pin", compute.pin),
             ("--threads", compute.threads.is_some()),
             ("--shares", !self.split.shares.is_empty()),

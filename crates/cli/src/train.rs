@@ -4,6 +4,7 @@
 //! It checks the options, places the workers (`placement`), merges an `mlx_lm` configuration
 //! (`mlx_lm`), and prints progress; `paceline_train` trains.
 
+mod drafter;
 mod mlx_lm;
 mod placement;
 
@@ -34,6 +35,7 @@ Examples:
   paceline train big.gguf --data chats.jsonl --output my-adapter --nodes 2 --stages 2
   paceline train ./model --data texts.jsonl --output new --method full --nodes 4 --shard all
   paceline train smollm2 --data chats.jsonl --output my-adapter --class mlx  on a GPU
+  paceline train smollm2 --data prompts.jsonl --output my-head --drafter    guesses tokens faster
   paceline train --from-mlx-lm lora.yaml --output my-adapter --steps 50     as mlx_lm.lora would
   paceline run smollm2 --adapter my-adapter \"Hi\"
 
@@ -64,6 +66,20 @@ pub(crate) struct Args {
     /// stored), full (every weight; folders only)
     #[arg(long, value_name = "HOW", default_value = "lora", value_parser = of_name::<Method>)]
     method: Method,
+    /// Train a draft head (EAGLE-3) from the model's own answers to the prompts of --data, for
+    /// `run --drafter` and `load --drafter`; here alone
+    #[arg(long, conflicts_with_all = ["from_mlx_lm", "method", "class", "rank", "alpha", "targets",
+          "layers", "dropout", "epochs", "pack", "train_on", "leaf", "nodes", "hosts", "stages"])]
+    drafter: bool,
+    /// Most tokens that a draft head can propose: the most frequent ones of the answers
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 8000,
+        requires = "drafter",
+        allow_negative_numbers = true
+    )]
+    draft_vocab: usize,
     /// Arithmetic of the run: cpu (the same bits on every machine), mlx (Apple's MLX, for GPUs:
     /// bf16 where the model is, else f32), mlx-f32
     #[arg(long, value_name = "CLASS", default_value = "cpu", value_parser = of_name::<TrainingClass>)]
@@ -204,8 +220,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     stages: u32,
-    /// Workers share out moments and gradients (state), or values too (all), as ranks of one group,
-    /// for models whose training does not fit one machine; auto is all for --method full, else state
+    /// Workers share out moments and gradients (state), or values too (all), as ranks of one group;
+    /// auto is all for --method full, else state
     #[arg(long, value_name = "HOW", conflicts_with = "stages", value_parser = ShardArg::parse)]
     shard: Option<ShardArg>,
     /// Compute on this machine alone, without the cluster
@@ -220,7 +236,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// What `--shard` says.
+/// The value of `--shard`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ShardArg {
     Auto,
@@ -317,6 +333,9 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let output = mlx_lm::needed(args.output.as_ref(), "--output")?;
     let name = mlx_lm::needed(args.model.as_ref(), "MODEL")?;
     let found = pull::ensure(name, signals)?;
+    if args.drafter {
+        return drafter::run(args, &found.path, signals);
+    }
     let base = match args.method {
         Method::Lora | Method::Qlora => name_of_base(&found)?,
         Method::Full => None,

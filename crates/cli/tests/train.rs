@@ -288,3 +288,66 @@ fn a_plan_of_a_training_has_energy_and_what_would_fit() {
     let would = crowded["would_fit"].to_string();
     assert!(would.contains("--row"), "{would}");
 }
+
+/// A head from the model's own answers: a killed run gives the same bytes, and no answer changes,
+/// on one node and over the stages of a pipeline.
+#[test]
+fn a_draft_head_is_trained_and_changes_no_answer() {
+    let world = TestHome::new();
+    let (model, data) = (model(), data(&world));
+    let args = |output: &str, more: &[&str]| -> Vec<String> {
+        let fixed = [
+            "train",
+            &model,
+            "--drafter",
+            "--data",
+            &data,
+            "--output",
+            output,
+        ];
+        let sizes = ["--max-tokens-per-row", "48", "--batch", "4"];
+        let rest = [
+            "--lr",
+            "3e-3",
+            "--steps",
+            "40",
+            "--save-every",
+            "2",
+            "--json",
+        ];
+        let all = fixed.iter().chain(&sizes).chain(&rest).chain(more);
+        all.map(|arg| (*arg).to_owned()).collect()
+    };
+    let report = object(&finish(&mut world.paceline(args("head", &[]))));
+    let loss = |i: usize| report["loss"][i].as_f64().unwrap();
+    assert!(loss(1) < loss(0), "{report}");
+    assert!(report["accepted"].as_f64() > Some(0.5), "{report}");
+    let folder = |output: &str| world.path("models").join(output);
+    let mut killed = world.paceline(args("killed", &[])).spawn().unwrap();
+    until("a checkpoint", || {
+        folder("killed/step-0000004").exists() || killed.try_wait().unwrap().is_some()
+    });
+    let _ = killed.kill();
+    killed.wait().unwrap();
+    object(&finish(&mut world.paceline(args("killed", &["--resume"]))));
+    let weights = |output: &str| fs::read(folder(output).join("model.safetensors")).unwrap();
+    assert!(weights("head") == weights("killed"));
+
+    for sampling in [["--temperature", "0"], ["--temperature", "1.5"]] {
+        let answer = |more: &[&str]| {
+            let fixed = ["who rides at 3", "--max-tokens", "60", "--seed", "5"];
+            world.json(&model, &[&fixed[..], &sampling, more].concat())["tokens"].clone()
+        };
+        let plain = answer(&[]);
+        assert_eq!(answer(&["--drafter", "head"]), plain);
+        let split = ["--nodes", "3", "--split", "pipeline", "--drafter", "head"];
+        assert_eq!(answer(&split), plain);
+    }
+    let refused = |more: &[&str]| {
+        let output = finish(&mut world.paceline(args("other", more)));
+        assert!(!output.status.success());
+        text(&output.stderr)
+    };
+    assert!(refused(&["--draft-vocab", "0"]).contains("--draft-vocab is 0, expected 1 to"));
+    assert!(refused(&["--nodes", "2"]).contains("--nodes"));
+}

@@ -104,6 +104,11 @@ impl ExampleReader {
         })
     }
 
+    /// The model's tokenizer.
+    pub(crate) const fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
     /// The examples of a file, or of `NAME.jsonl` in a folder.
     ///
     /// # Errors
@@ -461,6 +466,16 @@ impl Examples {
     /// Number of rows they are packed into, at least one.
     pub fn count(&self) -> usize {
         self.rows.len()
+    }
+
+    /// The tokens of each example before the first that the loss covers.
+    pub(crate) fn prompts(&self) -> Vec<Vec<u32>> {
+        let of = |example: &Example| {
+            let asked = example.judged.iter().take_while(|judged| !**judged).count();
+            example.tokens[..asked].to_vec()
+        };
+        let prompts = self.examples.iter().map(of);
+        prompts.filter(|prompt| !prompt.is_empty()).collect()
     }
 
     pub fn largest_token(&self) -> u32 {

@@ -20,6 +20,7 @@
 //!   [`TrainingWorkers`]: the processes that compute leaves. [`worker`]: the other side.
 //!   [`remote`]: workers on other machines.
 //! - [`ModelStage`]: a part of a model that does not fit one machine.
+//! - [`drafter`]: EAGLE-3 heads, which propose tokens for a model.
 //! - [`fuse`]: a model with an adapter in it. [`mlx_lm`]: configurations of `mlx_lm.lora`.
 //!
 //! **Numerics.** In class `cpu` products are chains of fused multiply-adds
@@ -33,6 +34,7 @@ mod class;
 mod cpu;
 mod curve;
 mod data;
+pub mod drafter;
 mod dropout;
 mod engine;
 mod error;
