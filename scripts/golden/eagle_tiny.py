@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A tiny random EAGLE-3 head and what `speculators` computes with it: eagle_tiny.py [OUT]
 
-OUT defaults to tests-data/golden/hf of this repository. It writes
+OUT defaults to tests-data/golden/heads of this repository. It writes
     eagle3/                   config.json, model.safetensors: a head of the model `llama-untied-bf16`
     eagle3.golden.safetensors "captured" (T, 3, C): random captured rows; "tokens" (T,);
                               "logits" (T, draft vocabulary) after each row; "chained.logits" (draft
@@ -68,7 +68,7 @@ def forward(made, tokens, features):
 
 
 def main():
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "tests-data/golden/hf"
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "tests-data/golden/heads"
     made, draw = head(REPOSITORY / "tests-data/golden/hf/llama-untied-bf16")
     width, vocabulary = made.hidden_size, made.embed_tokens.num_embeddings
     captured = torch.from_numpy(draw.standard_normal((ROWS, 3, width)).astype(np.float32))

@@ -50,10 +50,10 @@ pub(crate) fn check(got: &[f32], expected: &[f32], tolerance: f32) {
 /// output as its feature.
 #[test]
 fn a_head_gives_the_logits_of_speculators() {
-    let [head, source] = ["eagle3", MODEL].map(|name| ModelSource::open(&golden(name)).unwrap());
+    let [head, source] = ["../heads/eagle3", MODEL].map(|name| ModelSource::open(&golden(name)).unwrap());
     let kernels = Arc::new(Kernels::new(2).unwrap());
     let head = EagleHead::load(&head, &source, KernelClass::CpuF32, kernels).unwrap();
-    let file = Safetensors::open(golden("eagle3.golden.safetensors")).unwrap();
+    let file = Safetensors::open(golden("../heads/eagle3.golden.safetensors")).unwrap();
     let (captured, logits) = (values(&file, "captured"), values(&file, "logits"));
     let words = file.bytes_of(file.info("tokens").unwrap());
     let tokens = words.as_chunks::<8>().0.iter();
@@ -145,7 +145,7 @@ fn captured_rows_are_the_hidden_states_of_transformers() {
 fn a_configuration_that_would_be_computed_wrongly_is_refused() {
     let source = ModelSource::open(&golden(MODEL)).unwrap();
     let model = Config::read(&source).unwrap();
-    let text = std::fs::read(golden("eagle3/config.json")).unwrap();
+    let text = std::fs::read(golden("../heads/eagle3/config.json")).unwrap();
     let usual: Value = serde_json::from_slice(&text).unwrap();
     assert_eq!(
         HeadConfig::read(&usual, &model).unwrap().captures,
