@@ -59,7 +59,7 @@ impl ComputeArgs {
 pub(crate) fn context(text: &str) -> Result<u32, String> {
     match text.parse() {
         _ if text == "max" => Ok(CONTEXT_MAX),
-        Ok(n @ 2..CONTEXT_MAX) => Ok(n),
+        Ok(n) if (2..CONTEXT_MAX).contains(&n) => Ok(n),
         _ => Err("expected a number from 2 on, or max".to_owned()),
     }
 }

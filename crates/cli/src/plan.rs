@@ -13,6 +13,7 @@ use paceline_model::shape;
 use paceline_plan::report::{Comparison, PlanRequest};
 use paceline_plan::solver::Options;
 use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape, Objective, Workload};
+use paceline_tensor::KvType;
 use serde_json::{Value, json};
 
 pub(crate) use error::{Error, hints};
@@ -123,6 +124,9 @@ pub(crate) struct Args {
     /// Stored bits per weight on average [default: as in the file, else 4.5]
     #[arg(long, value_name = "B")]
     bits: Option<f64>,
+    /// How keys and values are kept: f16, f32, q8 or q4 [default: f16]
+    #[arg(long, value_name = "TYPE")]
+    kv: Option<KvType>,
     /// Tokens of a prompt
     #[arg(long, value_name = "N", default_value_t = Workload::ONE.prompt)]
     prompt: u32,
@@ -278,7 +282,8 @@ fn question(
     }
     let name = args.model.as_deref().unwrap_or_default();
     let home = home::home().ok();
-    let model = lookup::model(home.as_ref(), name, args.bits, &catalogue).map_err(of_name)?;
+    let mut model = lookup::model(home.as_ref(), name, args.bits, &catalogue).map_err(of_name)?;
+    model.bits.kv = args.kv.map_or(model.bits.kv, KvType::stored_bits);
     let needed = args.prompt.saturating_add(args.output);
     Ok(PlanRequest {
         catalogue,

@@ -104,6 +104,12 @@ impl KvType {
         self.run().is_some()
     }
 
+    /// Bits of an element on average, scales included, in heads of whole runs.
+    pub fn stored_bits(self) -> f64 {
+        let scale = self.run().map_or(0.0, |run| 16.0 / run as f64);
+        (self.key_bits() + self.value_bits()) as f64 / 2.0 + scale
+    }
+
     /// Elements that share a scale, if some do.
     const fn run(self) -> Option<usize> {
         match self {

@@ -699,6 +699,24 @@ fn attention_equals_naive() {
     }
 }
 
+/// 0.27 and 0.15 of f32 are what users are told.
+#[test]
+fn pages_take_the_bits_of_their_type() {
+    for (kv_type, of_f32) in KvType::ALL.into_iter().zip([0.5, 1.0, 0.27, 0.15]) {
+        for head_dim in [64, 128, 576] {
+            let shape = KvShape {
+                heads: 3,
+                head_dim,
+                value_dim: head_dim,
+                kv_type,
+            };
+            let bits = 8.0 * shape.page_bytes() as f64 / (3 * 2 * PAGE * head_dim) as f64;
+            assert!((bits - kv_type.stored_bits()).abs() < 1e-9, "{shape:?}");
+            assert!(bits <= 32.0 * of_f32, "{shape:?}: {bits} bits");
+        }
+    }
+}
+
 /// Rotated queries have the products of the others with rotated keys, a second rotation undoes the
 /// first, and a large element becomes small.
 #[test]
