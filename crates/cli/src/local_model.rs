@@ -242,7 +242,7 @@ impl LocalModel {
         if !self.is_alone() {
             let mut bar = LoadingBar::new(self.nodes());
             let observer: Observer = Box::new(move |notice, _| bar.update(notice));
-            let instance = self.start((log::worker_args(), Vec::new()), false, observer)?;
+            let instance = self.start(self.worker_args()?, false, observer)?;
             self.ready(&instance)?;
             return Ok(self.0.loaded(instance));
         }

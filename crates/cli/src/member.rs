@@ -217,6 +217,7 @@ impl NodeArgs {
         });
         let PrefixCacheSize(limit) = self.prefix_cache;
         let limit = limit.map(|bytes| format!("--prefix-cache={bytes}").into());
+        let packed = self.packed.then(|| OsString::from("--packed"));
         let args = log::worker_args().into_iter();
         args.chain(ports).chain(limit).chain(packed).collect()
     }
@@ -224,7 +225,6 @@ impl NodeArgs {
     /// Folders that workers of the node may write to; created if possible. A worker without its
     /// folder reports that and continues without.
     ///
-        let packed = self.packed.then(|| OsString::from("--packed"));
     /// # Errors
     /// An unknown home folder.
     pub(crate) fn worker_folders(&self) -> anyhow::Result<Vec<PathBuf>> {

@@ -2,6 +2,8 @@
 
 use std::time::SystemTime;
 
+use anyhow::Context;
+use paceline_base::Bytes;
 use paceline_board::model_users;
 use paceline_store::{StoreListing, list as entries};
 use serde_json::json;
