@@ -124,6 +124,24 @@ def functions() -> None:
         machines.close()
 
 
+def exchanges() -> None:
+    """What two hosts sort moves between them, and not through this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = os.path.join(folder, "x.npy"), os.path.join(folder, "out")
+        values = np.concatenate([VALUES, [0.0, -0.0, math.inf, -math.inf, math.nan]])
+        np.save(path, values)
+        machines = paceline.connect(2, threads=1)
+        ranges = machines.sort_files([path], out, rows=3000)
+        found = np.concatenate([np.load(file) for file, _ in ranges])
+        assert np.array_equal(found, np.sort(values), equal_nan=True)
+        assert np.signbit(found[found == 0]).tolist() == [True, False]
+        moved, through = machines.figures.exchanged_bytes, machines.figures.starter_bytes
+        assert moved < 0.9 * values.nbytes and through < 0.2 * values.nbytes, (moved, through)
+        counts = machines.shuffle(lambda x: [x, None, x * x], lambda bucket, got: (bucket, got), range(5))
+        assert counts[:3] == [(0, [0, 1, 2, 3, 4]), (1, []), (2, [0, 1, 4, 9, 16])], counts
+        machines.close()
+
+
 def limits() -> None:
     from paceline.compute import Limits
 
@@ -185,6 +203,7 @@ def main() -> int:
     report.check("array jobs: files", files)
     report.check("array jobs: what is wrong is named", refusals)
     report.check("own functions: any number of hosts, one killed", functions)
+    report.check("own functions: machines exchange directly", exchanges)
     report.check("own functions: limits", limits)
     if len(sys.argv) > 1:
         report.check("a training over two nodes", trainings, sys.argv[1])

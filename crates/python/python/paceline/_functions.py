@@ -122,13 +122,25 @@ class HostProcess:
                                             stdout=subprocess.PIPE, start_new_session=True)
         except OSError as error:
             raise JobError(f"cannot run {command[0]}: {error}") from None
+        # Bounded by the leases of a host. A stopped host fills its pipe, which must block no other.
+        self.outbox: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self.write, daemon=True).start()
         threading.Thread(target=self.listen, args=(events,), daemon=True).start()
 
-    def listen(self, events: queue.Queue[Any]) -> None:
+    def write(self) -> None:
+        """Sends what is told, until the host is closed or gone, which its reader notices."""
         try:
             text = worker.source.encode()
             self.process.stdin.write(b"%d\n" % len(text) + text)
             self.process.stdin.flush()
+            while (message := self.outbox.get()) is not None:
+                self.sent += worker.send(self.process.stdin, message)
+            self.process.stdin.close()
+        except (worker.Lost, OSError, ValueError):
+            pass
+
+    def listen(self, events: queue.Queue[Any]) -> None:
+        try:
             while True:
                 data = worker._bytes(self.process.stdout)
                 self.received += 8 + len(data)
@@ -138,18 +150,12 @@ class HostProcess:
             events.put((self.number, ("lost", str(error))))
 
     def tell(self, *message: Any) -> None:
-        """Sends a message; a host that is gone is noticed by its reader."""
-        try:
-            self.sent += worker.send(self.process.stdin, message)
-        except worker.Lost:
-            pass
+        """Sends a message, by the thread of the outbox."""
+        self.outbox.put(message)
 
     def close(self) -> None:
         self.alive = False
-        try:
-            self.process.stdin.close()
-        except OSError:
-            pass
+        self.outbox.put(None)
         try:
             self.process.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -294,7 +300,7 @@ class Stage:
 
     def run(self) -> list[bytes]:
         """The results of the parts, or of the buckets, in order, as pickles."""
-        self.told = -1
+        self.told, self.looked = -1, time.monotonic()
         while not self.is_done():
             self.lease()
             self.look()
@@ -359,6 +365,11 @@ class Stage:
     def look(self) -> None:
         """Notices silent hosts and the deadline, and reports progress."""
         now = time.monotonic()
+        if now - self.looked > SILENCE_S / 3:
+            # This process was suspended itself: what hosts said meanwhile is still to be read.
+            for host in self.team.hosts:
+                host.heard = now
+        self.looked = now
         if self.end is not None and now > self.end:
             raise JobError(f"no end after {self.limit} s")
         for host in self.team.hosts:
@@ -443,6 +454,9 @@ class Stage:
     def lose(self, host: HostProcess, why: str) -> None:
         """Takes the host's leases and parts back."""
         host.close()
+        for other in self.team.hosts:
+            if other.alive:
+                other.tell("lost", host.number)
         self.figures.lost.append(f"{host.name}: {why}")
         for kind, number in sorted(self.leases[host.number], reverse=True):
             self.count_loss(kind, number, f"{host.name} was lost: {why}")
@@ -476,9 +490,14 @@ def cluster_machines(count: int) -> tuple[list[dict[str, Any]], str | None, bool
     here = [{"name": "this machine", "node": None}] * count
     if count == 1:
         return here, None, True
-    done = subprocess.run([binary(), "programs"], capture_output=True, text=True,
-                          stdin=subprocess.DEVNULL)
-    found = json.loads(done.stdout) if done.returncode == 0 else {"machines": [], "refusing": []}
+    try:
+        done = subprocess.run([binary(), "programs"], capture_output=True, text=True,
+                              stdin=subprocess.DEVNULL, timeout=START_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise JobError(f"cannot ask this machine's node: {error}") from None
+    if done.returncode:
+        raise JobError(done.stderr.strip())
+    found = json.loads(done.stdout)
     machines = found["machines"]
     if not machines or (len(machines) == 1 and not found["refusing"]):
         return here, None, True

@@ -460,6 +460,7 @@ class Host:
         self.sources: list[tuple[int, int, int]] = []
         self.limits: dict[str, Any] = {}
         self.fetched = 0
+        self.hands: list[Hand] = []
 
     def tell(self, *message: Any) -> None:
         with self.lock:
@@ -494,8 +495,9 @@ class Host:
         what, *rest = message
         if what == "begin":
             self.hosts, self.own, threads, self.limits = rest
-            for _ in range(threads):
-                threading.Thread(target=Hand(self).run, daemon=True).start()
+            self.hands = [Hand(self) for _ in range(threads)]
+            for hand in self.hands:
+                threading.Thread(target=hand.run, daemon=True).start()
         elif what == "hosts":
             (self.hosts,) = rest
         elif what == "functions":
@@ -505,6 +507,10 @@ class Host:
             self.sources = [(side, part, host) for part, (side, host) in enumerate(rest[1])]
         elif what == "forget":
             self.forget()
+        elif what == "lost":
+            for hand in self.hands:
+                if stream := hand.streams.get(rest[0]):
+                    stream.abort()
         else:
             self.tasks.put(message)
 
@@ -558,12 +564,11 @@ class Stream:
     def __init__(self, host: dict[str, Any]) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         if host["node"] is None:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(CONNECT_S)
-            connection.connect(host["socket"])
-            connection.settimeout(None)
-            self.source = self.to = connection.makefile("rwb")
-            connection.close()  # the file keeps it open
+            self.connection = socket.socket(socket.AF_UNIX)
+            self.connection.settimeout(CONNECT_S)
+            self.connection.connect(host["socket"])
+            self.connection.settimeout(None)
+            self.source = self.to = self.connection.makefile("rwb")
             return
         program = os.environ.get("PACELINE_BINARY", "paceline")
         command = [program, "programs", "--node", host["node"], "--socket", host["socket"]]
@@ -571,14 +576,26 @@ class Stream:
                                         stderr=subprocess.DEVNULL)
         self.source, self.to = self.process.stdout, self.process.stdin
 
+    def abort(self) -> None:
+        """Ends a read that waits in another thread: the other host is lost."""
+        if self.process is not None:
+            self.process.kill()
+            return
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is closed already
+
     def close(self) -> None:
+        self.abort()
         for stream in (self.to, self.source):
             try:
                 stream.close()
             except OSError:
                 pass
-        if self.process is not None:
-            self.process.kill()
+        if self.process is None:
+            self.connection.close()
+        else:
             self.process.wait()
 
 
