@@ -299,11 +299,12 @@ fn open_at(
     model: &Path,
     header: &[u8; BLOCK],
 ) -> Result<(File, Mode), PackedFault> {
-    if let Ok(file) = File::open(path)
-        && is_of(&file, header)
-        && is_ended(&file)
-    {
-        return Ok((file, Mode::Read));
+    let complete = || {
+        let file = File::open(path).ok()?;
+        (is_of(&file, header) && is_ended(&file)).then_some((file, Mode::Read))
+    };
+    if let Some(complete) = complete() {
+        return Ok(complete);
     }
     let part = part_of(path);
     let failed = |action, path: &Path| {
@@ -321,7 +322,12 @@ fn open_at(
     options.read(true).write(true).create(true).truncate(false);
     let file = options.open(&part).map_err(failed("write", &part))?;
     match file.try_lock() {
-        Ok(()) => {}
+        Ok(()) => {
+            // Its writer may have ended between the two looks.
+            if let Some(complete) = complete() {
+                return Ok(complete);
+            }
+        }
         Err(TryLockError::WouldBlock) => {
             let path = part;
             return Err(PackedFault::Busy { path });

@@ -32,10 +32,11 @@ const TOP1_BAR: f64 = 0.98;
 /// Distance of the mean negative log-likelihoods, at most, nats.
 const NLL_BAR: f64 = 0.02;
 
-/// [`NLL_BAR`] of keys and values in `q4`, twice what numpy found over 1024 tokens of Emma.
+/// [`NLL_BAR`] of keys and values in `q4`: SmolLM2 is 0.023 off here, and 0.024 in numpy over 1536
+/// tokens of Emma.
 const KV_Q4_NLL_BAR: f64 = 0.04;
 
-/// [`TOP1_BAR`] of `q4`, where it is no near tie.
+/// [`TOP1_BAR`] of `q4`, where it is no near tie; SmolLM2 agrees at 232 of all 256 positions.
 const KV_Q4_TOP1_BAR: f64 = 0.9;
 
 /// A position is a near tie when first and second logit of the widened run are not further apart
