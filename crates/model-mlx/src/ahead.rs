@@ -11,11 +11,16 @@
 //! its logits. Otherwise they are dropped. The rows that it wrote to the cache are written again
 //! before a row reads them: a page that is not full has one owner. The state behind a page follows
 //! from the state before it and from its rows, so that it is written again with its last row.
+//!
+//! Of eight sequences, one begins a page in every eighth step, and only the leader knows which.
+//! Where all rows go to lanes, the step is submitted with [`UNKNOWN_PAGE`] in its place. The plan
+//! that follows names the page.
 
 use paceline_model::backend::StepPlan;
 use paceline_model::{Batch, BatchSequence, Logits, WindowPages, WindowPool};
 use paceline_tensor::PAGE;
 
+use super::cache::UNKNOWN_PAGE;
 use super::logits::StepLogits;
 
 /// Most steps without a step ahead after plans that differed. A schedule that never repeats its
@@ -27,6 +32,8 @@ const PAUSE_MAX: u32 = 64;
 struct Submitted {
     /// The plan that it computes.
     words: Vec<u32>,
+    /// Places in `words` of pages that the leader has not named yet.
+    unknown: Vec<usize>,
     logits: StepLogits,
 }
 
@@ -47,7 +54,11 @@ impl Ahead {
             self.pause = self.pause.saturating_sub(1);
             return None;
         };
-        if submitted.words == words {
+        let mut expected = submitted.words;
+        for place in submitted.unknown {
+            expected[place] = words.get(place).copied().unwrap_or(UNKNOWN_PAGE);
+        }
+        if expected == words {
             self.next_pause = 0;
             return Some(submitted.logits);
         }
@@ -64,19 +75,43 @@ impl Ahead {
         self.pause > 0
     }
 
-    pub(super) fn submitted(&mut self, words: Vec<u32>, logits: StepLogits) {
-        self.submitted = Some(Submitted { words, logits });
+    /// Notes that the step `next` with these tokens was submitted.
+    pub(super) fn submitted(&mut self, next: &NextStep<'_>, tokens: &[u32], logits: StepLogits) {
+        let words = next.words(tokens, UNKNOWN_PAGE);
+        let unknown = match next.begins_pages() {
+            true => {
+                let others = next.words(tokens, 0);
+                let places = words.iter().zip(&others).enumerate();
+                let unknown = places.filter(|(_, (one, other))| one != other);
+                unknown.map(|(place, _)| place).collect()
+            }
+            false => Vec::new(),
+        };
+        self.submitted = Some(Submitted {
+            words,
+            unknown,
+            logits,
+        });
     }
 }
 
 /// The step after a batch.
 pub(super) struct NextStep<'a> {
-    sequences: Vec<(BatchSequence<'a>, Vec<WindowPages<'a>>)>,
+    sequences: Vec<NextRow<'a>>,
+}
+
+/// The next row of a sequence.
+struct NextRow<'a> {
+    /// Without the row's token.
+    of: BatchSequence<'a>,
+    windows: Vec<WindowPages<'a>>,
+    /// Whether the row is the first of a page.
+    begins_page: bool,
 }
 
 impl<'a> NextStep<'a> {
-    /// The next row of each sequence of `batch`, where the device has the tokens of all and none
-    /// needs a page more. `pools` are the pages of windows, `context` the positions of a sequence.
+    /// The next row of each sequence of `batch`, where the device has the tokens of all. `pools`
+    /// are the pages of windows, `context` the positions of a sequence.
     pub(super) fn after(batch: &Batch<'a>, pools: &[WindowPool], context: usize) -> Option<Self> {
         let next = |s: &BatchSequence<'a>| {
             let position = s.position + s.tokens.len();
@@ -85,35 +120,52 @@ impl<'a> NextStep<'a> {
                 Logits::Drawn(draw) => Logits::Drawn(draw.next()),
                 _ => return None,
             };
-            let is_next = position < context
-                && !position.is_multiple_of(PAGE)
-                && s.pages.len() == position.div_ceil(PAGE);
+            let is_next = position < context && s.pages.len() == position.div_ceil(PAGE);
             let window = |(pool, window): (&WindowPool, &WindowPages<'a>)| {
                 let first_page = pool.first_page(position).max(window.first_page);
                 let pages = window.pages.get(first_page - window.first_page..)?;
                 Some(WindowPages { first_page, pages })
             };
             let windows: Option<Vec<_>> = pools.iter().zip(s.windows).map(window).collect();
-            let s = BatchSequence {
-                position,
-                logits,
-                ..*s
+            let row = NextRow {
+                of: BatchSequence {
+                    position,
+                    logits,
+                    ..*s
+                },
+                windows: windows?,
+                begins_page: position.is_multiple_of(PAGE),
             };
-            is_next.then_some((s, windows?))
+            is_next.then_some(row)
         };
         let sequences = batch.sequences.iter().map(next);
         let sequences: Option<Vec<_>> = sequences.collect();
         sequences.map(|sequences| Self { sequences })
     }
 
-    /// Runs `run` with the step as a batch of these tokens.
-    pub(super) fn with<T>(&self, tokens: &[u32], run: impl FnOnce(&Batch<'_>) -> T) -> T {
-        let parts = self.sequences.iter().zip(tokens.chunks(1));
+    /// Whether a row is the first of a page, which the leader is still to name.
+    pub(super) fn begins_pages(&self) -> bool {
+        self.sequences.iter().any(|row| row.begins_page)
+    }
+
+    /// Runs `run` with the step as a batch of these tokens. Pages that begin are called `page`.
+    pub(super) fn with<T>(
+        &self,
+        (tokens, page): (&[u32], u32),
+        run: impl FnOnce(&Batch<'_>) -> T,
+    ) -> T {
+        let pages = self.sequences.iter().map(|row| {
+            let begun = row.begins_page.then_some(page);
+            row.of.pages.iter().copied().chain(begun).collect()
+        });
+        let pages: Vec<Vec<u32>> = pages.collect();
+        let parts = self.sequences.iter().zip(tokens.chunks(1)).zip(&pages);
         let sequences: Vec<BatchSequence<'_>> = parts
-            .map(|((s, windows), tokens)| BatchSequence {
+            .map(|((row, tokens), pages)| BatchSequence {
                 tokens,
-                windows,
-                ..*s
+                pages,
+                windows: &row.windows,
+                ..row.of
             })
             .collect();
         run(&Batch {
@@ -121,10 +173,10 @@ impl<'a> NextStep<'a> {
         })
     }
 
-    /// The leader's plan of the step with these tokens.
-    pub(super) fn words(&self, tokens: &[u32]) -> Vec<u32> {
+    /// The leader's plan of the step with these tokens, if it calls pages that begin `page`.
+    fn words(&self, tokens: &[u32], page: u32) -> Vec<u32> {
         let mut words = Vec::new();
-        self.with(tokens, |batch| StepPlan::write(batch, &mut words));
+        self.with((tokens, page), |batch| StepPlan::write(batch, &mut words));
         words
     }
 

@@ -23,8 +23,8 @@ mod delta;
 mod lanes;
 
 pub(super) use delta::{DeltaPages, DeltaSizes};
-pub(super) use lanes::LaneLimits;
 use lanes::Lanes;
+pub(super) use lanes::{LaneLimits, UNKNOWN_PAGE};
 
 /// mlx-lm's caches have a multiple of this many rows. By it MLX's attention on CUDA recognises
 /// them. Source: `kv_cache_step` in MLX 0.32.2's `backend/cuda/scaled_dot_product_attention.cpp`.

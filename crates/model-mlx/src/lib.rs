@@ -78,10 +78,10 @@ use paceline_model::{
     Kinds, LayerCache, LayerCut, LayerShape, Links, LoadedModel as Loaded, ModelSource, PageStore,
     PersistedPage, Rope, Shard, Split, WindowPages, WindowPool,
 };
-use paceline_tensor::{Kernels, PAGE, StateRule};
+use paceline_tensor::{AttentionRows, Kernels, PAGE, StateRule};
 
 use ahead::{Ahead, NextStep};
-use cache::{Cache, DeltaSizes, LaneLimits, LayerSizes, SpanKind};
+use cache::{Cache, DeltaSizes, LaneLimits, LayerSizes, SpanKind, UNKNOWN_PAGE};
 use counters::Counters;
 use exchange::{Receive, Tally};
 use gates::Gates;
@@ -580,6 +580,10 @@ impl<'a> OnDevice<'a> {
         rows: &mut Vec<f32>,
     ) -> Result<usize, Error> {
         let ahead = reserved.ahead.take(words);
+        match &ahead {
+            Some(_) => reserved.cache.name_pages(&rows_in_cache(batch)),
+            None => reserved.cache.end_lanes_before(UNKNOWN_PAGE),
+        }
         let next = self.next(reserved, batch);
         let is_ahead = ahead.is_some();
         let is_submitted = is_ahead || next.is_some();
@@ -609,8 +613,8 @@ impl<'a> OnDevice<'a> {
             }
         }
         if let Some((next, of_next)) = submitted.transpose()?.flatten() {
-            let words = next.words(&logits.host_tokens()?);
-            reserved.ahead.submitted(words, of_next);
+            let tokens = logits.host_tokens()?;
+            reserved.ahead.submitted(&next, &tokens, of_next);
         }
         let bytes = logits.read(self.stream, rows)?;
         counters.logit_bytes.add(bytes);
@@ -623,7 +627,11 @@ impl<'a> OnDevice<'a> {
         if self.model.links.is_some() || reserved.ahead.pauses() {
             return None;
         }
-        NextStep::after(batch, &reserved.windows, reserved.size.context)
+        let next = NextStep::after(batch, &reserved.windows, reserved.size.context)?;
+        let unknown = vec![0; next.rows()];
+        let is_in_lanes = |batch: &Batch<'_>| reserved.cache.is_in_lanes(&rows_in_cache(batch));
+        let may_begin = || next.with((&unknown, UNKNOWN_PAGE), is_in_lanes);
+        (!next.begins_pages() || may_begin()).then_some(next)
     }
 
     /// Submits the step `next`, whose tokens are those of `logits`; with its logits.
@@ -637,7 +645,7 @@ impl<'a> OnDevice<'a> {
             return Ok(None);
         };
         let unknown = vec![0; next.rows()];
-        let of_next = next.with(&unknown, |batch| {
+        let of_next = next.with((&unknown, UNKNOWN_PAGE), |batch| {
             let mut step = self.graph(reserved, batch, Some(tokens))?;
             let logits = step.logits()?;
             if let Some(logits) = &logits {
@@ -661,6 +669,11 @@ fn most_fitting(positions: usize, fits: impl Fn(usize) -> bool) -> usize {
         }
     }
     fitting * PAGE
+}
+
+/// Rows of a step in the pages that keep all positions.
+fn rows_in_cache<'a>(batch: &Batch<'a>) -> Vec<AttentionRows<'a>> {
+    batch.sequences.iter().map(|s| s.rows_of(0)).collect()
 }
 
 /// Each token of a sequence as one of its own, on the same pages.

@@ -148,7 +148,7 @@ impl<'a> Step<'a> {
         let tokens = tokens.map_or_else(|| tokens_of(stream, batch), Ok)?;
         let (weights, constants) = (parts.weights, parts.constants);
         parts.cache.begin();
-        let rows: Vec<_> = batch.sequences.iter().map(|s| s.rows_of(0)).collect();
+        let rows = super::rows_in_cache(batch);
         let place = || parts.cache.lanes_of(stream, &rows);
         let lanes = parts.watch.during_part(batch.rows(), place)?;
         let spans = |(s, lane): (&paceline_model::BatchSequence<'_>, &Option<usize>)| {

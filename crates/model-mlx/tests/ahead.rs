@@ -167,6 +167,47 @@ fn steps_ahead_give_the_same_bits() {
     }
 }
 
+/// Pages that begin keep no step from being ahead: those of two sequences at once, and of a third
+/// one later.
+#[test]
+fn steps_are_ahead_where_pages_begin() {
+    let Some(library) = library("steps are ahead where pages begin") else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&path);
+    let model = model(&path, &library);
+    let decoded = |logits| {
+        let mut compute = reserve(&model);
+        let mut sequences: Vec<Sequence> = [(20, 0), (20, 1), (40, 2)]
+            .map(|(prompt, first)| Sequence {
+                pages: vec![first, first + SEQUENCES as u32],
+                position: 0,
+                pending: (0..prompt).map(|i| (7 * i + first) % 300).collect(),
+            })
+            .into();
+        let before = model.counts().steps_ahead;
+        let step = |_| {
+            let each: Vec<_> = sequences.iter().map(|s| s.in_batch(logits)).collect();
+            compute.forward(&Batch { sequences: &each }).unwrap();
+            let best = (0..SEQUENCES).map(|i| largest(compute.logits_mut(i)));
+            let best: Vec<(u32, u32)> = best.collect();
+            for (s, (token, _)) in sequences.iter_mut().zip(&best) {
+                s.position += s.pending.len();
+                s.pending = vec![*token];
+            }
+            best
+        };
+        let answers: Vec<_> = (0..=PAGE).map(step).collect();
+        (answers, model.counts().steps_ahead - before)
+    };
+    let (expected, _) = decoded(Logits::Last);
+    let (got, ahead) = decoded(Logits::Best);
+    assert_eq!(got, expected);
+    assert_eq!(ahead, PAGE as u64);
+}
+
 /// Decodes [`STEPS`] tokens and drops the cache. Of each wait for the device: `1` where it has
 /// another step to compute, else `0`; `s` for a wait for all of its work.
 fn waits(model: &Arc<MlxModel>, logits: Logits) -> String {

@@ -64,7 +64,9 @@ fn await_graph(chunk: usize) {
     let start = Instant::now();
     let is_made = || {
         let graphs = GRAPHS.lock().unwrap();
-        graphs.iter().any(|(thread, n)| *thread != own && *n > chunk)
+        graphs
+            .iter()
+            .any(|(thread, n)| *thread != own && *n > chunk)
     };
     while !is_made() {
         assert!(start.elapsed() < PATIENCE, "no graph of chunk {chunk}");

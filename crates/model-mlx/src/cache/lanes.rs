@@ -31,6 +31,9 @@ const IDLE: u64 = 16;
 /// Steps between two looks for lanes without rows, whose memory is given back.
 const UNUSED: u64 = 256;
 
+/// Stands for a page that the leader has not named yet. No cache has so many.
+pub(crate) const UNKNOWN_PAGE: u32 = u32::MAX;
+
 /// Bounds of lanes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LaneLimits {
@@ -50,6 +53,8 @@ pub(super) struct Lanes {
     /// Rows of a lane. The last one is of no position.
     rows: usize,
     lanes: Vec<Lane>,
+    /// The lane of each sequence of the last step.
+    placed: Vec<Option<usize>>,
     /// Counts steps.
     clock: u64,
 }
@@ -88,6 +93,12 @@ impl Lane {
             self.end = self.end.min(at * PAGE);
             self.kept = self.kept.min(self.end);
         }
+    }
+
+    /// Positions whose pages are known, from 0.
+    fn known(&self) -> usize {
+        let unknown = self.pages.iter().position(|page| *page == UNKNOWN_PAGE);
+        unknown.map_or(self.end, |at| self.end.min(at * PAGE))
     }
 
     const fn is_kept(&self) -> bool {
@@ -198,7 +209,34 @@ impl Cache {
             }
         }
         self.note(sequences, &placed);
+        self.lanes.placed.clone_from(&placed);
         Ok(placed)
+    }
+
+    /// Whether a step of these sequences needs no page and no more memory: all that layers keep is
+    /// in lanes, and each sequence has one with room.
+    pub(crate) fn is_in_lanes(&self, sequences: &[AttentionRows<'_>]) -> bool {
+        let layers = self.layers.iter().zip(&self.lanes.limits.layers);
+        let mut layers = layers.filter(|(kept, _)| !matches!(kept, super::Kept::Nothing));
+        let ends = sequences.iter().map(|s| s.position + s.rows);
+        layers.all(|(_, has_lanes)| *has_lanes)
+            && ends.max().unwrap_or(0) < self.lanes.rows
+            && self.lanes.found(sequences).iter().all(Option::is_some)
+    }
+
+    /// Names the pages that the last step of these sequences began.
+    pub(crate) fn name_pages(&mut self, sequences: &[AttentionRows<'_>]) {
+        for (sequence, own) in sequences.iter().zip(self.lanes.placed.clone()) {
+            let end = (sequence.position + sequence.rows).div_ceil(PAGE);
+            let (Some(own), Some(page)) = (own, sequence.pages.get(end - 1)) else {
+                continue;
+            };
+            if self.lanes.lanes[own].pages.last() != Some(&UNKNOWN_PAGE) {
+                continue;
+            }
+            self.end_lanes_before(*page);
+            self.lanes.lanes[own].pages[end - 1] = *page;
+        }
     }
 
     /// Notes what the step writes.
@@ -208,8 +246,9 @@ impl Cache {
             let pages = &sequence.pages[..end.div_ceil(PAGE)];
             let others = self.lanes.lanes.iter_mut().enumerate();
             for (_, lane) in others.filter(|(i, _)| Some(*i) != *own) {
-                let written = &pages[position / PAGE..];
-                written.iter().for_each(|page| lane.end_before(*page));
+                let written = pages[position / PAGE..].iter();
+                let written = written.filter(|page| **page != UNKNOWN_PAGE);
+                written.for_each(|page| lane.end_before(*page));
             }
             if let Some(own) = own {
                 let lane = &mut self.lanes.lanes[*own];
@@ -376,16 +415,16 @@ impl Cache {
     /// Copies the rows of `lanes` that are in these alone to their pages.
     fn keep(&mut self, stream: &Stream, lanes: &[usize]) -> Result<(), Error> {
         for lane in lanes {
-            let Lane {
-                pages, end, kept, ..
-            } = self.lanes.lanes[*lane].clone();
+            let own = self.lanes.lanes[*lane].clone();
+            let Lane { pages, kept, .. } = &own;
+            let (kept, end) = (*kept, own.known());
             if kept == end {
                 continue;
             }
             let of = AttentionRows {
                 rows: end - kept,
                 position: kept,
-                pages: &pages,
+                pages,
                 first_page: 0,
             };
             let written = runs(&of, kept..end);

@@ -460,7 +460,11 @@ impl Tiny {
         match NEMOTRON[i] {
             b'M' => {
                 file.matrix(&name("ssm_in"), channels + values + VALUE_HEADS, c);
-                file.put(&name("ssm_conv1d.weight"), BlockType::F32, &[channels, TAPS]);
+                file.put(
+                    &name("ssm_conv1d.weight"),
+                    BlockType::F32,
+                    &[channels, TAPS],
+                );
                 file.vector(&name("ssm_conv1d.bias"), channels, 0.0);
                 file.vector(&name("ssm_dt.bias"), VALUE_HEADS, -4.0);
                 for (part, centre) in [("ssm_a", -1.0), ("ssm_d", 1.0)] {

@@ -24,9 +24,9 @@ pub(super) fn small(family: ModelFamily) -> Tiny {
         vocab: 50,
         layers: match family {
             ModelFamily::Glm4Moe | ModelFamily::DeepSeek => 2, // the first is dense
-            ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => 2, // the second is attention
+            ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => 2,     // the second is attention
             ModelFamily::NemotronH => NEMOTRON.len(),
-            ModelFamily::Gemma4 => 4,                          // two use the caches of the others
+            ModelFamily::Gemma4 => 4, // two use the caches of the others
             // One of four layers with states is attention.
             ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => 4,
             _ => 1,

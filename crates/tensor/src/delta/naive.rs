@@ -66,7 +66,9 @@ pub fn read(rule: StateRule, rows: &[DeltaRow<'_>]) -> Vec<Vec<f32>> {
                 add(&mut o, weight(i, row.query), delta);
             }
             if row.skip != 0.0 {
-                o.iter_mut().zip(row.value).for_each(|(o, v)| *o += row.skip * v);
+                o.iter_mut()
+                    .zip(row.value)
+                    .for_each(|(o, v)| *o += row.skip * v);
             }
             out.push(o);
         }
