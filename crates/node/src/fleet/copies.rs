@@ -141,25 +141,33 @@ pub(super) struct ModelCopies {
     pub(super) folder: PathBuf,
     may_have: Box<QuotaCheck>,
     tell: Arc<CopyLog>,
-    /// Cached SHA-256 of unchanged files: hashing takes a second a gigabyte.
-    known: Mutex<HashMap<FileFingerprint, String>>,
-    /// Roots sent by other nodes, by SHA-256: the shared map may arrive later.
-    roots: Mutex<HashMap<String, RootOrigin>>,
-    /// Locked while a whole file is copied: two copies of one model would share one file.
-    turn: Mutex<()>,
-    /// By SHA-256: locked while a partial copy is opened, which reads all present bytes.
-    turns: Mutex<HashMap<String, Arc<Mutex<()>>>>,
     /// Source of bytes that no node has.
     hub: Option<Arc<dyn ModelHub>>,
-    /// SHA-256 of models fetched from the hub, so that each is logged once.
-    of_hub: Mutex<BTreeSet<String>>,
-    /// Partial copies, by SHA-256.
-    parts: Mutex<HashMap<String, Arc<PartialCopy>>>,
-    /// Nodes that sent wrong bytes to this process.
-    liars: Mutex<BTreeSet<NodeId>>,
-    /// Models of several files.
-    models: Mutex<Models>,
+    /// Locked briefly: never while a file is read.
+    state: Mutex<CopyState>,
 }
+
+/// What this process knows about copies.
+#[derive(Default)]
+struct CopyState {
+    /// Cached SHA-256 of unchanged files: hashing takes a second a gigabyte.
+    known: HashMap<FileFingerprint, String>,
+    /// Roots sent by other nodes, by SHA-256: the shared map may arrive later.
+    roots: HashMap<String, RootOrigin>,
+    /// By what is read or written: locked as long as that takes.
+    turns: HashMap<String, Arc<Mutex<()>>>,
+    /// SHA-256 of models fetched from the hub, so that each is logged once.
+    of_hub: BTreeSet<String>,
+    /// Partial copies, by SHA-256.
+    parts: HashMap<String, Arc<PartialCopy>>,
+    /// Nodes that sent wrong bytes to this process.
+    liars: BTreeSet<NodeId>,
+    /// Models of several files.
+    models: Models,
+}
+
+/// The turn of copies of whole files: two copies of one model would share one file.
+const WHOLE_FILES: &str = "whole files";
 
 impl ModelCopies {
     pub(super) fn new(
@@ -173,15 +181,8 @@ impl ModelCopies {
             folder,
             may_have,
             tell,
-            known: Mutex::default(),
-            roots: Mutex::default(),
-            turn: Mutex::default(),
-            turns: Mutex::default(),
             hub: None,
-            of_hub: Mutex::default(),
-            parts: Mutex::default(),
-            liars: Mutex::default(),
-            models: Mutex::default(),
+            state: Mutex::default(),
         }
     }
 
@@ -201,14 +202,14 @@ impl ModelCopies {
         };
         let is_it = |((path, ..), sum): (&FileFingerprint, &String)| sum == sha256 && path.exists();
         let endings = [COPY, partial_file::FILE, MANIFEST];
-        endings.into_iter().any(lies) || lock(&self.known).iter().any(is_it)
+        endings.into_iter().any(lies) || lock(&self.state).known.iter().any(is_it)
     }
 
-    /// The lock for opening a partial copy.
-    fn turn(&self, sha256: &str) -> Arc<Mutex<()>> {
-        let mut turns = lock(&self.turns);
+    /// The lock for opening a partial copy, by its SHA-256, or for other work on files.
+    fn turn(&self, of: &str) -> Arc<Mutex<()>> {
+        let turns = &mut lock(&self.state).turns;
         turns.retain(|_, turn| Arc::strong_count(turn) > 1);
-        Arc::clone(turns.entry(sha256.to_owned()).or_default())
+        Arc::clone(turns.entry(of.to_owned()).or_default())
     }
 
     /// The file for a user's model name: from the store, else a complete copy with that name.
@@ -248,7 +249,7 @@ impl ModelCopies {
     /// The system's error.
     pub(super) fn hash(&self, path: &Path) -> io::Result<String> {
         let key = fingerprint(path)?;
-        let known = || lock(&self.known).get(&key).cloned();
+        let known = || lock(&self.state).known.get(&key).cloned();
         let turn = self.turn(&format!("SHA-256 of {}", path.display()));
         let _turn = lock(&turn); // one thread reads the file
         if let Some(known) = known() {
@@ -266,7 +267,7 @@ impl ModelCopies {
             // Where the disk is full, the tree is computed again when a node needs it.
             let _: io::Result<()> = inventory::keep(&tree, &kept);
         }
-        lock(&self.known).insert(key, sum.clone());
+        lock(&self.state).known.insert(key, sum.clone());
         Ok(sum)
     }
 
@@ -445,7 +446,7 @@ impl ModelCopies {
 
     /// Removes all files about a copy of a file; returns the bytes freed.
     fn forget_file(&self, sha256: &str) -> io::Result<u64> {
-        let held = lock(&self.parts).remove(sha256);
+        let held = lock(&self.state).parts.remove(sha256);
         let copy = self.folder.join(format!("{sha256}.{COPY}"));
         let freed = match (&held, fs::metadata(&copy)) {
             (_, Ok(facts)) => facts.len(),
@@ -468,7 +469,7 @@ impl ModelCopies {
 
     /// The partial copy of a model while it is fetched.
     pub(super) fn part(&self, sha256: &str) -> Option<Arc<PartialCopy>> {
-        lock(&self.parts).get(sha256).cloned()
+        lock(&self.state).parts.get(sha256).cloned()
     }
 
     /// Serves ranges of a model to a fetching node.

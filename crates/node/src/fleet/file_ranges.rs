@@ -334,11 +334,17 @@ pub(super) enum Short {
 }
 
 struct FetchState {
-    queue: Mutex<FetchQueue>,
+    progress: Mutex<FetchStatus>,
     changed: Condvar,
-    faults: Mutex<BTreeMap<String, String>>,
+}
+
+/// What its threads know of a fetch.
+struct FetchStatus {
+    queue: FetchQueue,
+    /// By source.
+    faults: BTreeMap<String, String>,
     /// This machine's own failure, or the cancellation.
-    ended: Mutex<Option<String>>,
+    ended: Option<String>,
 }
 
 impl FileFetch<'_> {
@@ -348,10 +354,12 @@ impl FileFetch<'_> {
     /// [`Short`]. Verified ranges stay stored.
     pub(super) fn run(&self, wanted: &[Range<u64>]) -> Result<(), Short> {
         let shared = FetchState {
-            queue: Mutex::new(FetchQueue::new(self.partial.groups(), wanted)),
+            progress: Mutex::new(FetchStatus {
+                queue: FetchQueue::new(self.partial.groups(), wanted),
+                faults: BTreeMap::new(),
+                ended: None,
+            }),
             changed: Condvar::new(),
-            faults: Mutex::default(),
-            ended: Mutex::default(),
         };
         std::thread::scope(|scope| {
             for source in self.sources {
@@ -359,16 +367,15 @@ impl FileFetch<'_> {
                 scope.spawn(move || self.drain(source, shared));
             }
         });
-        let FetchState {
+        let status = shared.progress.into_inner();
+        let FetchStatus {
             queue,
             faults,
             ended,
-            ..
-        } = shared;
-        if let Some(ended) = ended.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        } = status.unwrap_or_else(PoisonError::into_inner);
+        if let Some(ended) = ended {
             return Err(Short::Ended(ended));
         }
-        let queue = queue.into_inner().unwrap_or_else(PoisonError::into_inner);
         let Some(left) = queue
             .open
             .iter()
@@ -378,7 +385,6 @@ impl FileFetch<'_> {
             return Ok(());
         };
         let left = self.partial.groups().span(&left);
-        let faults = faults.into_inner().unwrap_or_else(PoisonError::into_inner);
         let faults = faults
             .into_iter()
             .map(|(name, fault)| format!("{name}: {fault}"));
@@ -393,22 +399,22 @@ impl FileFetch<'_> {
     fn drain(&self, source: &RangeSource, shared: &FetchState) {
         let line = match SourceConnection::open(self.agent, source, self.model) {
             Ok(line) => line,
-            Err(fault) => return drop(lock(&shared.faults).insert(source.name.clone(), fault)),
+            Err(fault) => return drop(lock(&shared.progress).faults.insert(source.name.clone(), fault)),
         };
-        while lock(&shared.ended).is_none() {
-            let next = lock(&shared.queue).next(source.id, &line.has);
+        while lock(&shared.progress).ended.is_none() {
+            let next = lock(&shared.progress).queue.next(source.id, &line.has);
             let piece = match next {
                 Next::Over => break,
                 Next::Wait => {
-                    let queue = lock(&shared.queue);
-                    drop(shared.changed.wait_timeout(queue, LOOK_EVERY));
+                    let status = lock(&shared.progress);
+                    drop(shared.changed.wait_timeout(status, LOOK_EVERY));
                     continue;
                 }
                 Next::Fetch(piece) => piece,
             };
             let fetched = self.fetch(&line, source, &piece.groups);
             let failed = fetched.is_err().then_some((piece, source.id));
-            lock(&shared.queue).done(failed);
+            lock(&shared.progress).queue.done(failed);
             shared.changed.notify_all();
             match fetched {
                 Ok(bytes) if (self.told)(bytes) => {}
@@ -417,7 +423,7 @@ impl FileFetch<'_> {
                     end(shared, format!("{}: {error}", self.partial.path.display()));
                 }
                 Err(FetchError::Source(fault)) => {
-                    lock(&shared.faults).insert(source.name.clone(), fault);
+                    lock(&shared.progress).faults.insert(source.name.clone(), fault);
                     break;
                 }
             }
@@ -451,7 +457,7 @@ impl FileFetch<'_> {
 
 /// Ends the fetch on all sources; the first reason counts.
 fn end(shared: &FetchState, reason: String) {
-    lock(&shared.ended).get_or_insert(reason);
+    lock(&shared.progress).ended.get_or_insert(reason);
 }
 
 /// The smallest run that contains both.

@@ -418,7 +418,7 @@ fn sinks_may_call_the_runner_and_drop_it() {
             return;
         };
         held.status();
-        let again = submit(&held, request(vec![2], 5), inner.take().unwrap());
+        let again = submit(held, request(vec![2], 5), inner.take().unwrap());
         let asked = held.inspect(|_| ());
         told.send((again, asked)).unwrap();
         // The last reference: the thread must not join itself.

@@ -30,7 +30,7 @@ use super::messages::{Fetch, fetch};
 use super::repair::{CheckRange, RepairReport, RootOrigin};
 use super::{
     CopyProgress, LOOK_EVERY, ModelCopies, NAME, PARTS_OF_HUB, PartialCopy, SILENCE, TELL_EVERY,
-    WHOLE_PART, first_groups, signed_root, write_whole,
+    WHOLE_FILES, WHOLE_PART, first_groups, signed_root, write_whole,
 };
 use crate::fleet::hosts::NodeConnection;
 use crate::workers::connection::{ConnectionError, send_message};
@@ -179,7 +179,8 @@ impl ModelCopies {
     ) -> Result<(), String> {
         let model = &fetch.model;
         let (hub, origin) = self.on_hub((agent, model), fetch.bytes, reason)?;
-        let _turn = lock(&self.turn);
+        let turn = self.turn(WHOLE_FILES);
+        let _turn = lock(&turn);
         if self.find_file(model).is_ok() {
             return Ok(()); // copied meanwhile
         }
@@ -222,7 +223,7 @@ impl ModelCopies {
         let Some((hub, origin)) = self.hub.as_ref().zip(origin) else {
             return Err(unavailable(agent, model, reason, None));
         };
-        if lock(&self.of_hub).insert(model.sha256.clone()) {
+        if lock(&self.state).of_hub.insert(model.sha256.clone()) {
             let name = &model.name;
             (self.tell)(&format!("{name}: {reason}: asking the hub for {origin}"));
         }
@@ -240,7 +241,13 @@ impl ModelCopies {
             let told = told.as_ref();
             told.is_none_or(|(rooted, _)| rooted.root == held.rooted.root)
         };
-        let known = || lock(&self.parts).get(&model.sha256).cloned().filter(is_it);
+        let known = || {
+            lock(&self.state)
+                .parts
+                .get(&model.sha256)
+                .cloned()
+                .filter(is_it)
+        };
         if let Some(held) = known() {
             return Ok(held);
         }
@@ -271,7 +278,9 @@ impl ModelCopies {
             rooted,
             from,
         });
-        lock(&self.parts).insert(model.sha256.clone(), Arc::clone(&held));
+        lock(&self.state)
+            .parts
+            .insert(model.sha256.clone(), Arc::clone(&held));
         Ok(held)
     }
 
@@ -281,7 +290,7 @@ impl ModelCopies {
     /// # Errors
     /// It is being fetched or served.
     fn end_other(&self, sha256: &str) -> Result<(), String> {
-        let mut parts = lock(&self.parts);
+        let parts = &mut lock(&self.state).parts;
         match parts.get(sha256) {
             Some(held) if Arc::strong_count(held) > 1 => Err(format!(
                 "another model's manifest gives the file with SHA-256 {sha256} the root {}, by \
@@ -341,7 +350,7 @@ impl ModelCopies {
         let mut seen = BTreeSet::new();
         let lives = |id: NodeId| matches!(agent.life(id), Life::Alive | Life::Suspect);
         ids.retain(|id| *id != agent.id() && lives(*id) && seen.insert(*id));
-        ids.retain(|id| !lock(&self.liars).contains(id));
+        ids.retain(|id| !lock(&self.state).liars.contains(id));
         let name = |id: NodeId| {
             let view = views.iter().find(|view| view.id == id);
             view.map_or_else(|| id.to_string(), |view| view.facts.name.clone())
@@ -380,7 +389,7 @@ impl ModelCopies {
         }
         let sources = self.sources(agent, model, [held.rooted.by, held.from]);
         let lied = |source: &file_ranges::RangeSource, lie: &str| {
-            lock(&self.liars).insert(source.id);
+            lock(&self.state).liars.insert(source.id);
             let (name, model) = (&source.name, self.label(model));
             (self.tell)(&format!("warning: {model}: {name}: {lie}"));
         };
@@ -460,7 +469,8 @@ impl ModelCopies {
         fetch: &Fetch,
         told: &mut CopyProgress<'_>,
     ) -> Result<(), String> {
-        let _turn = lock(&self.turn);
+        let turn = self.turn(WHOLE_FILES);
+        let _turn = lock(&turn);
         if self.find_file(&fetch.model).is_ok() {
             return Ok(()); // copied meanwhile
         }

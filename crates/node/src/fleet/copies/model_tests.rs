@@ -339,7 +339,7 @@ fn a_wrong_byte_names_its_file_and_its_node_and_comes_from_another() {
     assert!(!copy.exists() && pair.copy("m-1.safetensors", COPY).exists());
 
     lock(&pair.served.wrong).clear();
-    lock(&lacks.liars).remove(&pair.agents[0].id());
+    lock(&lacks.state).liars.remove(&pair.agents[0].id());
     pair.take(&lacks).unwrap();
     pair.assert_whole(&lacks);
     liar.stop();

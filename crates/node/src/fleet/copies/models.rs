@@ -134,7 +134,7 @@ impl ModelCopies {
         let key = files.iter().map(|file| fingerprint(&file.path));
         let key: Vec<FileFingerprint> = key.collect::<Result<_, _>>().map_err(failed)?;
         let known = || {
-            let models = lock(&self.models);
+            let models = &lock(&self.state).models;
             let sha256 = models.own.get(&key)?;
             Some((sha256.clone(), Arc::clone(models.known.get(sha256)?)))
         };
@@ -145,7 +145,7 @@ impl ModelCopies {
         }
         let manifest = Arc::new(self.manifest_of(path, &files)?);
         let sha256 = hash_bytes(&manifest.to_bytes());
-        let mut models = lock(&self.models);
+        let models = &mut lock(&self.state).models;
         models.insert(&sha256, &manifest);
         models.own.insert(key, sha256.clone());
         Ok(Some((sha256, manifest)))
@@ -186,7 +186,7 @@ impl ModelCopies {
     /// # Errors
     /// There is none, or it is damaged.
     pub(super) fn manifest(&self, model: &ModelName) -> Result<Arc<Manifest>, String> {
-        if let Some(known) = lock(&self.models).known.get(&model.sha256) {
+        if let Some(known) = lock(&self.state).models.known.get(&model.sha256) {
             return Ok(Arc::clone(known));
         }
         let path = self.place(model, MANIFEST)?;
@@ -201,7 +201,7 @@ impl ModelCopies {
         let manifest = Manifest::parse(&bytes);
         let manifest = manifest.map_err(|error| format!("{}: {error}", path.display()))?;
         let manifest = Arc::new(manifest);
-        lock(&self.models).insert(&model.sha256, &manifest);
+        lock(&self.state).models.insert(&model.sha256, &manifest);
         Ok(manifest)
     }
 
@@ -272,7 +272,7 @@ impl ModelCopies {
     /// The manifest with a file of this SHA-256, by its own SHA-256, and the file.
     fn part_entry(&self, sha256: &str) -> Option<(String, ManifestFile)> {
         let known = || {
-            let models = lock(&self.models);
+            let models = &lock(&self.state).models;
             let (of, name) = models.parts.get(sha256)?;
             Some((of.clone(), models.known.get(of)?.file(name)?.clone()))
         };
@@ -297,7 +297,7 @@ impl ModelCopies {
     /// The root of a file of a model of several files.
     pub(super) fn root_of_part(&self, agent: &Agent, model: &ModelName) -> Option<KnownRoot> {
         let (of, file) = self.part_entry(&model.sha256)?;
-        let manifest = lock(&self.models).known.get(&of).cloned()?;
+        let manifest = lock(&self.state).models.known.get(&of).cloned()?;
         Some(known_root(agent, (&of, &manifest), &file))
     }
 
@@ -323,7 +323,7 @@ impl ModelCopies {
     /// The common origin on the hub of all files of the user's model at `path`. Its file is the
     /// folder of them, with a final `/` or empty.
     pub(in crate::fleet) fn model_origin(&self, sha256: &str, path: &Path) -> Option<HubOrigin> {
-        let manifest = lock(&self.models).known.get(sha256).cloned()?;
+        let manifest = lock(&self.state).models.known.get(sha256).cloned()?;
         let folder = if path.is_dir() { path } else { path.parent()? };
         let origin = |file: &ManifestFile| {
             let origin = self.hub.as_ref()?.origin(&folder.join(&file.name))?;

@@ -123,7 +123,7 @@ impl ModelCopies {
         let Some(known) = known.or_else(|| self.root(agent, model)) else {
             return self.check_sum(&copy, model).map(|()| None);
         };
-        lock(&self.roots).insert(model.sha256.clone(), known.clone());
+        lock(&self.state).roots.insert(model.sha256.clone(), known.clone());
         let tree = self.tree_of_copy((agent, model), &copy, &known)?;
         Ok(Some((copy, tree, known)))
     }
@@ -152,7 +152,7 @@ impl ModelCopies {
     pub(super) fn root(&self, agent: &Agent, model: &ModelName) -> Option<RootOrigin> {
         let map = agent.map();
         let told = || {
-            let told = lock(&self.roots).get(&model.sha256).cloned();
+            let told = lock(&self.state).roots.get(&model.sha256).cloned();
             told.filter(|(rooted, _)| rooted.is_trusted(&map))
         };
         let of_model = || Some((self.root_of_part(agent, model)?, None));

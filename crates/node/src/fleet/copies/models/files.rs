@@ -110,7 +110,7 @@ impl ModelCopies {
         };
         let known = (signed_root(agent, &whole), from);
         self.fetch_file(agent, known, &whole, &mut |_| Ok(()))?;
-        lock(&self.parts).remove(sha256);
+        lock(&self.state).parts.remove(sha256);
         for file in partial_file::files_of(&self.place(&fetch.model, partial_file::FILE)?) {
             let _: io::Result<()> = fs::remove_file(file); // a leftover only takes space
         }
@@ -217,7 +217,7 @@ impl ModelCopies {
                 _ => {}
             }
         }
-        lock(&self.models).remove(sha256);
+        lock(&self.state).models.remove(sha256);
         Ok(freed)
     }
 }
