@@ -435,10 +435,7 @@ impl Ingress {
             // Sent under the lock, so that a concurrent cancel cannot overtake it.
             match state.settle(ticket) {
                 Some(IngressOutcome::Again(submit)) => state.send_to_owner(&submit),
-                Some(IngressOutcome::Over(asked, failure)) => {
-                    state.send_to_owner(&asked.cancel()); // the owner forgets it
-                    over.push((asked, failure));
-                }
+                Some(IngressOutcome::Over(asked, failure)) => over.push((asked, failure)),
                 None => {}
             }
         }
@@ -470,9 +467,7 @@ impl Ingress {
                 return;
             }
             Reply::Finished { .. } | Reply::Failed(_) => {
-                let forget = asked.cancel();
                 let asked = state.requests.remove(&ticket.first());
-                state.send_to_owner(&forget);
                 drop(state);
                 if let Some(mut sink) = asked.and_then(|asked| asked.sink) {
                     sink(reply);

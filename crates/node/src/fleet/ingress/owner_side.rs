@@ -18,6 +18,9 @@ use crate::workers::connection::{
 /// Queued replies of an owner. It drops an ingress that falls further behind.
 pub(super) const REPLIES_MAX: usize = 16_384;
 
+/// The requests of an ingress whose answers are not complete.
+type OpenTickets = Arc<Mutex<BTreeSet<Ticket>>>;
+
 /// Serves an ingress until its connection closes.
 pub(in crate::fleet) fn answer(inner: &Arc<Inner>, line: &Arc<dyn MessageConnection>) {
     let id = match receive_message(&**line, LOOK_EVERY * 10) {
@@ -52,7 +55,7 @@ pub(super) fn serve(
     let mut split = String::new();
     send_split(&**line, instance, &mut split)?;
     let (replies, queue) = sync_channel::<ToIngress>(REPLIES_MAX);
-    let open: Mutex<BTreeSet<Ticket>> = Mutex::default();
+    let open = OpenTickets::default();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             for message in queue {
@@ -95,7 +98,7 @@ pub(super) fn send_split(
 pub(super) fn listen(
     line: &Arc<dyn MessageConnection>,
     (instance, answers): (&Instance, &dyn Fn() -> bool),
-    open: &Mutex<BTreeSet<Ticket>>,
+    open: &OpenTickets,
     replies: &SyncSender<ToIngress>,
 ) -> Result<(), ConnectionError> {
     let mut told = None;
@@ -132,7 +135,7 @@ pub(super) fn listen(
 pub(super) fn submit(
     line: &Arc<dyn MessageConnection>,
     instance: &Instance,
-    open: &Mutex<BTreeSet<Ticket>>,
+    open: &OpenTickets,
     replies: &SyncSender<ToIngress>,
     submission: Submission,
 ) {
@@ -144,8 +147,11 @@ pub(super) fn submit(
     if lock(open).len() >= OPEN_MAX {
         return refuse(RequestFailure::Busy { waiting: OPEN_MAX });
     }
-    let (out, close) = (replies.clone(), Arc::clone(line));
+    let (out, close, all) = (replies.clone(), Arc::clone(line), Arc::clone(open));
     let sink: Sink = Box::new(move |reply| {
+        if matches!(reply, Reply::Finished { .. } | Reply::Failed(_)) {
+            lock(&all).remove(&ticket);
+        }
         if out.try_send(ToIngress::Reply(ticket, reply)).is_err() {
             close.close(); // too far behind, or gone
         }

@@ -122,7 +122,7 @@ fn asked() -> (
 /// failure.
 #[test]
 fn what_a_living_owner_loses_is_told() {
-    let (remote, owner, ticket, failed) = asked();
+    let (remote, _owner, ticket, failed) = asked();
     reply(&remote.entry, ticket, Reply::Failed(lost()));
     remote.entry.settle();
     assert_eq!(*lock(&failed), None, "the owner may be about to go");
@@ -133,7 +133,6 @@ fn what_a_living_owner_loses_is_told() {
     say_stand(&remote.entry, State::Ready, 0);
     remote.entry.settle();
     assert_eq!(*lock(&failed), Some(lost()));
-    assert_eq!(owner.heard().as_deref(), Some("cancel 1"));
     assert_eq!(remote.entry.load(), 0);
 }
 
