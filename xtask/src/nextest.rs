@@ -4,11 +4,36 @@
 //! counts it as skipped, as [`TestLog`](crate::cargo_test::TestLog) does for the plain harness.
 
 use std::collections::BTreeSet;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
 
 use crate::tally::{Skip, TestTally};
+use crate::{process, repo, venv};
 
 /// States that nextest prints before a test that failed.
 const FAILED: [&str; 6] = ["FAIL", "TIMEOUT", "ABORT", "LEAK-FAIL", "XFAIL", "SIG"];
+
+/// `cargo nextest`: an installed one, or else the pinned one in the project's Python environment.
+///
+/// # Errors
+/// When neither can be had.
+pub(crate) fn command() -> Result<Command> {
+    let mut version = repo::cargo();
+    version.args(["nextest", "--version"]);
+    let mut command = repo::cargo();
+    command.arg("nextest");
+    if process::capture(version, Duration::from_secs(20)).is_err() {
+        venv::python_with("requirements-nextest.txt").context("no cargo-nextest is installed")?;
+        // Last, so that tests find the same programs, Python above all.
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let own = venv::folder().join("bin");
+        let folders = std::env::split_paths(&path).chain([own]);
+        command.env("PATH", std::env::join_paths(folders)?);
+    }
+    Ok(command)
+}
 
 /// Reads line after line; [`NextestLog::finish`] gives the counts.
 #[derive(Debug, Default)]

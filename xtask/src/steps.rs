@@ -10,7 +10,7 @@ use clap::ValueEnum;
 
 use crate::cargo_test::TestLog;
 use crate::extent::{LONG, TestExtent};
-use crate::nextest::NextestLog;
+use crate::nextest::{self, NextestLog};
 use crate::tally::TestTally;
 use crate::{
     asan, darwin, deny, docs, fuzz, instructions, long_record, mlx, mlx_engine, mlx_gpu, mlx_tools,
@@ -151,8 +151,13 @@ impl TestStep {
                 self,
                 &["test", "--release", "--workspace", "--tests", "--no-run"],
             ),
-            TestStep::Unit if has_nextest() => nextest(extent),
-            TestStep::Unit => cargo_test(self, "--tests", extent),
+            TestStep::Unit => match nextest::command() {
+                Ok(command) => unit(command, extent),
+                Err(error) => {
+                    println!("{error:#}: the tests take twice as long");
+                    cargo_test(self, "--tests", extent)
+                }
+            },
             TestStep::Doc => cargo_test(self, "--doc", extent),
             TestStep::Sdk => sdk::run(None, extent, &mut |line| println!("{line}")),
             TestStep::Wheel => wheel::run(None, extent, &mut |line| println!("{line}")),
@@ -321,24 +326,9 @@ fn gpu(extent: TestExtent) -> Result<TestTally> {
     Ok(tally)
 }
 
-/// Whether `cargo nextest` is on this machine.
-fn has_nextest() -> bool {
-    let mut command = repo::cargo();
-    command.args(["nextest", "--version"]);
-    process::capture(command, Duration::from_secs(20)).is_ok()
-}
-
 /// All tests but those of documentation, each as a process of its own, by `.config/nextest.toml`.
-fn nextest(extent: TestExtent) -> Result<TestTally> {
-    let mut command = repo::cargo();
-    command.args([
-        "nextest",
-        "run",
-        "--release",
-        "--workspace",
-        "--color",
-        "never",
-    ]);
+fn unit(mut command: Command, extent: TestExtent) -> Result<TestTally> {
+    command.args(["run", "--release", "--workspace", "--color", "never"]);
     command.args(["--no-fail-fast", "--success-output", "immediate"]);
     // One more than cores: many tests wait for other processes.
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
