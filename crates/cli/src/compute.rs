@@ -97,3 +97,23 @@ pub(crate) fn classes(
         classes::Error::ClassOfOther { class } => Error::ClassOfOther { class },
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_context_is_a_number_or_all() {
+        for (text, expected) in [
+            ("2", Some(2)),
+            ("131072", Some(131_072)),
+            ("max", Some(CONTEXT_MAX)),
+            ("1", None),
+            ("4294967295", None),
+            ("most", None),
+            ("", None),
+        ] {
+            assert_eq!(context(text).ok(), expected, "{text:?}");
+        }
+    }
+}

@@ -329,6 +329,32 @@ fn instruction_sets_and_types_of_keys_are_chosen() {
     }
 }
 
+/// One process has one file, two workers have one each.
+#[test]
+fn packed_weights_are_kept_and_give_the_same_answer() {
+    let world = TestHome::new();
+    let model = world.tiny_model(TinyChatModel::default());
+    let expected = world.json(&model, &[&["hi"][..], &GREEDY].concat());
+    let files = || {
+        let folders = std::fs::read_dir(world.path("home").join("packed")).unwrap();
+        let files = folders.flat_map(|own| std::fs::read_dir(own.unwrap().path()).unwrap());
+        let names = files.map(|file| file.unwrap().file_name());
+        let packed = names.filter(|name| name.to_string_lossy().ends_with(".packed"));
+        packed.count()
+    };
+    for (more, kept) in [
+        (&["--context", "max"][..], 1),
+        (&[], 1),
+        (&["--nodes", "2"], 3),
+        (&["--nodes", "2"], 3),
+    ] {
+        let json = world.json(&model, &[&["hi", "--packed"], more, &GREEDY].concat());
+        assert_eq!(json["tokens"], expected["tokens"], "{more:?}");
+        assert_eq!(json["context"], expected["context"], "{more:?}");
+        assert_eq!(files(), kept, "{more:?}");
+    }
+}
+
 #[test]
 fn text_comes_while_it_is_made_and_a_reader_may_leave() {
     let world = TestHome::new();
