@@ -260,7 +260,7 @@ fn near_prompts_are_refused_where_answers_must_be_exact() {
         "with cpu-f32 reading for cpu, answers would only be near",
     );
     refused(
-        &[&near[..], &["--kv", "q8_0"]].concat(),
+        &[&near[..], &["--kv", "q8"]].concat(),
         "class cpu-f32 hands no q8_0 keys and values to class cpu",
     );
 }
