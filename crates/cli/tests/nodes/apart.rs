@@ -261,6 +261,6 @@ fn near_prompts_are_refused_where_answers_must_be_exact() {
     );
     refused(
         &[&near[..], &["--kv", "q8"]].concat(),
-        "class cpu-f32 hands no q8_0 keys and values to class cpu",
+        "class cpu-f32 hands no q8 or q4 keys and values to class cpu",
     );
 }
