@@ -18,7 +18,7 @@ const FAILED: [&str; 6] = ["FAIL", "TIMEOUT", "ABORT", "LEAK-FAIL", "XFAIL", "SI
 /// `cargo nextest`: an installed one, or else the pinned one in the project's Python environment.
 ///
 /// # Errors
-/// When neither can be had.
+/// When none is installed and pip cannot install it.
 pub(crate) fn command() -> Result<Command> {
     let mut version = repo::cargo();
     version.args(["nextest", "--version"]);

@@ -238,8 +238,8 @@ fn bad_settings_are_named() {
     );
 }
 
-/// The URL of a server of a hub or a node. `answer` gives, for the first line of a request, the
-/// length that is announced and the bytes that come; the connection is held until the client goes.
+/// The URL of a server of a hub or a node. For the first line of a request, `answer` gives the
+/// announced length and the bytes to send. A connection stays open until the client closes it.
 fn server(answer: impl Fn(&str) -> (usize, Vec<u8>) + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
