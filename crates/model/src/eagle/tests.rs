@@ -50,7 +50,8 @@ pub(crate) fn check(got: &[f32], expected: &[f32], tolerance: f32) {
 /// output as its feature.
 #[test]
 fn a_head_gives_the_logits_of_speculators() {
-    let [head, source] = ["../heads/eagle3", MODEL].map(|name| ModelSource::open(&golden(name)).unwrap());
+    let [head, source] =
+        ["../heads/eagle3", MODEL].map(|name| ModelSource::open(&golden(name)).unwrap());
     let kernels = Arc::new(Kernels::new(2).unwrap());
     let head = EagleHead::load(&head, &source, KernelClass::CpuF32, kernels).unwrap();
     let file = Safetensors::open(golden("../heads/eagle3.golden.safetensors")).unwrap();
@@ -161,7 +162,7 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
         ("/transformer_layer_config/hidden_size", json!(32)),
         ("/transformer_layer_config/num_hidden_layers", json!(2)),
         ("/transformer_layer_config/num_attention_heads", json!(3)),
-        ("/transformer_layer_config/head_dim", json!(1 << 40)),
+        ("/transformer_layer_config/head_dim", json!(1u64 << 40)),
         ("/transformer_layer_config/attention_bias", json!(true)),
         ("/transformer_layer_config/model_type", json!("qwen3")),
         ("/transformer_layer_config/hidden_act", json!("gelu")),
