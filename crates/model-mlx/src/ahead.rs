@@ -12,9 +12,9 @@
 //! before a row reads them: a page that is not full has one owner. The state behind a page follows
 //! from the state before it and from its rows, so that it is written again with its last row.
 //!
-//! Of eight sequences, one begins a page in every eighth step, and only the leader knows which.
-//! Where all rows go to lanes, the step is submitted with [`UNKNOWN_PAGE`] in its place. The plan
-//! that follows names the page.
+//! Of eight sequences, one begins a page in every eighth step, and the leader alone names pages.
+//! Where all rows go to lanes, the step is submitted with [`UNKNOWN_PAGE`] for the new one. The
+//! plan that follows names it.
 
 use paceline_model::backend::StepPlan;
 use paceline_model::{Batch, BatchSequence, Logits, WindowPages, WindowPool};

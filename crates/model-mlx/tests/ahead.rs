@@ -10,10 +10,14 @@ use std::sync::Arc;
 
 use crate::common::tiny::Tiny;
 use crate::hang::build;
+use crate::pages::Shelf;
 use crate::slow::{FILE, LOG, again};
 use crate::{apart, library, options, try_mlx};
 use paceline_base::{BlockType, KernelClass, SplitMix64};
-use paceline_model::{Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, ModelFamily};
+use paceline_model::{
+    Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, ModelFamily, PageName,
+    PersistedPage,
+};
 use paceline_model_mlx::{MlxCounts, MlxModel};
 use paceline_tensor::PAGE;
 
@@ -168,7 +172,7 @@ fn steps_ahead_give_the_same_bits() {
 }
 
 /// Pages that begin keep no step from being ahead: those of two sequences at once, and of a third
-/// one later.
+/// one earlier. The pages before them are stored meanwhile.
 #[test]
 fn steps_are_ahead_where_pages_begin() {
     let Some(library) = library("steps are ahead where pages begin") else {
@@ -180,6 +184,11 @@ fn steps_are_ahead_where_pages_begin() {
     let model = model(&path, &library);
     let decoded = |logits| {
         let mut compute = reserve(&model);
+        let shelf = Shelf {
+            pages: Arc::default(),
+            kv: None,
+        };
+        compute.attach(Box::new(shelf.clone()));
         let mut sequences: Vec<Sequence> = [(20, 0), (20, 1), (40, 2)]
             .map(|(prompt, first)| Sequence {
                 pages: vec![first, first + SEQUENCES as u32],
@@ -197,14 +206,26 @@ fn steps_are_ahead_where_pages_begin() {
                 s.position += s.pending.len();
                 s.pending = vec![*token];
             }
+            let full = sequences.iter().filter(|s| s.position == PAGE);
+            let full = full.map(|s| PersistedPage {
+                name: PageName::default(),
+                index: s.pages[0],
+                pool: 0,
+                page: s.pages[0],
+            });
+            let full: Vec<PersistedPage> = full.collect();
+            compute.persist_pages(&full).unwrap();
             best
         };
         let answers: Vec<_> = (0..=PAGE).map(step).collect();
-        (answers, model.counts().steps_ahead - before)
+        let pages = shelf.pages.lock().unwrap().clone();
+        (answers, pages, model.counts().steps_ahead - before)
     };
-    let (expected, _) = decoded(Logits::Last);
-    let (got, ahead) = decoded(Logits::Best);
+    let (expected, expected_pages, _) = decoded(Logits::Last);
+    let (got, pages, ahead) = decoded(Logits::Best);
     assert_eq!(got, expected);
+    assert_eq!(pages.len(), SEQUENCES);
+    assert!(pages == expected_pages);
     assert_eq!(ahead, PAGE as u64);
 }
 

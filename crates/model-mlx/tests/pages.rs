@@ -14,13 +14,13 @@ use paceline_tensor::{KvType, PAGE};
 
 /// A store of pages in memory, whose clones share them.
 #[derive(Clone, Debug)]
-struct Shelf {
-    pages: Arc<Mutex<BTreeMap<PageKey, Vec<u8>>>>,
-    kv: Option<KvType>,
+pub(crate) struct Shelf {
+    pub(crate) pages: Arc<Mutex<BTreeMap<PageKey, Vec<u8>>>>,
+    pub(crate) kv: Option<KvType>,
 }
 
 /// Index and pool of a page.
-type PageKey = (u32, u32);
+pub(crate) type PageKey = (u32, u32);
 
 impl PageStore for Shelf {
     fn name(&self, before: &PageName, _tokens: &[u32]) -> PageName {
