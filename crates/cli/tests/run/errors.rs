@@ -67,7 +67,7 @@ const WRONG_OPTIONS: &str = "\
 --min-p 1.5 | error: --min-p is 1.5, expected 0 to 1 | \\nhint:
 --repetition-penalty 0 | error: --repetition-penalty is 0 | \\nhint:
 --max-tokens -1 | '-1' for '--max-tokens <N>'
---context 1 | '1' for '--context <N>'
+--context 1 | '1' for '--context <N|max>'
 --class gpu | unknown kernel class \"gpu\", expected cpu
 --raw --system x | cannot be used with
 --stop= | --stop
