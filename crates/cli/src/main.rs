@@ -10,7 +10,7 @@ mod agent;
 mod bench;
 mod chaos;
 mod compute;
-mod dask;
+mod compute_engines;
 mod doctor;
 mod engines;
 mod error;
@@ -122,9 +122,9 @@ enum Command {
     Plan(plan::Args),
     /// Run a program on many machines, a rank each
     Launch(launch::Args),
-    /// Start Dask on the machines of the cluster, show or stop it
+    /// Start Dask or Ray on the machines of the cluster, show or stop it
     #[command(subcommand)]
-    Compute(dask::Args),
+    Compute(compute_engines::Args),
     /// A program or a socket on a machine of the cluster: started by the other commands
     #[command(hide = true)]
     Programs(programs::Args),
@@ -285,6 +285,8 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Topology(args) => topology::run(args, &signals),
         Command::Bench(command) => bench::run(command, &signals),
         Command::Mapreduce(command) => mapreduce::run(command),
+        Command::Compute(args) => compute_engines::run(args, &signals),
+        Command::Programs(args) => programs::run(args),
         Command::Compute(args) => dask::run(args, &signals),
         Command::Programs(args) => programs::run(args),
         Command::Train(args) => train::run(args, &signals),

@@ -17,6 +17,7 @@ use paceline_node::tunnel;
 use serde_json::json;
 
 use crate::home;
+use crate::member::{PortRange, ports};
 use crate::output::{print, print_err};
 
 /// Exit code without an answer of the other machine, as that of `ssh`.
@@ -37,10 +38,10 @@ pub(crate) struct Args {
     /// Connect to this Unix socket of it
     #[arg(long, value_name = "PATH", requires = "node", conflicts_with = "port")]
     socket: Option<PathBuf>,
-    /// Lead connections to this port of the loopback interface to the same port of a node, until
+    /// Lead connections to these ports of the loopback interface to the same ports of a node, until
     /// standard input ends; may be given several times
-    #[arg(long, value_name = "PORT=ID", conflicts_with = "node", value_parser = forward)]
-    forward: Vec<(u16, String)>,
+    #[arg(long, value_name = "A-B=ID", conflicts_with = "node", value_parser = forward)]
+    forward: Vec<(PortRange, String)>,
     /// The other end, started by a node
     #[arg(long, conflicts_with = "node")]
     far: bool,
@@ -94,23 +95,25 @@ fn list() -> anyhow::Result<()> {
     print(&json!({ "machines": machines, "refusing": found.refusing }).to_string())
 }
 
-/// Parses `PORT=ID`.
-fn forward(text: &str) -> Result<(u16, String), String> {
+/// Parses `A-B=ID`.
+fn forward(text: &str) -> Result<(PortRange, String), String> {
     let parts = text.split_once('=');
-    let parsed = parts.and_then(|(port, id)| Some((port.parse().ok()?, id.to_owned())));
-    parsed.ok_or_else(|| format!("{text:?} is no PORT=ID"))
+    let (range, id) = parts.ok_or_else(|| format!("{text:?} is no A-B=ID"))?;
+    Ok((ports(range)?, id.to_owned()))
 }
 
 /// Leads connections to nodes until standard input ends.
 ///
 /// # Errors
 /// A port that another program has.
-fn forward_all(forwards: &[(u16, String)]) -> anyhow::Result<()> {
+fn forward_all(forwards: &[(PortRange, String)]) -> anyhow::Result<()> {
     let count = Arc::new(AtomicUsize::new(0));
-    for (port, id) in forwards {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, *port));
+    let all = forwards.iter();
+    let all = all.flat_map(|(PortRange(range), id)| range.clone().map(move |port| (port, id)));
+    for (port, id) in all {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port));
         let listener = listener.with_context(|| format!("cannot listen at port {port}"))?;
-        let (port, id, count) = (*port, id.clone(), Arc::clone(&count));
+        let (id, count) = (id.clone(), Arc::clone(&count));
         thread::spawn(move || {
             for stream in listener.incoming().filter_map(Result::ok) {
                 if count.fetch_add(1, Ordering::Relaxed) >= FORWARDED_MAX {

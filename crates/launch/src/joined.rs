@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use paceline_base::lock;
 use paceline_process::{Ending, Process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 
@@ -147,15 +148,15 @@ fn read_frame(
     }
 }
 
-/// Sends `request` over `line`, the connection to the other machine, and forwards `input` there and
-/// `output` and `errors` from there, until the program ends or the socket closes. Returns how it
-/// ended.
+/// Sends `request` over `line`, the connection to the other machine. Forwards `input` there, and
+/// `output` and `errors` from there, until the program ends or the socket closes. Returns how the
+/// program ended.
 ///
-/// Blocks. The thread that reads `input` is left behind at the end, until that ends too.
+/// Blocks. The thread that reads `input` stays until that ends too.
 ///
 /// # Errors
-/// [`Error::Refused`] with the other machine's reason, [`Error::Lost`], [`Error::Frame`], or that an
-/// output is gone.
+/// [`Error::Refused`] with the other machine's reason, [`Error::Lost`], [`Error::Frame`], or a
+/// closed output.
 pub fn near(
     line: UnixStream,
     request: &Request,
@@ -247,7 +248,7 @@ pub fn far(memory_bytes_max: Option<u64>) -> Result<(), Error> {
     };
     match request {
         Request::Run(words) => match start(&words) {
-            Ok(process) => run(process, from, &to),
+            Ok(process) => run(process, from, &to, &has_hung_up),
             Err(reason) => refused(reason),
         },
         Request::Port(port) => {
@@ -287,11 +288,21 @@ fn start(words: &[String]) -> Result<Process, String> {
     Process::start(&mut command).map_err(|error| format!("cannot start {program}: {error}"))
 }
 
-/// Forwards between a program and the connection until the program ends, or the connection does.
+/// Whether nobody holds the other end of standard input, also while bytes of it are unread.
+fn has_hung_up() -> bool {
+    let stdin = io::stdin();
+    let mut polled = [PollFd::new(&stdin, PollFlags::empty())];
+    let now = Timespec::default();
+    matches!(poll(&mut polled, Some(&now)), Ok(1..)) && polled[0].revents().contains(PollFlags::HUP)
+}
+
+/// Forwards between a program and the connection until the program ends, or the connection does,
+/// which `is_lost` says even if the program does not read its input.
 fn run(
     mut process: Process,
     mut from: impl Read + Send + 'static,
     to: &Arc<Mutex<impl Write + Send + 'static>>,
+    is_lost: &dyn Fn() -> bool,
 ) -> Result<(), Error> {
     let mut input = process.take_stdin();
     let spawn_pump = |stream: Box<dyn Read + Send>, kind| {
@@ -311,13 +322,14 @@ fn run(
             } else if let Some(open) = &mut input
                 && open.write_all(&bytes).is_err()
             {
-                input = None; // a program may close its input and go on
+                input = None; // a program may close its input and continue
             }
         }
     });
     let mut lost = None;
     while !process.has_ended() {
-        if reader.is_finished() && lost.get_or_insert_with(Instant::now).elapsed() >= GRACE {
+        let is_lost = reader.is_finished() || is_lost();
+        if is_lost && lost.get_or_insert_with(Instant::now).elapsed() >= GRACE {
             return Err(Error::Lost); // drops the process, which ends its group
         }
         thread::sleep(LOOK_EVERY);

@@ -40,12 +40,12 @@
 //! - [`hostfile`]: lists of machines, in MLX's formats.
 //! - [`remote`]: shells on other machines; [`joined`]: what stands for `ssh` within a cluster.
 //! - [`launch`]: a program on many machines.
-//! - [`dask`]: what runs where for a Dask cluster.
+//! - [`engines`]: the programs of a cluster of Dask or Ray.
 //! - [`topology`]: cables between machines, and hostfiles for them.
 //!
 //! Each module has its own `Error`. The crate has no async runtime and prints nothing itself.
 
-pub mod dask;
+pub mod engines;
 pub mod hostfile;
 pub mod joined;
 pub mod launch;

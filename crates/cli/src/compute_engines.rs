@@ -1,8 +1,8 @@
-//! `paceline compute`: an engine of others on the cluster's machines. The one there is is Dask.
+//! `paceline compute`: Dask or Ray on the cluster's machines.
 //!
 //! `start` leaves a keeper behind, a process of this program that starts the scripts of
-//! [`paceline_launch::dask`] and starts each again when it has ended. So a machine that is lost
-//! leaves Dask, and joins it when it is back. `stop` ends the keeper, and with it all scripts.
+//! [`paceline_launch::engines`] and starts each again when it has ended. So a machine that is lost
+//! leaves, and joins again when it is back. `stop` ends the keeper, and with it all scripts.
 
 use std::fs;
 use std::fs::File;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use paceline_board::machines::consenting;
-use paceline_launch::dask::{Environment, Machine, Plan, Script};
+use paceline_launch::engines::{Engine, Environment, Machine, Plan, Script};
 use paceline_launch::joined::PROGRAM_VARIABLE;
 use paceline_process::{Process, Signal};
 use rustix::process::{Pid, kill_process, test_kill_process};
@@ -55,7 +55,7 @@ const END_WITH_INPUT: &str = "exec 3<&0; (cat <&3 >/dev/null; kill -s KILL 0) &\
 /// Things to do with an engine.
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Args {
-    /// Start Dask: its scheduler here, a worker on each machine
+    /// Start Dask or Ray: the scheduler or head here, a worker on each machine
     Start(StartArgs),
     /// Addresses, machines and workers of what runs
     Status {
@@ -65,7 +65,7 @@ pub(crate) enum Args {
     },
     /// End it on all machines
     Stop,
-    /// What keeps it running: started by `start`
+    /// Keeps it running: started by `start`
     #[command(hide = true)]
     Keep(StartArgs),
 }
@@ -79,14 +79,15 @@ pub(crate) struct StartArgs {
     /// Machines, this one first [default: all that run programs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
     nodes: Option<u16>,
-    /// A lock file of pip with `dask` and `distributed`: each machine makes an environment of it
+    /// A lock file of pip with `dask` and `distributed`, or `ray`: each machine makes an environment
+    /// of it
     #[arg(long, value_name = "FILE", required_unless_present = "python")]
     lock: Option<PathBuf>,
     /// A Python with them, at the same path on all machines, in place of --lock
     #[arg(long, value_name = "PROGRAM", conflicts_with = "lock")]
     python: Option<String>,
-    /// First of the ports of the loopback interface: the scheduler's, its dashboard's, then one for
-    /// each machine
+    /// First of the ports of the loopback interface: the scheduler's, its dashboard's, then for each
+    /// machine one, or 48 for Ray
     #[arg(short = 'p', long, value_name = "PORT", default_value_t = PORT,
           value_parser = clap::value_parser!(u16).range(1024..=60_000))]
     port: u16,
@@ -96,6 +97,16 @@ pub(crate) struct StartArgs {
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum ComputeEngine {
     Dask,
+    Ray,
+}
+
+impl From<ComputeEngine> for Engine {
+    fn from(engine: ComputeEngine) -> Self {
+        match engine {
+            ComputeEngine::Dask => Self::Dask,
+            ComputeEngine::Ray => Self::Ray,
+        }
+    }
 }
 
 /// Starts, shows or stops an engine.
@@ -113,10 +124,10 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 
 /// The file with what runs.
 fn state_file() -> anyhow::Result<PathBuf> {
-    Ok(home::folder()?.join("compute/dask.json"))
+    Ok(home::folder()?.join("compute/engine.json"))
 }
 
-/// What runs, if its keeper lives.
+/// The state that `status` shows, if its keeper lives.
 fn state() -> anyhow::Result<Option<Value>> {
     let Ok(text) = fs::read(state_file()?) else {
         return Ok(None);
@@ -163,11 +174,19 @@ impl StartArgs {
             name: it.name,
             id: it.id,
         });
-        Ok(Plan {
+        let plan = Plan {
+            engine: self.engine.into(),
             machines: machines.collect(),
             port: self.port,
             environment: self.environment()?,
-        })
+        };
+        let last = plan.last_port();
+        ensure!(
+            last <= 65_535,
+            "ports {} to {last} are wanted: take a lower --port",
+            plan.port
+        );
+        Ok(plan)
     }
 
     fn environment(&self) -> anyhow::Result<Environment> {
@@ -184,13 +203,14 @@ impl StartArgs {
             .collect();
         Ok(Environment::Lock {
             text,
-            digest: format!("dask-{hash}"),
+            digest: format!("{}-{hash}", Engine::from(self.engine).name()),
         })
     }
 
     /// These arguments for the keeper.
-    fn words(&self) -> Vec<String> {
-        let mut words = vec!["compute".into(), "keep".into(), "dask".into()];
+    fn keeper_words(&self) -> Vec<String> {
+        let engine = Engine::from(self.engine).name();
+        let mut words = vec!["compute".into(), "keep".into(), engine.to_owned()];
         words.push(format!("--port={}", self.port));
         words.extend(self.nodes.map(|count| format!("--nodes={count}")));
         words.extend(
@@ -217,11 +237,11 @@ fn start(args: &StartArgs) -> anyhow::Result<()> {
     );
     let folder = home::folder()?.join("compute");
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let log = folder.join("dask.log");
+    let log = folder.join("engine.log");
     let out = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let mut command = Command::new(program);
-    command.args(args.words()).stdin(Stdio::null());
+    command.args(args.keeper_words()).stdin(Stdio::null());
     command.stdout(out.try_clone()?).stderr(out);
     // A session of its own: it outlives this command and its terminal.
     let mut keeper = command
@@ -257,7 +277,9 @@ fn status(as_json: bool) -> anyhow::Result<()> {
     }
     let text = |key: &str| state[key].as_str().unwrap_or_default().to_owned();
     print(&format!("scheduler {}", text("scheduler")))?;
-    print(&format!("dashboard {}", text("dashboard")))?;
+    if state["dashboard"].is_string() {
+        print(&format!("dashboard {}", text("dashboard")))?;
+    }
     for script in state["scripts"].as_array().into_iter().flatten() {
         let (name, told) = (&script["name"], &script["state"]);
         let words = |value: &Value| value.as_str().unwrap_or_default().to_owned();
