@@ -213,7 +213,10 @@ fn main() {
     hush_caught_panics();
     let Cli { command, log, .. } = Cli::try_parse().unwrap_or_else(usage);
     // These start the user's programs, with the user's environment.
-    if !matches!(command, Command::Launch(_) | Command::Agent(_)) {
+    if !matches!(
+        command,
+        Command::Launch(_) | Command::Compute(_) | Command::Programs(_) | Command::Agent(_)
+    ) {
         // SAFETY: no thread was started so far.
         let warning = unsafe {
             process::disable_tf32();
@@ -282,13 +285,11 @@ fn execute(command: &Command) -> anyhow::Result<()> {
         Command::Rdma => nodes::rdma(),
         Command::Plan(args) => plan::run(args),
         Command::Launch(args) => launch::run(args, &signals),
+        Command::Compute(args) => compute_engines::run(args, &signals),
+        Command::Programs(args) => programs::run(args),
         Command::Topology(args) => topology::run(args, &signals),
         Command::Bench(command) => bench::run(command, &signals),
         Command::Mapreduce(command) => mapreduce::run(command),
-        Command::Compute(args) => compute_engines::run(args, &signals),
-        Command::Programs(args) => programs::run(args),
-        Command::Compute(args) => dask::run(args, &signals),
-        Command::Programs(args) => programs::run(args),
         Command::Train(args) => train::run(args, &signals),
         Command::TrainWorker(args) => train::work(args),
         Command::TrainFar(args) => train::far(args),
