@@ -1,6 +1,8 @@
 //! `cargo xtask sdk`: clients that others wrote, against the HTTP API of real processes.
 //!
 //! ```text
+//! xtask --starts--> scripts/cases/run.py --starts--> paceline up with tiny models, and commands
+//!   |
 //! xtask --stdin--> sh --starts--> paceline up --nodes 2 --starts--> two workers
 //!   |                                  ^
 //!   +--starts--> openai_python.py -----+  one after the other
@@ -8,14 +10,13 @@
 //!                openai_js.mjs
 //!                dialects_python.py, dialects_js.mjs
 //!                tls_python.py --> two more nodes, off loopback
-//!                dashboard.mjs --> Chromium, two more nodes
+//!
+//! beside them, with a server of its own: dashboard.mjs --> Chromium, two more nodes, and then
 //!
 //! xtask --starts--> example scripted of crates/serve: a "model" that calls tools
 //!   +--starts--> tools_python.py, tools_js.mjs, openapi_fuzz.py
 //!   +--starts--> agents.py --> Claude Code, Codex, OpenCode (the long run only)
 //!   +--starts--> langchain_python.py, litellm_python.py, ... (the long run only)
-//!
-//! xtask --starts--> scripts/cases/run.py --starts--> paceline up with tiny models, and commands
 //! ```
 //!
 //! The shell ends the server when its standard input does: also when this program is killed.
@@ -23,8 +24,10 @@
 mod clients;
 mod server;
 
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -43,7 +46,7 @@ use server::TestServer;
 pub(crate) fn run(
     binary: Option<PathBuf>,
     extent: TestExtent,
-    see: &mut impl FnMut(&str),
+    see: &mut (impl FnMut(&str) + Send),
 ) -> Result<TestTally> {
     let model = models::smollm2()?;
     let (clients, mut tally) = clients::install(&models::folder()?);
@@ -51,17 +54,25 @@ pub(crate) fn run(
         return Ok(tally);
     }
     let binary = binary.map_or_else(|| build(see), Ok)?;
-    let (tools, others): (Vec<_>, Vec<_>) = clients.iter().partition(|client| client.wants_tools);
-    tally.add(drive_cases(&binary, &model, see)?);
-    let server = TestServer::start(&binary, &model)?;
-    tally.add(drive_all(&others, server, extent, see)?);
     let scripted = build_target(&["--workspace", "--example", "scripted"], see)?;
-    tally.add(drive_all(
-        &tools,
-        TestServer::scripted(&scripted)?,
-        extent,
-        see,
-    )?);
+    let (tools, others): (Vec<_>, Vec<_>) = clients.iter().partition(|client| client.wants_tools);
+    let (page, others): (Vec<_>, Vec<_>) = others.iter().partition(|client| client.is_browser());
+    let requests = |see: &mut dyn FnMut(&str)| -> Result<TestTally> {
+        let mut tally = drive_cases(&binary, &model, see)?;
+        let server = TestServer::start("requests", &binary, &model)?;
+        tally.add(drive_all(&others, server, extent, see)?);
+        Ok(tally)
+    };
+    let pages = |see: &mut dyn FnMut(&str)| -> Result<TestTally> {
+        let server = TestServer::start("page", &binary, &model)?;
+        let mut tally = drive_all(&page, server, extent, see)?;
+        let server = TestServer::scripted(&scripted)?;
+        tally.add(drive_all(&tools, server, extent, see)?);
+        Ok(tally)
+    };
+    let (requests, pages) = beside(requests, pages, see);
+    tally.add(requests?);
+    tally.add(pages?);
     if extent == TestExtent::Long {
         let folder = models::folder()?.with_file_name("test-clients/agents");
         tally.add(drive_agents(&binary, &scripted, &folder, see)?);
@@ -70,8 +81,23 @@ pub(crate) fn run(
     Ok(tally)
 }
 
+/// What both give, run in parallel; they share the lines of `see`.
+fn beside<T: Send>(
+    first: impl FnOnce(&mut dyn FnMut(&str)) -> T + Send,
+    second: impl FnOnce(&mut dyn FnMut(&str)) -> T,
+    see: &mut (impl FnMut(&str) + Send),
+) -> (T, T) {
+    let shared = Mutex::new(see);
+    let line = |line: &str| shared.lock().unwrap_or_else(PoisonError::into_inner)(line);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| first(&mut { line }));
+        let second = second(&mut { line });
+        (first.join().unwrap_or_else(|why| resume_unwind(why)), second)
+    })
+}
+
 /// Runs the cases of users of other programs, which start a server of their own.
-fn drive_cases(binary: &Path, model: &Path, see: &mut impl FnMut(&str)) -> Result<TestTally> {
+fn drive_cases(binary: &Path, model: &Path, see: &mut dyn FnMut(&str)) -> Result<TestTally> {
     see("-- cases");
     let mut command = Command::new("python3");
     command.arg(repo::root().join("scripts/cases/run.py"));
@@ -81,7 +107,7 @@ fn drive_cases(binary: &Path, model: &Path, see: &mut impl FnMut(&str)) -> Resul
 }
 
 /// Runs the available libraries against the scripted server; missing ones are skipped by name.
-fn drive_libraries(scripted: &Path, see: &mut impl FnMut(&str)) -> Result<TestTally> {
+fn drive_libraries(scripted: &Path, see: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let (libraries, mut tally) = clients::install_libraries(&models::folder()?);
     if !libraries.is_empty() {
         let libraries: Vec<&SdkClient> = libraries.iter().collect();
@@ -96,7 +122,7 @@ fn drive_agents(
     binary: &Path,
     scripted: &Path,
     folder: &Path,
-    see: &mut impl FnMut(&str),
+    see: &mut dyn FnMut(&str),
 ) -> Result<TestTally> {
     see("-- agents");
     let server = TestServer::scripted(scripted)?;
@@ -114,7 +140,7 @@ fn drive_all(
     clients: &[&SdkClient],
     server: TestServer,
     extent: TestExtent,
-    see: &mut impl FnMut(&str),
+    see: &mut dyn FnMut(&str),
 ) -> Result<TestTally> {
     let mut tally = TestTally::default();
     for client in clients {
@@ -129,12 +155,12 @@ fn drive_all(
 }
 
 /// paceline as README's first command builds it.
-pub(crate) fn build(see: &mut impl FnMut(&str)) -> Result<PathBuf> {
+pub(crate) fn build(see: &mut dyn FnMut(&str)) -> Result<PathBuf> {
     build_target(&["--bin", "paceline"], see)
 }
 
 /// The target of the workspace that `target` names.
-fn build_target(target: &[&str], see: &mut impl FnMut(&str)) -> Result<PathBuf> {
+fn build_target(target: &[&str], see: &mut dyn FnMut(&str)) -> Result<PathBuf> {
     let mut command = repo::cargo();
     command.args(["build", "--release"]).args(target);
     command.arg("--message-format=json-render-diagnostics");
@@ -160,7 +186,7 @@ fn drive(
     client: &SdkClient,
     server: &TestServer,
     extent: TestExtent,
-    see: &mut impl FnMut(&str),
+    see: &mut dyn FnMut(&str),
 ) -> Result<TestTally> {
     let mut command = client.command(server);
     if extent == TestExtent::Long {
@@ -170,7 +196,7 @@ fn drive(
 }
 
 /// Runs a client that prints its cases; it may skip all of them.
-fn stream(name: &str, command: Command, see: &mut impl FnMut(&str)) -> Result<TestTally> {
+fn stream(name: &str, command: Command, see: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let log = process::log_path(&format!("sdk-{name}"));
     let (passed, tally) = read(name, &log, command, see)?;
     let is_whole = passed && tally.passed + tally.skips.len() > 0;
@@ -186,7 +212,7 @@ pub(crate) fn cases(
     name: &str,
     log: &Path,
     command: Command,
-    see: &mut impl FnMut(&str),
+    see: &mut dyn FnMut(&str),
 ) -> Result<TestTally> {
     let (passed, tally) = read(name, log, command, see)?;
     let is_whole = passed && tally.passed + tally.skips.len() > 0;
@@ -198,7 +224,7 @@ fn read(
     name: &str,
     log: &Path,
     command: Command,
-    see: &mut impl FnMut(&str),
+    see: &mut dyn FnMut(&str),
 ) -> Result<(bool, TestTally)> {
     let mut tally = TestTally::default();
     let passed = process::stream(command, log, |line| {
@@ -215,7 +241,7 @@ fn close(
     name: &str,
     log: &Path,
     (mut tally, is_whole): (TestTally, bool),
-    see: &mut impl FnMut(&str),
+    see: &mut dyn FnMut(&str),
 ) -> TestTally {
     if tally.failed == 0 && !is_whole {
         tally.add(TestTally::failure(&format!("{name}: ended early")));

@@ -80,6 +80,11 @@ pub(super) struct SdkClient {
 }
 
 impl SdkClient {
+    /// Whether it drives a browser.
+    pub(super) fn is_browser(&self) -> bool {
+        self.name == DASHBOARD
+    }
+
     /// The command that runs it against `server`.
     pub(super) fn command(&self, server: &TestServer) -> Command {
         let mut command = Command::new(&self.program);

@@ -48,12 +48,12 @@ pub(super) struct TestServer {
 }
 
 impl TestServer {
-    /// Starts `binary` with `model`, in a home of its own.
+    /// Starts `binary` with `model`, in a home of its own below `target`, named for `clients`.
     ///
     /// # Errors
     /// When it ends early or does not listen in time; the message has its last words.
-    pub(super) fn start(binary: &Path, model: &Path) -> Result<TestServer> {
-        let home = repo::root().join("target/xtask/sdk-home");
+    pub(super) fn start(clients: &str, binary: &Path, model: &Path) -> Result<TestServer> {
+        let home = repo::root().join("target/xtask/sdk-home").join(clients);
         // Left from an earlier run, if at all.
         let _ = fs::remove_dir_all(&home);
         fs::create_dir_all(&home).with_context(|| format!("create {}", home.display()))?;
@@ -84,7 +84,7 @@ impl TestServer {
             program: Some((binary.to_owned(), model.to_owned())),
             shell,
         };
-        server.url = server.address()?;
+        server.url = server.address(clients)?;
         Ok(server)
     }
 
@@ -107,14 +107,14 @@ impl TestServer {
             program: None,
             shell,
         };
-        server.url = server.address()?;
+        server.url = server.address("scripted")?;
         Ok(server)
     }
 
     /// Waits for the line that says where it listens. A thread keeps reading, into the log.
-    fn address(&mut self) -> Result<String> {
+    fn address(&mut self, clients: &str) -> Result<String> {
         let said = self.shell.stderr.take().context("stderr is a pipe")?;
-        let path = process::log_path("sdk-server");
+        let path = process::log_path(&format!("sdk-server-{clients}"));
         let log = File::create(&path).with_context(|| format!("write {}", path.display()))?;
         let (found, address) = channel();
         std::thread::spawn(move || read(said, log, &found));
