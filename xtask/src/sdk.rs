@@ -92,7 +92,10 @@ fn beside<T: Send>(
     std::thread::scope(|scope| {
         let first = scope.spawn(|| first(&mut { line }));
         let second = second(&mut { line });
-        (first.join().unwrap_or_else(|why| resume_unwind(why)), second)
+        (
+            first.join().unwrap_or_else(|why| resume_unwind(why)),
+            second,
+        )
     })
 }
 
