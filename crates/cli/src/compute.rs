@@ -22,8 +22,8 @@ pub(crate) struct ComputeArgs {
     /// splits, slower)
     #[arg(long, value_name = "CLASS")]
     pub(crate) class: Option<KernelClass>,
-    /// How keys and values are kept: f16, f32, q8 (0.53 of f16's memory) or q4 (0.30 of it, less
-    /// exact) [default: f16, with class cpu-f32 f32]
+    /// Type of keys and values: f16, f32, q8 (0.53 of f16's memory) or q4 (0.30, less exact)
+    /// [default: f16, with class cpu-f32 f32]
     #[arg(long, visible_alias = "kv-type", value_name = "TYPE")]
     pub(crate) kv: Option<KvType>,
     /// Keep each thread on a core of its own: for a machine that does nothing else

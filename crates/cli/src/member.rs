@@ -63,8 +63,8 @@ pub(crate) struct NodeArgs {
     /// starts again need not read them again; `off` for none
     #[arg(long, value_name = "SIZE", default_value = "4G", value_parser = prefix_cache)]
     prefix_cache: PrefixCacheSize,
-    /// Keep weights on disk as the processor computes with them, so that a later start reads them
-    /// instead of packing them again; they take as much as the models besides
+    /// Keep weights on disk as the processor computes with them, and read them from there at later
+    /// starts. They take as much as the models besides
     #[arg(long)]
     packed: bool,
     /// Most bytes of models on this machine's disk, such as 200G: what would go over it is refused

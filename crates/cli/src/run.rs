@@ -80,8 +80,8 @@ pub(crate) struct Args {
     /// Compute in this process instead of this machine's node
     #[arg(long)]
     local: bool,
-    /// Keep weights on disk as the processor computes with them, so that a later start reads them
-    /// instead of packing them again; they take as much as the model besides
+    /// Keep weights on disk as the processor computes with them, and read them from there at later
+    /// starts. They take as much as the model besides
     #[arg(long)]
     packed: bool,
     #[command(flatten)]

@@ -10,7 +10,7 @@
 //! record                            header, data, zeros up to a multiple of 4 KiB
 //! ```
 //!
-//! Matrices are loaded in one order, so that a record needs no name: its header has a hash of the
+//! Matrices are loaded in one order, so that a record needs no name. Its header has a hash of the
 //! matrix's type, shape and options, and one of its data. A file belongs to one state of a model's
 //! files, kernel class and shard ([`PackedFile::open`]). Another state, another [`VERSION`] or
 //! [`PACKING`] replaces it.
@@ -18,8 +18,8 @@
 //! A killed writer leaves a `.part`. The next start uses its complete records and continues behind
 //! them. A process that finds it locked packs in memory. So does one that cannot write, or finds a
 //! damaged record; it removes the file and reports a [`PackedFault`]. Nothing is used before its
-//! hash fits. Norms, biases and embeddings stay in the model's own files, and so do matrices of FP8
-//! and those that are gathered row by row.
+//! hash fits. Norms, biases and embeddings stay in the model's own files. So do matrices of decoded
+//! types, and those of latent attention that are transposed.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write as _};
@@ -200,7 +200,7 @@ impl PackedFile {
     /// Removes a file that cannot be written, so that its part fills no disk.
     fn abandon(&self, state: &mut State, source: io::Error) {
         let path = part_of(&self.path);
-        let _ = fs::remove_file(&path); // the reason is told
+        let _ = fs::remove_file(&path); // the fault has the reason
         state.end(PackedFault::System {
             action: "write",
             path,

@@ -15,7 +15,7 @@ use paceline_model::{
 };
 use paceline_tensor::Kernels;
 
-/// A model, and the folder of packed weights beside it.
+/// A model and a folder for its packed weights.
 struct Place {
     home: tempfile::TempDir,
     tiny: Tiny,

@@ -2,8 +2,8 @@
 //!
 //! A key with one large channel has large steps in all of its run. Multiplied by a Hadamard matrix
 //! over the root of its size, that channel is spread over all of them. The matrix is orthogonal and
-//! symmetric: rotated queries have the same products with rotated keys, and a second rotation undoes
-//! the first. Source: Ashkboos et al., QuaRot (2024).
+//! symmetric. So rotated queries have the same products with rotated keys, and a second rotation
+//! undoes the first. Source: Ashkboos et al., QuaRot (2024).
 
 use super::Kernels;
 use crate::pool::DisjointMut;

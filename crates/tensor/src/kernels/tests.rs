@@ -699,7 +699,7 @@ fn attention_equals_naive() {
     }
 }
 
-/// 0.27 and 0.15 of f32 are what users are told.
+/// 0.27 and 0.15 of f32, as the documents say.
 #[test]
 fn pages_take_the_bits_of_their_type() {
     for (kv_type, of_f32) in KvType::ALL.into_iter().zip([0.5, 1.0, 0.27, 0.15]) {
