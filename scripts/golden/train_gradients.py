@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.utils import transformers_weight_conversion as conversion
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +28,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = ["llama-tied", "llama-rope3-sharded", "qwen2-f16", "qwen3-bf16", "gemma3-linear-bf16",
           "qwen3moe-bf16", "mixtral"]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Else peft makes adapters of experts out of these names, and changes those of dense layers.
+conversion.convert_peft_config_for_transformers = lambda *_, **__: None
 RANK, ALPHA, LENGTHS, SAMPLES = 2, 4, [13, 21], 32
 
 

@@ -50,7 +50,7 @@ pub(crate) struct Activations {
     ffn_delta: Option<Vec<f32>>,
 }
 
-/// What the second half of a layer leaves.
+/// Values that the second half of a layer leaves.
 #[derive(Debug)]
 enum FeedForward {
     /// (T, F) each.

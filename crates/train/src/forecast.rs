@@ -111,7 +111,7 @@ pub(crate) fn step_flop(net: &TrainableModel, method: Method, tokens: u64) -> f6
     passes * 2.0 * (met + table) as f64 * tokens as f64
 }
 
-/// What a training takes of each process, and in a step.
+/// Numbers, memory, operations and bytes of a training.
 struct Counts {
     /// Numbers that are trained.
     numbers: u64,

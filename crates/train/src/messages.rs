@@ -46,7 +46,7 @@ pub(crate) enum ToWorker {
     Save { epoch: u64 },
 }
 
-/// What a step took of a rank.
+/// Bytes that a step took of a rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RankUse {
     /// Bytes that it sent to other ranks.

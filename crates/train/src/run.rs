@@ -424,7 +424,7 @@ impl TrainingRun {
             watch(TrainingProgress::Note { line: line.clone() });
         }
         watch(self.begun(state.step()));
-        let mut val_loss_before = match state.step() {
+        let val_loss_before = match state.step() {
             0 => self.validation_loss(&state, crew, &options, watch)?,
             _ => None, // it is in the metrics
         };
@@ -436,23 +436,34 @@ impl TrainingRun {
         while state.step() < steps {
             if (options.stop)() {
                 if saved < state.step() {
-                    self.save(&state, crew, output, watch)?;
+                    self.save(&mut state, crew, output, watch)?;
                 }
                 let step = state.step() + 1;
                 return Err(Error::Stopped { step });
             }
-            let mut measured = self.step(&mut state, crew, &options, watch)?;
-            measured.val_loss_before = val_loss_before.take();
+            let measured = self.step(&mut state, crew, &options, watch);
+            if let (Err(Error::ShardLost { .. }), RunState::Sharded { step, from }) =
+                (&measured, &mut state)
+            {
+                *step = from.as_ref().map_or(0, |from| from.step);
+                saved = *step;
+                metrics = Metrics::open(&output.join("metrics.jsonl"), saved)?;
+                let line = format!("two ranks were lost at once: back to step {saved}");
+                watch(TrainingProgress::Note { line });
+                continue;
+            }
+            let mut measured = measured?;
+            measured.val_loss_before = val_loss_before.filter(|_| measured.step == 1);
             metrics.add(&measured)?;
             events.add(&measured, now())?;
             watch(TrainingProgress::Step(measured));
             let step = state.step();
             if step.is_multiple_of(options.save_every.max(1)) && step < steps {
-                self.save(&state, crew, output, watch)?;
+                self.save(&mut state, crew, output, watch)?;
                 saved = step;
             }
         }
-        self.save(&state, crew, output, watch)?;
+        self.save(&mut state, crew, output, watch)?;
         let (digest, files) = self.finish(output, state)?;
         Ok(Report {
             steps,
@@ -489,7 +500,7 @@ impl TrainingRun {
     /// Writes a checkpoint.
     fn save(
         &self,
-        state: &RunState,
+        state: &mut RunState,
         crew: &mut TrainingWorkers,
         output: &Path,
         watch: &mut dyn FnMut(TrainingProgress),
@@ -497,7 +508,9 @@ impl TrainingRun {
         match (state, crew.sharded()) {
             (RunState::Here(state), _) => state.save(output, self.net.layout()),
             (RunState::Sharded { step, from }, Some(mut ranks)) => {
-                ranks.save(self, (*step, from.as_ref()), output, watch)
+                ranks.save(self, (*step, from.as_ref()), output, watch)?;
+                *from = Checkpoint::newest(output)?;
+                Ok(())
             }
             (RunState::Sharded { .. }, None) => Ok(()),
         }
@@ -720,7 +733,7 @@ fn mean(loss: f64, judged: u64, step: u64) -> Result<f64, Error> {
 /// The state of a run between steps.
 enum RunState {
     Here(State),
-    /// Ranks have it, or get it from a checkpoint or the first values.
+    /// Ranks have it, or get it from the newest checkpoint or the first values.
     Sharded {
         step: u64,
         from: Option<Checkpoint>,

@@ -28,7 +28,7 @@ pub(crate) use link::{GroupPlan, SecretKey};
 pub(crate) use rank::RankWorker;
 pub(crate) use state::ShardFile;
 
-/// What the ranks of a group share out among them.
+/// Parts of a training's memory that the ranks of a group share out among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Sharding {

@@ -46,7 +46,7 @@ pub(super) struct TrainPlan {
     /// Stages that the model is cut into, at most one a node
     #[arg(long, value_name = "N", default_value_t = 1, requires = "train")]
     stages: usize,
-    /// What the workers share out as ranks of one group: state, all, or auto
+    /// Workers share out state or all as ranks of one group; auto is all for --method full
     #[arg(long, value_name = "HOW", requires = "train", conflicts_with = "stages",
           value_parser = ShardArg::parse)]
     shard: Option<ShardArg>,

@@ -12,7 +12,7 @@ use super::Cpu;
 use crate::weights::ExpertWeights;
 use crate::{ops, pool};
 
-/// What the forward pass of a layer's experts leaves for the backward one.
+/// Values that the forward pass of a layer's experts leaves for the backward one.
 #[derive(Debug)]
 pub(crate) struct RoutedRows {
     /// (T, E): what the weights are made of, 0 for experts that are not chosen where only the
@@ -134,8 +134,8 @@ impl Cpu<'_> {
     }
 }
 
-/// The chosen experts of a row and their weights. `scores` (E,) become the shares of which the
-/// weights are made: a softmax over the chosen experts where weights are divided by their sum, else
+/// The chosen experts of a row and their weights. `scores` (E,) become shares, which the weights
+/// are multiples of: a softmax over the chosen experts where weights are divided by their sum, else
 /// over all.
 fn choose(of: Experts, scores: &mut [f32]) -> Vec<(usize, f32)> {
     let mut order: Vec<usize> = (0..of.count).collect();

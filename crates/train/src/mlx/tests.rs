@@ -49,9 +49,15 @@ fn whole(
     let (loaded, stream) = (device.loaded()?, &device.stream);
     let layers: Vec<Vec<TensorSlot>> = loaded.weights.layers.iter().map(slots::of_layer).collect();
     let slots: Vec<TensorSlot> = layers.iter().flatten().cloned().collect();
-    let own: Vec<Vec<f32>> = slots
+    let parts = &loaded.weights.parts.values[1..];
+    let places = layers.iter().zip(parts).flat_map(|(slots, part)| {
+        let place = |slot: &TensorSlot| part.start + slot.range.start..part.start + slot.range.end;
+        slots.iter().map(place)
+    });
+    let places: Vec<_> = places.collect();
+    let own: Vec<Vec<f32>> = places
         .iter()
-        .map(|slot| values[slot.range.clone()].to_vec())
+        .map(|place| values[place.clone()].to_vec())
         .collect();
     let inputs = device.inputs(x, &slots, &own)?;
     let targets: Vec<u32> = leaf.targets.iter().flatten().copied().collect();
@@ -85,8 +91,8 @@ fn whole(
     let losses = all.next().unwrap_or_default();
     let loss = losses.iter().map(|loss| f64::from(*loss)).sum();
     let mut grads = vec![0.0; values.len()];
-    for (slot, own) in slots.iter().zip(all) {
-        grads[slot.range.clone()].copy_from_slice(&own);
+    for (place, own) in places.into_iter().zip(all) {
+        grads[place].copy_from_slice(&own);
     }
     Ok((loss, grads))
 }

@@ -24,8 +24,16 @@ const WAIT: Duration = Duration::from_secs(1800);
 /// Longest wait for all ranks to join.
 const JOIN_LIMIT: Duration = Duration::from_secs(30);
 
+/// Numbers of a message of a shard: 4 MiB, so that what waits at a receiver is little beside a shard.
+const PIECE: usize = 1 << 20;
+
 /// Tag of values that a rank gets from another.
 const TAG: u32 = 1;
+
+/// Ranks wait for ranks in other processes.
+fn within(limit: Duration) -> Deadline {
+    Deadline::at(Instant::now() + limit)
+}
 
 /// Values on their way.
 pub(crate) type Pending<T> = PendingCall<Result<Vec<T>, paceline_comm::Error>>;
@@ -80,7 +88,7 @@ impl Link {
                 ..Config::default()
             },
         };
-        let deadline = Deadline::at(Instant::now() + JOIN_LIMIT);
+        let deadline = within(JOIN_LIMIT);
         let group = init(Backend::Any, Strict::Yes, seat, &[], deadline)?;
         let calls = NonblockingCalls::new(Arc::from(group));
         Ok(Self { calls })
@@ -97,7 +105,7 @@ impl Link {
         own: Vec<T>,
         counts: Vec<usize>,
     ) -> Pending<T> {
-        let by = Deadline::at(Instant::now() + WAIT);
+        let by = within(WAIT);
         self.calls.start(move |group| {
             let mut all = vec![T::default(); counts.iter().sum()];
             group.all_gather_v(&own, &mut all, &counts, by)?;
@@ -107,7 +115,7 @@ impl Link {
 
     /// Sends `counts[0][r]` of `values` to rank r, and gets `counts[1][r]` from it. Collective.
     pub(crate) fn swap(&self, values: Vec<f32>, counts: [Vec<usize>; 2]) -> Pending<f32> {
-        let by = Deadline::at(Instant::now() + WAIT);
+        let by = within(WAIT);
         self.calls.start(move |group| {
             let [sends, receives] = &counts;
             let mut got = vec![0.0; receives.iter().sum()];
@@ -119,7 +127,7 @@ impl Link {
     /// Sends `values` to the rank behind, and gets as many as `n` from the one before. All ranks
     /// call it.
     pub(crate) fn pass_on(&self, role: ShardRole, values: Vec<f32>, n: usize) -> Pending<f32> {
-        let by = Deadline::at(Instant::now() + WAIT);
+        let by = within(WAIT);
         self.calls.start(move |group| {
             let mut got = vec![0.0; n];
             group.send(&values, Rank(role.behind() as u32), TAG, by)?;
@@ -128,21 +136,50 @@ impl Link {
         })
     }
 
-    /// Sends values to a rank that gets them by [`receive`](Self::receive).
-    pub(crate) fn send(&self, values: Vec<f32>, to: usize) -> Pending<f32> {
-        let by = Deadline::at(Instant::now() + WAIT);
-        self.calls.start(move |group| {
-            group.send(&values, Rank(to as u32), TAG, by)?;
-            Ok(values)
-        })
+    /// Sends vectors to a rank that gets them by [`get`](Self::get). Blocks until they are copied.
+    pub(crate) fn give(&self, vectors: [&[f32]; 3], to: usize) -> Result<(), Error> {
+        let by = within(WAIT);
+        for piece in vectors.into_iter().flat_map(|vector| vector.chunks(PIECE)) {
+            self.calls.group().send(piece, Rank(to as u32), TAG, by)?;
+        }
+        Ok(())
     }
 
-    pub(crate) fn receive(&self, n: usize, from: usize) -> Pending<f32> {
-        let by = Deadline::at(Instant::now() + WAIT);
-        self.calls.start(move |group| {
-            let mut got = vec![0.0; n];
-            group.recv(&mut got, Rank(from as u32), TAG, by)?;
-            Ok(got)
-        })
+    /// Gets vectors of the same lengths from a rank that [`give`](Self::give)s them.
+    pub(crate) fn get(&self, vectors: [&mut [f32]; 3], from: usize) -> Result<(), Error> {
+        let by = within(WAIT);
+        for piece in vectors
+            .into_iter()
+            .flat_map(|vector| vector.chunks_mut(PIECE))
+        {
+            self.calls.group().recv(piece, Rank(from as u32), TAG, by)?;
+        }
+        Ok(())
+    }
+
+    /// Sends vectors to the rank behind and gets those of the one before, piece by piece. All ranks
+    /// call it.
+    pub(crate) fn pass_all(
+        &self,
+        role: ShardRole,
+        own: [&[f32]; 3],
+        copy: [&mut [f32]; 3],
+    ) -> Result<(), Error> {
+        let by = within(WAIT);
+        let group = self.calls.group();
+        let mut sends = own.into_iter().flat_map(|vector| vector.chunks(PIECE));
+        let mut gets = copy.into_iter().flat_map(|vector| vector.chunks_mut(PIECE));
+        loop {
+            let (send, get) = (sends.next(), gets.next());
+            if send.is_none() && get.is_none() {
+                return Ok(());
+            }
+            if let Some(piece) = send {
+                group.send(piece, Rank(role.behind() as u32), TAG, by)?;
+            }
+            if let Some(piece) = get {
+                group.recv(piece, Rank(role.before() as u32), TAG, by)?;
+            }
+        }
     }
 }

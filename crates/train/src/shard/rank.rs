@@ -8,7 +8,6 @@ use std::path::PathBuf;
 use paceline_base::tree::{self, Stack};
 use paceline_cluster::{machine, network};
 use paceline_comm::tcp::Listener;
-use paceline_model::adapter::files::tensors;
 
 use super::link::{Link, Pending};
 use super::state::{ShardFile, ShardState, share};
@@ -38,7 +37,7 @@ pub(crate) struct RankWorker<'a> {
     state: Option<RankState>,
 }
 
-/// What a rank has between steps.
+/// Memory of a rank between steps.
 struct RankState {
     /// Steps that are done.
     step: u64,
@@ -70,7 +69,7 @@ impl<'a> RankWorker<'a> {
         }
     }
 
-    /// Does what a message asks for. A failure of the group is told; the rank keeps its state.
+    /// Does what a message asks for. Reports a failure of the group; the rank keeps its state.
     ///
     /// # Errors
     /// Errors of the device, of files and of the channel.
@@ -131,7 +130,7 @@ impl<'a> RankWorker<'a> {
         };
         let link = Link::join(listener, self.role, plan)?;
         match from {
-            ShardSource::First => self.begin(step)?,
+            ShardSource::First => self.begin(step),
             ShardSource::File => self.read(&link, step)?,
             ShardSource::Copies { empty, norm } => {
                 if let Some(state) = &mut self.state {
@@ -147,44 +146,33 @@ impl<'a> RankWorker<'a> {
         Ok(self.channel.send(&FromWorker::Formed { epoch, step })?)
     }
 
-    fn fresh(&self, rank: usize) -> Optimiser {
-        Optimiser::new(self.run.job.optimiser, self.cuts.len(rank))
+    /// A shard of a rank, all zeros.
+    fn empty(&self, rank: usize) -> ShardState {
+        let n = self.cuts.len(rank);
+        ShardState {
+            params: vec![0.0; n],
+            optimiser: Optimiser::new(self.run.job.optimiser, n),
+        }
     }
 
     /// The state before the first step.
-    fn begin(&mut self, step: u64) -> Result<(), Error> {
-        let first = |rank: usize| ShardState {
-            params: self
-                .run
-                .net
-                .first_values_of(self.run.job.seed, &self.cuts.shard(rank)),
-            optimiser: self.fresh(rank),
-        };
-        let halves = [first(self.role.rank), first(self.role.before())];
+    fn begin(&mut self, step: u64) {
+        let (net, seed) = (&self.run.net, self.run.job.seed);
+        let halves = [self.role.rank, self.role.before()].map(|rank| ShardState {
+            params: net.first_values_of(seed, &self.cuts.shard(rank)),
+            ..self.empty(rank)
+        });
         self.state = Some(RankState::new(step, halves));
-        Ok(())
     }
 
     /// The state of a file, and the copy of the rank before.
     fn read(&mut self, link: &Link, step: u64) -> Result<(), Error> {
-        let path = self.exchange.join(ShardFile::given(step, self.role.rank));
-        let bytes = std::fs::read(&path).map_err(Error::file("read", &path))?;
-        let own = tensors::floats(&bytes);
-        let numbers = |optimiser: &Optimiser, rank| self.cuts.len(rank) + 2 * optimiser.first.len();
-        let fresh = [self.fresh(self.role.rank), self.fresh(self.role.before())];
-        let expected = numbers(&fresh[0], self.role.rank);
-        if own.len() != expected {
-            let reason = format!("has {} numbers, expected {expected}", own.len());
-            return Err(Error::malformed(&path, reason));
-        }
-        let n = numbers(&fresh[1], self.role.before());
-        let copy = link.pass_on(self.role, own.clone(), n).wait()?;
-        let [first, second] = fresh;
-        let halves = [
-            ShardState::of_flat(&own, first),
-            ShardState::of_flat(&copy, second),
-        ];
-        self.state = Some(RankState::new(step, halves));
+        self.state = None; // before the next one takes memory
+        let mut own = self.empty(self.role.rank);
+        own.read(&self.exchange.join(ShardFile::given(step, self.role.rank)))?;
+        let mut copy = self.empty(self.role.before());
+        link.pass_all(self.role, own.vectors(), copy.vectors_mut())?;
+        self.state = Some(RankState::new(step, [own, copy]));
         Ok(())
     }
 
@@ -197,21 +185,16 @@ impl<'a> RankWorker<'a> {
             };
             if let Some(state) = &self.state {
                 if lost.behind() == self.role.rank {
-                    link.send(state.halves[1].flat(), lost.rank).wait()?;
+                    link.give(state.halves[1].vectors(), lost.rank)?;
                 }
                 if lost.before() == self.role.rank {
-                    link.send(state.halves[0].flat(), lost.rank).wait()?;
+                    link.give(state.halves[0].vectors(), lost.rank)?;
                 }
             } else if lost.rank == self.role.rank {
-                let get = |rank: usize, from: usize| {
-                    let fresh = self.fresh(rank);
-                    let n = self.cuts.len(rank) + 2 * fresh.first.len();
-                    let flat = link.receive(n, from).wait()?;
-                    Ok::<_, Error>(ShardState::of_flat(&flat, fresh))
-                };
-                let own = get(lost.rank, lost.behind())?;
-                let copy = get(lost.before(), lost.before())?;
-                self.state = Some(RankState::new(step, [own, copy]));
+                let mut halves = [self.empty(lost.rank), self.empty(lost.before())];
+                link.get(halves[0].vectors_mut(), lost.behind())?;
+                link.get(halves[1].vectors_mut(), lost.before())?;
+                self.state = Some(RankState::new(step, halves));
             }
         }
         Ok(())

@@ -1,7 +1,13 @@
 //! A shard's values and moments, and the file in which they travel between a run and a rank.
 
+use std::fs::File;
+use std::io::Read;
 use std::ops::Range;
+use std::path::Path;
 
+use paceline_model::adapter::files::tensors;
+
+use crate::error::Error;
 use crate::optimiser::Optimiser;
 
 /// A shard.
@@ -33,22 +39,40 @@ impl ShardState {
         [&self.params, &self.optimiser.first, &self.optimiser.second]
     }
 
-    /// All of them, one behind the other.
-    pub(crate) fn flat(&self) -> Vec<f32> {
-        self.vectors().concat()
+    /// The same, to be filled.
+    pub(crate) fn vectors_mut(&mut self) -> [&mut [f32]; 3] {
+        let Optimiser { first, second, .. } = &mut self.optimiser;
+        [&mut self.params, first, second]
     }
 
-    /// A shard of what [`flat`](Self::flat) gave; `fresh` has as many moments.
-    pub(crate) fn of_flat(flat: &[f32], fresh: Optimiser) -> Self {
-        let moments = fresh.first.len();
-        let (params, rest) = flat.split_at(flat.len() - 2 * moments);
-        let mut optimiser = fresh;
-        optimiser.first.copy_from_slice(&rest[..moments]);
-        optimiser.second.copy_from_slice(&rest[moments..]);
-        let params = params.to_vec();
-        Self { params, optimiser }
+    /// Fills everything from a file of [`ShardFile`].
+    ///
+    /// # Errors
+    /// [`Error::Files`], also for a file of another length.
+    pub(crate) fn read(&mut self, path: &Path) -> Result<(), Error> {
+        let failed = || Error::file("read", path);
+        let mut file = File::open(path).map_err(failed())?;
+        let got = file.metadata().map_err(failed())?.len();
+        let lens = self.vectors().map(|vector| size_of_val(vector) as u64);
+        let expected: u64 = lens.iter().sum();
+        if got != expected {
+            let reason = format!("has {got} bytes, expected {expected}");
+            return Err(Error::malformed(path, reason));
+        }
+        let mut bytes = vec![0; BLOCK_BYTES];
+        for vector in self.vectors_mut() {
+            for block in vector.chunks_mut(BLOCK_BYTES / size_of::<f32>()) {
+                let bytes = &mut bytes[..size_of_val(block)];
+                file.read_exact(bytes).map_err(failed())?;
+                block.copy_from_slice(&tensors::floats(bytes));
+            }
+        }
+        Ok(())
     }
 }
+
+/// Bytes that are read at once: as much as a system reads ahead, or more.
+const BLOCK_BYTES: usize = 1 << 20;
 
 /// The part of `all` that `rank` of `of` has: neighbours have neighbouring parts of about the same
 /// size.

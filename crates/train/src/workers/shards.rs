@@ -7,7 +7,8 @@
 //! ```
 //!
 //! A lost rank's process is replaced, and gets its state from the copies of two others. A step that
-//! one rank has committed is committed by all; any other is repeated.
+//! one rank has committed is committed by all; any other is repeated. When a rank is lost with the
+//! one that has its copy, the run continues from its newest checkpoint.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -24,6 +25,10 @@ use crate::run::{TrainingProgress, TrainingRun};
 use crate::shard::{GroupPlan, SecretKey, ShardCuts, ShardFile, ShardRole, Sharding};
 use crate::workers::FRUITLESS_MAX;
 
+/// Looks, of [`LOOK_EVERY`] at most, at a rank that does not answer after the group broke: half an
+/// hour, as long as calls of a group wait for leaves of the slowest machine.
+const LOOKS_MAX: u32 = 18_000;
+
 /// Receives the run's progress.
 type Watch<'a> = dyn FnMut(TrainingProgress) + 'a;
 
@@ -39,7 +44,7 @@ pub(super) struct RankGroup {
     has_begun: bool,
     /// The step that comes next.
     step: u64,
-    /// What every rank said about its last step: the same.
+    /// The last step that a rank committed.
     stepped: Option<Stepped>,
 }
 
@@ -69,7 +74,7 @@ impl RankGroup {
     }
 }
 
-/// What a rank said when the group was to be formed.
+/// A rank's answer when the group is to be formed.
 #[derive(Clone, Debug, Default)]
 struct Seat {
     addrs: Vec<SocketAddr>,
@@ -286,6 +291,7 @@ impl WorkerSet {
             .collect();
         let behind = |rank: &&usize| empty.contains(&((**rank + 1) % seats.len()));
         if let Some(rank) = empty.iter().find(behind) {
+            (group.has_begun, group.stepped) = (false, None);
             return Err(Error::ShardLost { rank: *rank, last });
         }
         let step = group.step;
@@ -334,7 +340,15 @@ impl WorkerSet {
             }
         }
         let epoch = self.group().epoch;
+        let mut looks = 0;
         while waits.contains(&true) {
+            looks = if whole { 0 } else { looks + 1 };
+            if looks > LOOKS_MAX {
+                for rank in (0..waits.len()).filter(|rank| waits[*rank]) {
+                    self.lose(rank as u32, format!("rank {rank} hangs"));
+                }
+                return Ok(false);
+            }
             if let Some(event) = self.workers.recv(LOOK_EVERY) {
                 let rank = event.rank().0 as usize;
                 match self.take(event)? {
