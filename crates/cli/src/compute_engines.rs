@@ -79,15 +79,15 @@ pub(crate) struct StartArgs {
     /// Machines, this one first [default: all that run programs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
     nodes: Option<u16>,
-    /// A lock file of pip with `dask` and `distributed`, or `ray`: each machine makes an environment
-    /// of it
+    /// A lock file of pip with `dask` and `distributed`, or `ray`: each machine makes its
+    /// environment
     #[arg(long, value_name = "FILE", required_unless_present = "python")]
     lock: Option<PathBuf>,
     /// A Python with them, at the same path on all machines, in place of --lock
     #[arg(long, value_name = "PROGRAM", conflicts_with = "lock")]
     python: Option<String>,
-    /// First of the ports of the loopback interface: the scheduler's, its dashboard's, then for each
-    /// machine one, or 48 for Ray
+    /// First of the loopback ports: the scheduler's, its dashboard's, then one for each machine, or
+    /// 48 for Ray
     #[arg(short = 'p', long, value_name = "PORT", default_value_t = PORT,
           value_parser = clap::value_parser!(u16).range(1024..=60_000))]
     port: u16,

@@ -296,8 +296,8 @@ fn has_hung_up() -> bool {
     matches!(poll(&mut polled, Some(&now)), Ok(1..)) && polled[0].revents().contains(PollFlags::HUP)
 }
 
-/// Forwards between a program and the connection until the program ends, or the connection does,
-/// which `is_lost` says even if the program does not read its input.
+/// Forwards between a program and the connection until either ends. `is_lost` says whether the
+/// connection has ended, even if the program does not read its input.
 fn run(
     mut process: Process,
     mut from: impl Read + Send + 'static,

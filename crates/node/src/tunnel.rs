@@ -118,9 +118,9 @@ pub fn bridge(
     Ok(())
 }
 
-/// Connects to the program that the node `id` starts for `service`, which is [`TRAIN`], [`BENCH`],
-/// [`ARRAYS`] or [`PROGRAMS`], through the node with its files at `home`. The connection ends with
-/// either program or node. Blocks for up to 15 s.
+/// Connects to the program that the node `id` starts for `service`, through the node with its files
+/// at `home`. The service is [`TRAIN`], [`BENCH`], [`ARRAYS`] or [`PROGRAMS`]. The connection ends
+/// with either program or node. Blocks for up to 15 s.
 ///
 /// # Errors
 /// That node's reason, or a timeout.
