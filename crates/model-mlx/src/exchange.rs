@@ -357,9 +357,9 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Waits for this rank's part of the last gather and exchanges it, if that is still to be done;
-    /// before the first one the residual of the stage before. An evaluation of a step's arrays
-    /// settles it first.
+    /// Waits for this rank's part of the last gather and exchanges it, if that is still to be done.
+    /// Receives the residual of the stage before first. An evaluation of a step's arrays settles
+    /// the step before.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
         self.take_residual_in()?;
         let Some(pending) = self.parts.receive.pending.take() else {

@@ -29,7 +29,7 @@
 //! |---|---|---|
 //! | recurrent layers, but gated delta nets | [`Error::Recurrence`] | MLX has no scan |
 //! | `mlx-exact` of layers that differ | [`Error::FamilyClass`] | experts' rows share a product |
-//! | an adapter beside the weights | [`Error::AdapterEngine`] | a fused model is as good |
+//! | an adapter that is not fused | [`Error::AdapterEngine`] | a fused model is as good |
 //! | storage types that differ within a layer | [`Error::MixedForms`] | experts are one array |
 //! | a tensor split within a group of values | [`Error::CutGroup`] | a group has one scale |
 //! | training on a type without a form | [`Error::NoForm`] | gradients need the file's values |

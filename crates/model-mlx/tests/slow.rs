@@ -1,5 +1,5 @@
-//! A prompt on two stages of devices that wait for each other: a stage computes a chunk while the
-//! next stage computes the chunk before, and has its graph of this one.
+//! A prompt on two stages of devices that wait for each other. A stage computes a chunk while the
+//! next stage computes the chunk before. That stage then makes its graph of this chunk.
 //!
 //! The device is a library of this test (`crates/mlx/tests/fake/slow.rs`).
 #![cfg(target_os = "linux")]

@@ -71,8 +71,8 @@ fn nodes_on_mlx_say_the_same() {
     world.assert_clean();
 }
 
-/// Log-probabilities to the last bit are `crates/model-mlx/tests/all.rs`; here the option is seen to
-/// reach the nodes.
+/// Log-probabilities to the last bit are `crates/model-mlx/tests/all.rs`; here the option is seen
+/// to reach the nodes.
 #[test]
 fn the_exact_class_reaches_every_node() {
     let Some(library) = library("the exact class reaches every node") else {

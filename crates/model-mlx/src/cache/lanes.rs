@@ -31,7 +31,7 @@ const IDLE: u64 = 16;
 /// Steps between two looks for lanes without rows, whose memory is given back.
 const UNUSED: u64 = 256;
 
-/// Stands for a page that the leader has not named yet. No cache has so many.
+/// Stands for a page that the leader has not named yet; larger than any page's number.
 pub(crate) const UNKNOWN_PAGE: u32 = u32::MAX;
 
 /// Bounds of lanes.
@@ -213,8 +213,8 @@ impl Cache {
         Ok(placed)
     }
 
-    /// Whether a step of these sequences needs no page and no more memory: all that layers keep is
-    /// in lanes, and each sequence has one with room.
+    /// Whether a step of these sequences needs no page and no more memory. All keys and values are
+    /// in lanes then, and each sequence has a lane with room.
     pub(crate) fn is_in_lanes(&self, sequences: &[AttentionRows<'_>]) -> bool {
         let layers = self.layers.iter().zip(&self.lanes.limits.layers);
         let mut layers = layers.filter(|(kept, _)| !matches!(kept, super::Kept::Nothing));
