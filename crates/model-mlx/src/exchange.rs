@@ -358,8 +358,8 @@ impl Step<'_> {
     }
 
     /// Waits for this rank's part of the last gather and exchanges it, if that is still to be done.
-    /// Receives the residual of the stage before first. An evaluation of a step's arrays settles
-    /// the step before.
+    /// Receives the residual of the stage before first. Every evaluation of a step's arrays begins
+    /// with this.
     pub(super) fn settle(&mut self) -> Result<(), Error> {
         self.take_residual_in()?;
         let Some(pending) = self.parts.receive.pending.take() else {

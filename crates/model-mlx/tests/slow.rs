@@ -1,5 +1,6 @@
 //! A prompt on two stages of devices that wait for each other. A stage computes a chunk while the
-//! next stage computes the chunk before. That stage then makes its graph of this chunk.
+//! next stage computes the chunk before. It has
+//! the result only when that stage has the graph of the same chunk.
 //!
 //! The device is a library of this test (`crates/mlx/tests/fake/slow.rs`).
 #![cfg(target_os = "linux")]

@@ -42,8 +42,8 @@ const CHUNK_MAX: usize = 2048;
 /// Rows of a chunk over those of a step's fixed part: a tenth of the time goes to that part.
 const CHUNK: usize = 9;
 
-/// Rows of a prompt's chunk on a device with these [`fixed_rows`](DeviceSpeed::fixed_rows), at least
-/// `least`. They are a power of two, so that small changes of a measured rate change no bits.
+/// Rows of a prompt's chunk on a device with these [`fixed_rows`](DeviceSpeed::fixed_rows), at
+/// least `least`. They are a power of two, so that small changes of a measured rate change no bits.
 pub(crate) fn chunk_rows(fixed: usize, least: usize) -> usize {
     let rows = fixed.saturating_mul(CHUNK).min(CHUNK_MAX);
     rows.next_power_of_two().max(least)
