@@ -117,11 +117,11 @@ pub trait DraftHeadCompute: fmt::Debug + Send {
     /// If rows exceed the reserved sizes, tokens the vocabulary, or positions the pages.
     fn forward(&mut self, sequences: &[HeadRows<'_>], is_captured: bool) -> Result<(), Error>;
 
-    /// Writes the logits after the last row of sequence `i` of the last pass, as logits of the
-    /// model: minus infinity for tokens that the head cannot propose.
+    /// Writes the logits after the last row of sequence `i` of the last pass, by tokens of the
+    /// model. Tokens that the head cannot propose have minus infinity.
     fn write_logits(&mut self, i: usize, out: &mut [f32]);
 
-    /// The output of the last row of sequence `i` of the last pass, `(C,)`: the feature of the
-    /// token after it.
+    /// The output of the last row of sequence `i` of the last pass, `(C,)`. It is the feature of
+    /// the token after that row.
     fn output(&self, i: usize) -> &[f32];
 }

@@ -46,7 +46,7 @@ const TRAINED_DEPTH: usize = 4;
 /// Draft tokens of a position that the report judges: as many as a step verifies by default.
 pub const JUDGED_DEPTH: usize = 8;
 
-/// Without a file of held-out prompts, every so many prompts one is held out.
+/// Without a file of held-out prompts, one in this many prompts is held out.
 const HELD_OUT_EVERY: usize = 20;
 
 /// All that the bits of a head depend on.
@@ -92,7 +92,7 @@ pub struct DrafterOptions<'a> {
 /// Events of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub enum DrafterProgress {
-    /// The model has answered so many of its prompts.
+    /// The model has answered `done` of its prompts.
     Answers {
         done: usize,
         of: usize,
@@ -180,9 +180,8 @@ impl DrafterRun {
         let options = LoadOptions::default();
         let model = Model::load(&source, options, Arc::clone(&kernels), |_, _| {})?;
         let config = model.config();
-        if !(1..=config.vocab).contains(&job.draft_vocab) {
-            let expected = format!("1 to the model's {}", config.vocab);
-            return Err(option("--draft-vocab", job.draft_vocab, &expected));
+        if job.draft_vocab == 0 {
+            return Err(option("--draft-vocab", 0, "1 or more"));
         }
         let is_plain = |layer: &LayerShape| {
             layer.window.is_none() && layer.cache == LayerCache::Rows && layer.latent.is_none()
@@ -257,9 +256,10 @@ impl DrafterRun {
         let held_out = match &self.job.valid {
             Some(path) => self.reader.read(path, "valid")?.prompts(),
             None => {
+                let last = prompts.len().saturating_sub(1);
+                let is_out = |i: usize| i % HELD_OUT_EVERY == last.min(HELD_OUT_EVERY - 1);
                 let numbered = prompts.into_iter().enumerate();
-                let (out, rest): (Vec<_>, Vec<_>) =
-                    numbered.partition(|(i, _)| i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1);
+                let (out, rest): (Vec<_>, Vec<_>) = numbered.partition(|(i, _)| is_out(*i));
                 prompts = rest.into_iter().map(|(_, prompt)| prompt).collect();
                 out.into_iter().map(|(_, prompt)| prompt).collect()
             }

@@ -2,9 +2,9 @@
 //! stream.
 //!
 //! Both read the rows of a sequence and give logits after the last one. A head's row also needs a
-//! *feature* of the position before: captured rows of the large model, or the head's own output
-//! where the large model has not computed that position. [`FeatureBuffer`] has the captured rows
-//! that the head has not read.
+//! *feature* of the position before. That is the captured row of the large model, or the head's own
+//! output where the large model has not computed that position. [`FeatureBuffer`] has the captured
+//! rows that the head has not read.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -21,7 +21,7 @@ use crate::{DraftCounters, Error};
 const PLAIN_EVERY: usize = 64;
 
 impl Engine {
-    /// Attaches a draft model or head that proposes up to [`drafts`](crate::EngineConfig::drafts) tokens
+    /// Attaches a draft model or head that has up to [`drafts`](crate::EngineConfig::drafts) tokens
     /// per step. It proposes only when measured times and its acceptance rate predict a gain.
     /// Answers do not depend on it. Reserves memory for the draft model's own cache.
     ///

@@ -3,6 +3,7 @@
 mod adapters;
 mod batching;
 mod constrained;
+mod draft_head;
 mod draft_model;
 mod drafts;
 mod edges;

@@ -161,7 +161,7 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
         ("/fc_norm", json!(true)),
         ("/transformer_layer_config/hidden_size", json!(32)),
         ("/transformer_layer_config/num_hidden_layers", json!(2)),
-        ("/transformer_layer_config/num_attention_heads", json!(3)),
+        ("/transformer_layer_config/num_key_value_heads", json!(3)),
         ("/transformer_layer_config/head_dim", json!(1u64 << 40)),
         ("/transformer_layer_config/attention_bias", json!(true)),
         ("/transformer_layer_config/model_type", json!("qwen3")),

@@ -507,7 +507,7 @@ impl<'a> HeadNetwork<'a> {
         y
     }
 
-    /// dy (T, out) -> dx (T, in), which starts at 0 or goes on, and the weights' gradient.
+    /// dy (T, out) -> dx (T, in), from 0 or added to its values, and the weights' gradient.
     fn linear_back(
         &self,
         params: &[f32],

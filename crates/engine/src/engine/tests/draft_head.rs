@@ -1,0 +1,153 @@
+//! A draft head changes the number of steps, not the answer, and reads the rows that it should.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use paceline_base::Bytes;
+use paceline_model::{DraftHead, DraftHeadCompute, Error, HeadRows, Model};
+use paceline_tensor::{Kernels, PAGE};
+
+use super::draft_model::frozen;
+use super::drafts::{CONTEXT, babble, eager, run, sizes};
+use super::requests::mixed;
+use super::rig::{SequenceOutcome, alone};
+use super::tiny::TinyModel;
+use crate::{Draft, DraftNetwork};
+
+/// A head that reads the first layer's input, the embedding of each token. It guesses one of the
+/// tokens that [`babble`] draws.
+#[derive(Debug)]
+struct BabblingHead(Arc<Model>);
+
+/// Checks what the head reads.
+#[derive(Debug)]
+struct BabblingCompute {
+    width: usize,
+    pages: usize,
+    /// The captured row of each token.
+    rows: BTreeMap<u32, Vec<f32>>,
+    /// Known positions by first page of a sequence.
+    known: BTreeMap<u32, usize>,
+    /// Last token of each sequence of the last pass.
+    last: Vec<u32>,
+    output: Vec<f32>,
+}
+
+impl DraftHead for BabblingHead {
+    fn captures(&self) -> &[usize] {
+        &[0]
+    }
+
+    fn width(&self) -> usize {
+        self.0.config().width
+    }
+
+    fn kernels(&self) -> &Kernels {
+        self.0.kernels()
+    }
+
+    fn weight_bytes(&self) -> Bytes {
+        Bytes(0)
+    }
+
+    fn reserve(
+        self: Arc<Self>,
+        _: usize,
+        _: usize,
+        positions: usize,
+    ) -> Result<Box<dyn DraftHeadCompute>, Error> {
+        Ok(Box::new(BabblingCompute {
+            width: self.width(),
+            pages: positions / PAGE,
+            rows: BTreeMap::new(),
+            known: BTreeMap::new(),
+            last: Vec::new(),
+            output: vec![7.0; self.width()],
+        }))
+    }
+}
+
+impl BabblingCompute {
+    fn check(&mut self, s: &HeadRows<'_>, is_captured: bool) {
+        assert_eq!(s.features.len(), s.tokens.len() * self.width);
+        let known = self.known.entry(s.pages[0]).or_default();
+        assert!(s.position == 0 || s.position <= *known, "a gap");
+        *known = s.position + s.tokens.len();
+        assert!(*known <= s.pages.len() * PAGE);
+        if !is_captured {
+            assert_eq!(s.features, self.output);
+            return;
+        }
+        // The feature of a token is the captured row of the one before.
+        for (token, row) in s.tokens.iter().zip(s.features.chunks(self.width).skip(1)) {
+            let first = self.rows.entry(*token).or_insert_with(|| row.to_vec());
+            assert_eq!(first, row, "token {token}");
+        }
+    }
+}
+
+impl DraftHeadCompute for BabblingCompute {
+    fn pages(&self) -> usize {
+        self.pages
+    }
+
+    fn forward(&mut self, sequences: &[HeadRows<'_>], is_captured: bool) -> Result<(), Error> {
+        for sequence in sequences {
+            self.check(sequence, is_captured);
+        }
+        self.last = sequences
+            .iter()
+            .map(|s| s.tokens[s.tokens.len() - 1])
+            .collect();
+        Ok(())
+    }
+
+    fn write_logits(&mut self, i: usize, out: &mut [f32]) {
+        out.fill(0.0);
+        out[[2, 3, 14][self.last[i] as usize % 3]] = 60.0;
+    }
+
+    fn output(&self, _: usize) -> &[f32] {
+        &self.output
+    }
+}
+
+/// A model that captures its first layer's input, and a draft with its head.
+fn with_head() -> (TinyModel, Draft) {
+    let mut tiny = TinyModel::new(1);
+    let model = Arc::into_inner(tiny.model).unwrap();
+    tiny.model = Arc::new(model.with_captures(vec![0]));
+    let head = BabblingHead(Arc::clone(&tiny.model));
+    let network = DraftNetwork::Head(Arc::new(head));
+    let now = frozen;
+    (tiny, Draft { network, now })
+}
+
+#[test]
+fn a_head_changes_no_answer() {
+    let (tiny, draft) = with_head();
+    let mut requests = mixed(&tiny);
+    requests.extend((0..4).map(babble));
+    let expected: Vec<SequenceOutcome> =
+        requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+    for drafts in [1, 3, 8] {
+        let mut rig = eager(&tiny, drafts);
+        rig.engine.set_draft_model(&draft).unwrap();
+        let (outcomes, checked, gained) = run(&mut rig, &requests);
+        for (outcome, expected) in outcomes.iter().zip(&expected) {
+            assert_eq!(outcome, expected, "{drafts} drafts");
+        }
+        assert!(0 < gained && gained < checked, "{gained} of {checked}");
+    }
+}
+
+#[test]
+fn a_head_needs_a_model_that_captures_its_layers() {
+    let (_, draft) = with_head();
+    let mut engine = TinyModel::new(1).engine(sizes(8));
+    let error = engine.set_draft_model(&draft).unwrap_err().to_string();
+    assert!(
+        error.contains("reads the layers [0], the model captures []"),
+        "{error}"
+    );
+}
