@@ -61,7 +61,7 @@ def main():
     for number, text in enumerate(texts[args.prompts:]):
         sampling = (["--temperature", "0"] if number % 2 == 0
                     else ["--temperature", "0.7", "--seed", str(number)])
-        plain, _ = ask(args.paceline, args.model, text, *fixed, *sampling, "--drafts", "0")
+        plain, _ = ask(args.paceline, args.model, text, *fixed, *sampling)
         drafted, _ = ask(args.paceline, args.model, text, *fixed, *sampling, "--drafter", str(head))
         assert plain["tokens"] == drafted["tokens"], text
         report["answers"].append({"prompt": text, "n": len(plain["tokens"]),
