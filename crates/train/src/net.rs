@@ -1,9 +1,9 @@
 //! A model that can be trained: leaves in, losses and gradients out.
 //!
 //! Leaves store their activations up to [`KEPT_BYTES`]; layers beyond compute them again, with the
-//! same bits. Where every weight is trained, the local leaves go through the layers together, so
-//! that one layer's values are needed and one layer's gradients are summed at a time. A table that
-//! is embedding and head has two sums over leaves, which are added last.
+//! same bits. Where every weight is trained, the local leaves go through the layers together: one
+//! layer's values are needed at a time, and one layer's gradients are summed. A table that is
+//! embedding and head has two sums over leaves, which are added last.
 
 use std::ops::Range;
 use std::path::PathBuf;

@@ -134,9 +134,9 @@ impl Cpu<'_> {
     }
 }
 
-/// The chosen experts of a row and their weights. `scores` (E,) become shares, which the weights
-/// are multiples of: a softmax over the chosen experts where weights are divided by their sum, else
-/// over all.
+/// The chosen experts of a row and their weights. `scores` (E,) become shares, whose multiples the
+/// weights are. They are a softmax over the chosen experts where weights are divided by their sum,
+/// else over all.
 fn choose(of: Experts, scores: &mut [f32]) -> Vec<(usize, f32)> {
     let mut order: Vec<usize> = (0..of.count).collect();
     order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a])); // stable: the lower one of equals

@@ -24,7 +24,7 @@ const WAIT: Duration = Duration::from_secs(1800);
 /// Longest wait for all ranks to join.
 const JOIN_LIMIT: Duration = Duration::from_secs(30);
 
-/// Numbers of a message of a shard: 4 MiB, so that what waits at a receiver is little beside a shard.
+/// Numbers of a message of a shard: 4 MiB, so that messages that wait at a receiver take little.
 const PIECE: usize = 1 << 20;
 
 /// Tag of values that a rank gets from another.
