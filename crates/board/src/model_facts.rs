@@ -208,7 +208,7 @@ impl ModelFacts {
                 self.text_fact("family", config.family.name());
                 self.number("trained context", config.context as u64);
                 self.add("computes here", "yes", json!(true));
-                let unknown = Config::unknown_fields(source);
+                let unknown = config.unknown_fields;
                 if !unknown.is_empty() {
                     self.add("unknown fields", unknown.join(", "), json!(unknown));
                 }

@@ -498,11 +498,14 @@ pub struct Config {
     /// Whether a position attends to later ones too, as in embedding models. A layer's window then
     /// counts positions to one side.
     pub bidirectional: bool,
+    /// Fields of `config.json` that no reader knows and that may change the computation, for a
+    /// warning. GGUF files with unknown keys are refused.
+    pub unknown_fields: Vec<String>,
 }
 
 /// Largest accepted sizes: several times the largest published models, small enough that their
 /// products cannot overflow 64 bits.
-const MAX_LAYERS: u64 = 1 << 10;
+pub(crate) const MAX_LAYERS: u64 = 1 << 10;
 pub(crate) const MAX_WIDTH: u64 = 1 << 18;
 pub(crate) const MAX_HEADS: u64 = 1 << 12;
 pub(crate) const MAX_CONTEXT: u64 = 1 << 27;
@@ -527,17 +530,12 @@ impl Config {
         if family.has_delta_nets() {
             config.find_norm_form(source)?;
         }
+        config.unknown_fields = unknown_fields(source);
         config.find_indexer(source);
         let widest = config.layers.iter().map(|layer| layer.ffn).max();
         let widest = widest.unwrap_or(config.ffn);
         config.ffn_leaf = ffn_leaf(widest, longest_down_block(source, &config));
         Ok(config)
-    }
-
-    /// Fields of `config.json` that no reader knows and that may change the computation, for a
-    /// warning. Empty for GGUF files, which [`read`](Self::read) refuses with unknown keys.
-    pub fn unknown_fields(source: &ModelSource) -> Vec<String> {
-        unknown_fields(source)
     }
 
     /// Whether `source` is a decoder whose positions attend to later ones too.
@@ -595,6 +593,7 @@ impl Config {
             softcap: None,
             clamp_qkv: None,
             bidirectional: false,
+            unknown_fields: Vec::new(),
         };
         config.layers = vec![config.usual_layer(); n_layers];
         for (i, layer) in config.layers.iter_mut().enumerate() {

@@ -361,7 +361,7 @@ impl ShapeFields<'_> {
     }
 }
 
-/// Bytes of the inputs of a short convolution of width `c`, two pages per sequence, and its weights:
+/// Bytes of the inputs of a short convolution of width `c`, two pages per sequence. Its weights:
 /// three inputs and the output.
 fn short_conv(c: f64) -> (f64, f64) {
     const PAGE: f64 = 64.0;

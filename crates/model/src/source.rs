@@ -15,9 +15,7 @@ use paceline_weights::tensor::{FindArrivals, Tensor};
 use serde_json::Value;
 
 use crate::Error;
-use crate::families::{
-    ConfigFields, ExpertLayout, FileNames, ModelFamily, QWEN3_VL_MOE, dbrx_stem,
-};
+use crate::families::{ExpertLayout, FileNames, ModelFamily, QWEN3_VL_MOE, blocks, dbrx_stem};
 use crate::role::{LayerRole, Nth, Role};
 
 /// An opened model: a GGUF file with all its parts, or a Hugging Face folder.
@@ -90,9 +88,14 @@ impl ModelSource {
         let (ModelFamily::NemotronH, Role::Layer(layer, part)) = (family, role) else {
             return role;
         };
-        let layers = ConfigFields::of(self).and_then(|fields| fields.nemotron_layers());
-        let blocks = layers.ok().and_then(|layers| layers.get(layer).copied());
-        match blocks {
+        let layers = match self {
+            Self::Gguf(file) => {
+                let architecture = file.metadata().str("general.architecture").ok();
+                architecture.and_then(|name| blocks::of_gguf(file, name))
+            }
+            Self::Hf(folder) => blocks::of_config(text_part(folder)),
+        };
+        match layers.and_then(|layers| layers.get(layer).copied()) {
             Some(blocks) => Role::Layer(blocks.mixer + usize::from(part.is_of_ffn()), part),
             None => role,
         }
@@ -471,11 +474,15 @@ impl ModelSource {
     }
 }
 
+/// Configuration of a folder's text part.
+fn text_part(folder: &HfFolder) -> &Value {
+    let config = folder.config();
+    config.get("text_config").unwrap_or(config)
+}
+
 /// `model_type` of a folder's text part.
 fn model_type(folder: &HfFolder) -> Option<&str> {
-    let config = folder.config();
-    let text = config.get("text_config").unwrap_or(config);
-    text.get("model_type")?.as_str()
+    text_part(folder).get("model_type")?.as_str()
 }
 
 /// `name` as stored in `folder`. A decoder saved without its head, such as an embedding model, has

@@ -27,7 +27,6 @@ use paceline_model_mlx::{MlxPlaces, MlxRankBytes};
 use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
 use paceline_text::tokenizer::Tokenizer;
-use tracing::warn;
 
 use crate::classes::Classes;
 use crate::forecast::machines::exchanges;
@@ -165,13 +164,6 @@ impl PreparedModel {
         sizes: impl FnOnce(&Config) -> EngineConfig,
     ) -> Result<Self, Error> {
         let config = Config::read(&source)?;
-        let unknown = Config::unknown_fields(&source);
-        if !unknown.is_empty() {
-            warn!(
-                "config.json has unknown fields that may change answers: {}",
-                unknown.join(", ")
-            );
-        }
         let placement = asked(&config, options.kind, options.nodes, &options.shares)?;
         let cut = PlannedSplit::new(&config, placement, None)?;
         Ok(Self {

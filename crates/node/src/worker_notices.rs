@@ -26,6 +26,12 @@ pub fn lines(
                     "an answer alone is predicted to get {tok_s:.1} tokens/s"
                 ));
             }
+            if !config.unknown_fields.is_empty() {
+                let names = config.unknown_fields.join(", ");
+                lines.push(format!(
+                    "config.json has unknown fields that may change answers: {names}"
+                ));
+            }
             if *again {
                 lines.push("the workers are ready again".to_owned());
             }

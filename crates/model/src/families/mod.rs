@@ -6,6 +6,7 @@
 //! Letters in shape comments: T rows of the batch, C width, H heads, K KV heads, D head size,
 //! F feed-forward width, V vocabulary.
 
+pub(crate) mod blocks;
 mod dbrx;
 mod deepseek;
 mod delta_net;
@@ -33,9 +34,7 @@ mod qwen3moe;
 mod smollm3;
 
 pub(crate) use fields::{ConfigFields, RopeKind, class_default, head_rope, unknown_fields};
-pub(crate) use names::{ExpertLayout, FileNames, dbrx_stem};
-pub(crate) use nemotron_h::{BlockKind, Blocks, layers_of};
-pub(crate) use qwen3moe::VL as QWEN3_VL_MOE;
+pub(crate) use names::{ExpertLayout, FileNames, QWEN3_VL_MOE, dbrx_stem};
 
 use crate::config::Activation;
 use crate::{Config, Error};
@@ -400,7 +399,7 @@ impl ModelFamily {
         matches!(self, Self::DeepSeek)
     }
 
-    /// Whether feed-forwards and experts have a gate beside their first matrix.
+    /// Whether feed-forwards and experts have a gate.
     pub const fn has_gates(self) -> bool {
         !matches!(self, Self::NemotronH)
     }

@@ -32,6 +32,10 @@ pub(crate) struct FileNames {
     pub(crate) gguf_own: fn(Role) -> Option<&'static str>,
 }
 
+/// `model_type` of the text part of Qwen3-VL with experts, whose folders hold the experts of a
+/// layer in one tensor, inputs by outputs.
+pub(crate) const QWEN3_VL_MOE: &str = "qwen3_vl_moe_text";
+
 const fn none(_: Role) -> Option<&'static str> {
     None
 }

@@ -1,15 +1,15 @@
 //! Nemotron-H and Nemotron 3 Nano: Mamba 2, and a few layers of attention without rotation.
 //!
-//! Files have blocks of one kind each: Mamba, attention, feed-forward or experts. Here a layer is a
-//! block of the first two kinds with the block behind it, if that is of the others. Feed-forwards
-//! and experts have no gate; their activation is the square of what is above 0. Source: Dao and Gu
-//! 2024; NVIDIA 2025 (Nemotron-H); `src/models/nemotron-h.cpp` of llama.cpp,
-//! `modeling_nemotron_h.py` of transformers.
+//! A layer is one or two blocks of the file ([`blocks`](super::blocks)). Feed-forwards and experts
+//! have no gate; their activation is the square of values above 0. Source: Dao and Gu 2024; NVIDIA
+//! 2025 (Nemotron-H); `src/models/nemotron-h.cpp` of llama.cpp, `modeling_nemotron_h.py` of
+//! transformers.
+
+use paceline_tensor::RopePairs;
 
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::role::{LayerRole, Role};
 use crate::{Config, Error};
-use paceline_tensor::RopePairs;
 
 pub(super) const NAMES: FileNames = FileNames {
     block: "mixer",
@@ -59,43 +59,6 @@ const fn gguf_own(role: Role) -> Option<&'static str> {
     })
 }
 
-/// A layer's blocks in the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Blocks {
-    /// Block of Mamba or attention.
-    pub(crate) mixer: usize,
-    pub(crate) is_mamba: bool,
-    /// Whether the block behind `mixer` is a feed-forward, with experts or without.
-    pub(crate) feed_forward: Option<bool>,
-}
-
-/// Kind of a block: Mamba, attention, and a feed-forward with experts or without.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BlockKind {
-    Mamba,
-    Attention,
-    FeedForward { experts: bool },
-}
-
-/// Joins blocks to layers. `None` if a feed-forward does not follow Mamba or attention.
-pub(crate) fn layers_of(kinds: &[BlockKind]) -> Option<Vec<Blocks>> {
-    let mut layers: Vec<Blocks> = Vec::new();
-    for (mixer, kind) in kinds.iter().enumerate() {
-        match *kind {
-            BlockKind::FeedForward { experts } => {
-                let last = layers.last_mut().filter(|last| last.feed_forward.is_none())?;
-                last.feed_forward = Some(experts);
-            }
-            kind => layers.push(Blocks {
-                mixer,
-                is_mamba: kind == BlockKind::Mamba,
-                feed_forward: None,
-            }),
-        }
-    }
-    Some(layers)
-}
-
 pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(ModelFamily::NemotronH, fields)?;
     let rope = RopeKind::plain(RopePairs::Halves, 10_000.0);
@@ -110,7 +73,11 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
         if blocks.is_mamba {
             *layer = mamba;
         }
-        layer.ffn = if blocks.feed_forward.is_some() { ffn } else { 0 };
+        layer.ffn = if blocks.feed_forward.is_some() {
+            ffn
+        } else {
+            0
+        };
         layer.experts = experts.filter(|_| blocks.feed_forward == Some(true));
     }
     Ok(config)
@@ -133,31 +100,4 @@ pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> R
         feed_forward(step, w)?; //             residual += ffn or experts(norm(residual))
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_are_joined_to_layers() {
-        let (dense, experts) = (
-            BlockKind::FeedForward { experts: false },
-            BlockKind::FeedForward { experts: true },
-        );
-        let kinds = [BlockKind::Mamba, BlockKind::Attention, dense, BlockKind::Mamba, experts];
-        let layer = |mixer, is_mamba, feed_forward| Blocks {
-            mixer,
-            is_mamba,
-            feed_forward,
-        };
-        let expected = vec![
-            layer(0, true, None),
-            layer(1, false, Some(false)),
-            layer(3, true, Some(true)),
-        ];
-        assert_eq!(layers_of(&kinds), Some(expected));
-        assert_eq!(layers_of(&[dense]), None);
-        assert_eq!(layers_of(&[BlockKind::Mamba, dense, experts]), None);
-    }
 }

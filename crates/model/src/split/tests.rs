@@ -51,6 +51,7 @@ pub(crate) fn smollm2() -> Config {
         softcap: None,
         clamp_qkv: None,
         bidirectional: false,
+        unknown_fields: Vec::new(),
     }
 }
 

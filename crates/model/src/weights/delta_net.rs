@@ -239,9 +239,8 @@ impl ShardLoader<'_> {
     ) -> Result<([Linear; 3], DeltaNet), Error> {
         let (shape, heads) = (places.shape, places.heads);
         let role = |part| Role::Layer(layer, part);
-        let of = |(part, all, rows): &MatrixRows, as_f32| {
-            self.gathered(role(*part), *all, rows, as_f32)
-        };
+        let of =
+            |(part, all, rows): &MatrixRows, as_f32| self.gathered(role(*part), *all, rows, as_f32);
         let [q, k, v, gate, step] = &places.mamba();
         let linear = |matrix| Linear { matrix, bias: None };
         let qkv = [of(q, false)?, of(k, false)?, of(v, false)?].map(linear);

@@ -367,8 +367,8 @@ impl Packing<'_> {
         Ok(all)
     }
 
-    /// Queries, keys, values and gates of a gated delta net, in either layout of the file, or of
-    /// Mamba 2: this rank's share of the rows.
+    /// Queries, keys, values and gates of a gated delta net or of Mamba 2, in any layout of the file.
+    /// This rank's share of the rows.
     fn delta(&self, index: usize) -> Result<Vec<PackedMatrix>> {
         let (layer, heads) = (
             &self.setting.config.layers[index],
@@ -387,7 +387,11 @@ impl Packing<'_> {
             (LayerRole::DeltaQkvGate, 2 * (keys + values), false),
             (LayerRole::DeltaQkv, 2 * keys + values, false),
             (LayerRole::DeltaGate, values, false),
-            (LayerRole::MambaInput, 2 * (keys + values) + layer.heads, false),
+            (
+                LayerRole::MambaInput,
+                2 * (keys + values) + layer.heads,
+                false,
+            ),
             (LayerRole::DeltaStepDecay, 2 * layer.heads, true),
             (LayerRole::DeltaStep, layer.heads, true),
             (LayerRole::DeltaDecay, layer.heads, true),

@@ -226,7 +226,13 @@ fn outputs(layers: &[RankLayer]) -> usize {
         .flat_map(RankLayer::jobs)
         .map(ProductGroup::outputs);
     let experts = layers.iter().flat_map(|layer| &layer.experts);
-    let rows = |own: &Expert| own.wide.iter().chain([&own.down]).map(PackedMatrix::rows).sum();
+    let rows = |own: &Expert| {
+        own.wide
+            .iter()
+            .chain([&own.down])
+            .map(PackedMatrix::rows)
+            .sum()
+    };
     let experts = experts.map(rows);
     jobs.chain(experts).max().unwrap_or(0)
 }

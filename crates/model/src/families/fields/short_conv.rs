@@ -77,7 +77,9 @@ impl ConfigFields<'_> {
         if adjusts == Some(false) {
             return Ok(stated);
         }
-        let factor = self.opt_float("", "block_ffn_dim_multiplier")?.unwrap_or(1.0);
+        let factor = self
+            .opt_float("", "block_ffn_dim_multiplier")?
+            .unwrap_or(1.0);
         let multiple = size("block_multiple_of")?.unwrap_or(256);
         let part = (f64::from(factor) * (2 * stated / 3) as f64).trunc();
         if !(1.0..=MAX_WIDTH as f64).contains(&part) {

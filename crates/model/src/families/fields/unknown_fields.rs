@@ -149,8 +149,8 @@ const READ: [&str; 136] = [
     "vocab_size",
 ];
 
-/// Fields that change nothing in a forward pass of text: of training, of storage, of tokens, of
-/// other software and of other parts of a model. Source: the configuration classes of transformers
+/// Fields that change nothing in a forward pass of text. They are of training, storage, tokens,
+/// other software and other parts of a model. Source: the configuration classes of transformers
 /// 5.24, and folders on the hub.
 const NEUTRAL: [&str; 79] = [
     "architectures",
@@ -248,7 +248,7 @@ const NEUTRAL_STARTS: [&str; 9] = [
 ];
 
 /// Fields of the text part of `config.json` that no reader knows and that are not known to change
-/// nothing, by name. Fields that are unset (null, false) are not named. GGUF files
+/// nothing, in alphabetical order. Fields that are unset (null, false) are not named. GGUF files
 /// with unknown keys are refused instead.
 pub(super) fn unknown_fields(fields: &ConfigFields<'_>) -> Vec<String> {
     let ConfigFields::Hf(Value::Object(object)) = fields else {
@@ -262,7 +262,9 @@ pub(super) fn unknown_fields(fields: &ConfigFields<'_>) -> Vec<String> {
         .iter()
         .filter(|(_, value)| !matches!(value, Value::Null | Value::Bool(false)));
     let unknown = set.filter(|(name, _)| !is_known(name));
-    unknown.map(|(name, _)| name.clone()).collect()
+    let mut names: Vec<String> = unknown.map(|(name, _)| name.clone()).collect();
+    names.sort();
+    names
 }
 
 /// Fields of `config.json` that paceline does not know and that may change the computation, for a
