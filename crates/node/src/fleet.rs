@@ -51,6 +51,7 @@ mod node_connection;
 mod one_machine;
 mod owner;
 mod owner_routes;
+mod peer_services;
 pub(crate) mod prefixes;
 mod preview;
 mod proposals;
@@ -67,8 +68,6 @@ mod stores;
 mod unused_nodes;
 mod whole_copy;
 
-use running::{OwnerService, RunningInstance};
-pub use spec::{FileLookup, FleetSpec, MakeKernels, ModelRegistrar, Sizes};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::PathBuf;
@@ -106,6 +105,8 @@ use paceline_fleet::rules::sign::ATTEMPT_EVERY;
 use paceline_worker::CollectiveTraffic;
 pub use preview::{Preview, Proposal};
 use replicas::{Preferred, Replicas};
+use running::{OwnerService, RunningInstance};
+pub use spec::{FleetSpec, MakeKernels, ModelRegistrar, Sizes};
 pub use stores::{CopyOutcome, Holding, NodeStore, OwnStore};
 pub use whole_copy::whole_copy;
 
@@ -138,6 +139,9 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Most replicas of one load: one for each node of the largest instance.
 const REPLICAS_MAX: u16 = NODES_MAX as u16;
+
+/// The file of a model by the user's name for it, or why there is none.
+pub type FileLookup = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
 
 /// An instance to which this node can send requests.
 #[derive(Clone, Debug, Serialize)]

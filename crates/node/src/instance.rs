@@ -15,7 +15,6 @@ pub(crate) mod rebalancing;
 mod shell;
 mod spares;
 
-use shell::{GroupCredentials, Shell};
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -47,6 +46,7 @@ use paceline_worker::prefill_classes::UnlikePrefill;
 use paceline_worker::{AdapterOf, InstanceTraffic, adapters};
 use prefill::{DecodingClasses, GroupEventReceiver, GroupEventSender, GroupRole, PrefillGroup};
 use rebalancing::Follower;
+use shell::{GroupCredentials, Shell};
 use spares::Keeper;
 
 /// Interval at which [`Instance::ready_while`] asks its callback.

@@ -27,8 +27,6 @@ mod failing;
 mod phase;
 mod requests;
 
-pub use events::{Action, Event, Notice};
-use phase::{EpochReason, LeaveAction, Pending, Phase, Starting, WorkerState};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -41,7 +39,9 @@ pub use change::ChangeRecord;
 use requests::Requests;
 
 use crate::cause::FailureReport;
+pub use events::{Action, Event, Notice};
 use paceline_worker::messages::FromWorker;
+use phase::{EpochReason, LeaveAction, Pending, Phase, Starting, WorkerState};
 
 /// How long failure reports are collected after the first, to find the root cause. With the 1.5 s
 /// until a silent worker is detected, a failure is reported within 2 s.

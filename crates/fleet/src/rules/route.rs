@@ -181,7 +181,7 @@ mod tests {
 
     type Case<'a> = &'a dyn Fn(&mut Observed, &mut Vec<(InstanceId, Record)>);
 
-    /// What node 1 does about a ready instance 5 of nodes 2 and 3, after `case` changed it.
+    /// The actions of node 1 for a ready instance 5 of nodes 2 and 3, which `case` changes.
     fn actions(case: Case<'_>) -> Vec<String> {
         let (mut observed, mut records) = (Observed::new(node(1)), vec![record(5, 3, &[2, 3])]);
         lives(&mut observed, 2, 0);

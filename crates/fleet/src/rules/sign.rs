@@ -1,4 +1,4 @@
-//! Signs the roots of models that this node answers with, once it is not alone: other nodes then
+//! Signs the roots of models that this node answers with, once it is not alone. Other nodes then
 //! fetch the beginning of the file to answer with it.
 
 use std::time::Duration;

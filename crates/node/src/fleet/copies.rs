@@ -147,7 +147,7 @@ pub(super) struct ModelCopies {
     state: Mutex<CopyState>,
 }
 
-/// What this process knows about copies.
+/// This process's knowledge of copies.
 #[derive(Default)]
 struct CopyState {
     /// Cached SHA-256 of unchanged files: hashing takes a second a gigabyte.

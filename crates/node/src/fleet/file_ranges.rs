@@ -338,7 +338,7 @@ struct FetchState {
     changed: Condvar,
 }
 
-/// What its threads know of a fetch.
+/// State of a fetch, shared by its threads.
 struct FetchStatus {
     queue: FetchQueue,
     /// By source.
@@ -399,7 +399,12 @@ impl FileFetch<'_> {
     fn drain(&self, source: &RangeSource, shared: &FetchState) {
         let line = match SourceConnection::open(self.agent, source, self.model) {
             Ok(line) => line,
-            Err(fault) => return drop(lock(&shared.progress).faults.insert(source.name.clone(), fault)),
+            Err(fault) => {
+                lock(&shared.progress)
+                    .faults
+                    .insert(source.name.clone(), fault);
+                return;
+            }
         };
         while lock(&shared.progress).ended.is_none() {
             let next = lock(&shared.progress).queue.next(source.id, &line.has);
@@ -423,7 +428,9 @@ impl FileFetch<'_> {
                     end(shared, format!("{}: {error}", self.partial.path.display()));
                 }
                 Err(FetchError::Source(fault)) => {
-                    lock(&shared.progress).faults.insert(source.name.clone(), fault);
+                    lock(&shared.progress)
+                        .faults
+                        .insert(source.name.clone(), fault);
                     break;
                 }
             }

@@ -11,7 +11,6 @@
 
 mod owner_side;
 
-pub(super) use owner_side::{answer, here};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,6 +28,7 @@ use super::{Inner, Numbers};
 use crate::workers::connection::{
     ConnectionError, MessageConnection, receive_message, send_message,
 };
+pub(super) use owner_side::{answer, here};
 use paceline_fleet::report;
 
 /// Maximum open requests of one ingress.

@@ -1,4 +1,4 @@
-//! What a node's control plane needs of the program around it.
+//! Dependencies of a node's control plane on the program around it.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -10,6 +10,7 @@ use paceline_fleet::{AdapterFile, InstanceSpec};
 use paceline_model::Config;
 use paceline_tensor::Kernels;
 
+use super::FileLookup;
 use super::hub::ModelHub;
 use super::stores::OwnStore;
 
@@ -42,9 +43,6 @@ pub trait ModelRegistrar: Send + Sync {
 
 /// Engine sizes for the model at a path, by its spec.
 pub type Sizes = dyn Fn(&Path, &Config, &InstanceSpec) -> EngineConfig + Send + Sync;
-
-/// The file of a model by the user's name for it, or why there is none.
-pub type FileLookup = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
 
 /// Makes kernels for a number of threads.
 pub type MakeKernels = dyn Fn(usize) -> std::io::Result<Arc<Kernels>> + Send + Sync;

@@ -9,7 +9,6 @@
 
 mod disk;
 
-use disk::all;
 use std::collections::BTreeSet;
 use std::fmt;
 
@@ -31,6 +30,7 @@ use super::copies::{QuotaCheck, RepairReport};
 use super::hosts::NodeConnection;
 use super::{Fleet, Inner, STORES, hub};
 use crate::workers::connection::{MessageConnection, receive_message, send_message};
+use disk::all;
 
 /// Longest wait for another node's store contents, which it reads from disk.
 const LIMIT: Duration = Duration::from_secs(5);

@@ -10,8 +10,6 @@
 
 mod group_events;
 
-pub(super) use group_events::PrefillSignal;
-pub(crate) use group_events::{GroupEventReceiver, GroupEventSender, GroupRole, group_events};
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
@@ -35,6 +33,8 @@ use crate::Error;
 use crate::fleet::prefixes::{Prefixes, blocks};
 use crate::prefill::{Event, PrefillAction, PrefillCounts, PrefillScheduler};
 use crate::supervisor::Notice;
+pub(super) use group_events::PrefillSignal;
+pub(crate) use group_events::{GroupEventReceiver, GroupEventSender, GroupRole, group_events};
 use paceline_worker::disk;
 use paceline_worker::messages::{FromWorker, ReceivePages, SendPages, ToWorker, TransferRound};
 

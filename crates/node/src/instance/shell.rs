@@ -186,7 +186,7 @@ impl Shell {
         }
     }
 
-    /// Only a bad node submits a ticket twice: the request that has it goes on.
+    /// Only a bad node submits a ticket twice: the request that has it continues.
     pub(super) fn accept(&mut self, submission: Submission, mut sink: Sink) {
         let ticket = submission.ticket;
         if self.sinks.contains_key(&ticket) {

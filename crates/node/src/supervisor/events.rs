@@ -1,4 +1,4 @@
-//! What the supervisor is told, and what it orders.
+//! Events, actions and notices of the supervisor.
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -9,9 +9,6 @@ mod inbox;
 mod seats;
 mod spare;
 
-pub use hosts::{WorkerHost, WorkerHosts};
-use inbox::{Inbox, MessageReader};
-use seats::{Epochs, RemoteWorker};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -28,7 +25,10 @@ use super::host::{FromHost, ModelName, ToHost};
 use super::relay::Relay;
 use super::{InstanceWorkers, WorkerSite};
 use crate::Error;
+pub use hosts::{WorkerHost, WorkerHosts};
+use inbox::{Inbox, MessageReader};
 use paceline_worker::messages::{FromWorker, RankCables, ToWorker};
+use seats::{Epochs, RemoteWorker};
 use spare::{Spare, SpareSlot};
 
 /// Longest wait for a machine to start a worker: its program may come from a cold disk.

@@ -123,7 +123,9 @@ impl ModelCopies {
         let Some(known) = known.or_else(|| self.root(agent, model)) else {
             return self.check_sum(&copy, model).map(|()| None);
         };
-        lock(&self.state).roots.insert(model.sha256.clone(), known.clone());
+        lock(&self.state)
+            .roots
+            .insert(model.sha256.clone(), known.clone());
         let tree = self.tree_of_copy((agent, model), &copy, &known)?;
         Ok(Some((copy, tree, known)))
     }

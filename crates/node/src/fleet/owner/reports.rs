@@ -1,4 +1,4 @@
-//! What an instance's owner tells others: the report in the shared map, log lines, measurements.
+//! Reports of an instance's owner: in the shared map, to its log, and of measurements.
 
 use std::sync::Arc;
 use std::time::Instant;
