@@ -198,7 +198,9 @@ impl Cluster {
         let sees_all = |node: &NodeProcess| {
             let told = node.request("nodes", json!({})).unwrap_or_default();
             let all = told["nodes"].as_array().into_iter().flatten();
-            all.filter(|other| other["state"] == "alive").count() == self.nodes.len()
+            // A node that has returned takes work once its former life's facts are replaced.
+            let works = |other: &&Value| other["state"] == "alive" && other["leaving"] != true;
+            all.filter(works).count() == self.nodes.len()
         };
         self.nodes.iter().all(sees_all)
     }
