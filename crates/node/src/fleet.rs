@@ -78,7 +78,7 @@ use std::time::{Duration, Instant};
 use paceline_base::lock;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::{NodeId, RegisterKey};
-use paceline_engine::Service;
+use paceline_engine::{EncoderService, Service};
 use paceline_fleet::{InstanceId, InstanceSpec, NODES_MAX, ServiceStarts, specs};
 use serde::Serialize;
 
@@ -105,7 +105,7 @@ use paceline_fleet::rules::sign::ATTEMPT_EVERY;
 use paceline_worker::CollectiveTraffic;
 pub use preview::{Preview, Proposal};
 use replicas::{Preferred, Replicas};
-use running::{OwnerService, RunningInstance};
+use running::RunningInstance;
 pub use spec::{FleetSpec, MakeKernels, ModelRegistrar, Sizes};
 pub use stores::{CopyOutcome, Holding, NodeStore, OwnStore};
 pub use whole_copy::whole_copy;
@@ -211,6 +211,24 @@ impl RoutedModel {
             Self::Replicas(_) => ModelRoute::Replicas,
             Self::Encoder => ModelRoute::Encoder,
             Self::Own(id) => ModelRoute::Own(*id),
+        }
+    }
+}
+
+/// The service of an instance on its owner.
+#[derive(Clone)]
+enum OwnerService {
+    /// Workers.
+    Instance(Arc<Instance>),
+    /// An encoder in this process.
+    Encoder(Arc<EncoderService>),
+}
+
+impl OwnerService {
+    fn instance(&self) -> Option<&Arc<Instance>> {
+        match self {
+            Self::Instance(instance) => Some(instance),
+            Self::Encoder(_) => None,
         }
     }
 }

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use paceline_engine::EncoderService;
-
+use super::OwnerService;
 use super::owner::OwnedInstance;
 use crate::Instance;
 
@@ -31,23 +30,5 @@ impl RunningInstance {
     pub(super) fn into_instances(self) -> impl Iterator<Item = Arc<Instance>> {
         let services = self.answers.into_iter().chain(self.former);
         services.filter_map(|service| service.instance().cloned())
-    }
-}
-
-/// The service of an instance on its owner.
-#[derive(Clone)]
-pub(super) enum OwnerService {
-    /// Workers.
-    Instance(Arc<Instance>),
-    /// An encoder in this process.
-    Encoder(Arc<EncoderService>),
-}
-
-impl OwnerService {
-    pub(super) fn instance(&self) -> Option<&Arc<Instance>> {
-        match self {
-            Self::Instance(instance) => Some(instance),
-            Self::Encoder(_) => None,
-        }
     }
 }
