@@ -7,8 +7,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::fs::{DirEntryExt as _, FileExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -114,13 +113,14 @@ struct NodeProcess {
 /// A thread that waits until the ingress node reports its instance as disturbed.
 pub(crate) struct FaultWatch {
     thread: JoinHandle<Option<Instant>>,
-    over: Arc<AtomicBool>,
+    /// The end of polling, once it is known.
+    end: Arc<OnceLock<Instant>>,
 }
 
 impl FaultWatch {
-    /// Time from `moment` to the node's report; `None` if it never reported.
-    pub(crate) fn since(self, moment: Instant) -> Option<Duration> {
-        self.over.store(true, Ordering::Relaxed);
+    /// Time from `moment` to the node's report; `None` if it reports nothing within `grace`.
+    pub(crate) fn since(self, moment: Instant, grace: Duration) -> Option<Duration> {
+        let _ = self.end.set(Instant::now() + grace); // nobody else sets it
         let told = self.thread.join().ok()??;
         Some(told.saturating_duration_since(moment))
     }
@@ -334,11 +334,11 @@ impl Cluster {
         }
         let before = self.instance()?;
         let home = self.entry().home.clone();
-        let over = Arc::new(AtomicBool::new(false));
-        let is_over = over.clone();
+        let end = Arc::new(OnceLock::<Instant>::new());
+        let ends = end.clone();
         let thread = thread::spawn(move || {
             loop {
-                let is_last = is_over.load(Ordering::Relaxed);
+                let is_last = ends.get().is_some_and(|end| Instant::now() >= *end);
                 // A node without a timely reply reports nothing, and is polled again.
                 let told = local::ask(&home, "ps", json!({}), ASK_LIMIT, |_| {});
                 let differs = |now: &Value| {
@@ -356,7 +356,7 @@ impl Cluster {
                 thread::sleep(ASK_EVERY / 4);
             }
         });
-        Ok(FaultWatch { thread, over })
+        Ok(FaultWatch { thread, end })
     }
 
     /// Applies `fault` to a node, and to its link to `other`.

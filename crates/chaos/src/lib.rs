@@ -43,6 +43,10 @@ pub type ProgressSink = Arc<dyn Fn(&str) + Send + Sync>;
 /// Time limit for an instance to recover after a round: a model's load and a node's return.
 const HEAL_LIMIT: Duration = Duration::from_secs(120);
 
+/// Time until a worker without memory is reported, though all answers ended before the kernel killed
+/// it: what `ps` says is true 5 s after a fault (docs/guide.md).
+const TRUE_AFTER: Duration = Duration::from_secs(5);
+
 /// Pause after which a client counts as hung: a user gives up.
 const HUNG_AFTER: Duration = Duration::from_secs(30);
 
@@ -234,7 +238,8 @@ fn play(
         }
     })?;
     let at = hit.context("no answer got as far as the fault's token")?;
-    let detected = watch.since(at);
+    let is_slow = round.fault == Fault::OutOfMemory;
+    let detected = watch.since(at, if is_slow { TRUE_AFTER } else { Duration::ZERO });
     let told = detected.map(|after| at + after);
     let longest = |has_moved: bool| {
         let those = found
