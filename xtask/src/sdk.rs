@@ -11,7 +11,7 @@
 //!                dialects_python.py, dialects_js.mjs
 //!                tls_python.py --> two more nodes, off loopback
 //!
-//! beside them, with a server of its own: dashboard.mjs --> Chromium, two more nodes, and then
+//! in parallel, with a server of its own: dashboard.mjs --> Chromium, two more nodes, and then
 //!
 //! xtask --starts--> example scripted of crates/serve: a "model" that calls tools
 //!   +--starts--> tools_python.py, tools_js.mjs, openapi_fuzz.py
@@ -81,7 +81,7 @@ pub(crate) fn run(
     Ok(tally)
 }
 
-/// What both give, run in parallel; they share the lines of `see`.
+/// Runs both in parallel; they share the lines of `see`.
 fn beside<T: Send>(
     first: impl FnOnce(&mut dyn FnMut(&str)) -> T + Send,
     second: impl FnOnce(&mut dyn FnMut(&str)) -> T,

@@ -201,7 +201,8 @@ impl ModelFacts {
         self.bytes("cache of a token", token);
     }
 
-    /// Adds family, trained context and unknown fields of `config.json`, or why the engine does not support it.
+    /// Adds family, trained context and unknown fields of `config.json`, or why the engine does not
+    /// support the model.
     pub fn add_config(&mut self, source: &ModelSource) {
         match Config::read(source) {
             Ok(config) => {

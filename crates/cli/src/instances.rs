@@ -86,8 +86,8 @@ pub(crate) struct LoadArgs {
     /// all, once the model has answered for half a minute]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1))]
     spare: Option<u16>,
-    /// A model that guesses tokens, which MODEL checks together: a small one of the same vocabulary,
-    /// a draft head (EAGLE-3), or MODEL itself with a prediction layer. The same answers in less time
+    /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, a draft
+    /// head (EAGLE-3), or MODEL itself with a prediction layer. The same answers in less time
     #[arg(long, visible_alias = "drafter", value_name = "MODEL")]
     draft: Option<String>,
     /// An adapter that answers too, as MODEL:NAME, from the same weights: its folder, or its file

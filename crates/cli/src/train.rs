@@ -220,8 +220,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     stages: u32,
-    /// Workers share out moments and gradients (state), or values too (all), as ranks of one group;
-    /// auto is all for --method full, else state
+    /// Workers share out moments and gradients (state), or values too (all); auto is all for
+    /// --method full, else state
     #[arg(long, value_name = "HOW", conflicts_with = "stages", value_parser = ShardArg::parse)]
     shard: Option<ShardArg>,
     /// Compute on this machine alone, without the cluster

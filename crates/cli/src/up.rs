@@ -114,8 +114,8 @@ pub(crate) struct Args {
     /// one step, where that pays; 0 for none [default: 8 on one node or with --draft, 0 on several]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
     drafts: Option<u8>,
-    /// A model that guesses tokens, which MODEL checks together: a small one of the same vocabulary,
-    /// a draft head (EAGLE-3), or MODEL itself with a prediction layer. The same answers in less time
+    /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, a draft
+    /// head (EAGLE-3), or MODEL itself with a prediction layer. The same answers in less time
     #[arg(long, visible_alias = "drafter", value_name = "MODEL")]
     draft: Option<String>,
     /// Have nodes that compute slower than before, because somebody uses their cores, give work to

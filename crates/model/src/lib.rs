@@ -59,9 +59,7 @@ pub use config::{
     Activation, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer, Latent,
     LayerCache, LayerShape, PositionScaling, Selection,
 };
-pub use draft_head::{
-    DraftHead, DraftHeadCompute, HeadRows, draft_captures, load_draft_head,
-};
+pub use draft_head::{DraftHead, DraftHeadCompute, HeadRows, draft_captures, load_draft_head};
 pub use eagle::{EagleHead, HeadConfig};
 pub use error::Error;
 pub use expert_usage::ExpertUses;
@@ -69,8 +67,8 @@ pub use families::ModelFamily;
 pub use kv_transfer::{CopyRange, KvTransferPlan, kv_transfer_plan};
 pub use layer_kinds::{Kinds, WindowPool};
 pub use links::Links;
-pub use next_token::NextTokenHead;
 pub use model::{FollowOutcome, LoadOptions, Model, ModelSample};
+pub use next_token::NextTokenHead;
 pub use numbers::numbers_name;
 pub use packed_file::{PackedFault, PackedFile, remove_packed_orphans};
 pub use page_store::{KEPT_MAX, PageName, PageStore, PersistedPage};

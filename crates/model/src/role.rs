@@ -149,8 +149,8 @@ pub enum LayerRole {
     DeltaNorm,
     /// `(C, H E)`
     DeltaOutput,
-    /// `(2 H E + 2 K D + H, C)` of Mamba 2: gates, values, keys, queries and steps. Its other weights
-    /// are those of a gated delta net.
+    /// `(2 H E + 2 K D + H, C)` of Mamba 2: gates, values, keys, queries and steps. Its other
+    /// weights are those of a gated delta net.
     MambaInput,
     /// `(H,)`: factor of the value in the result.
     MambaSkip,

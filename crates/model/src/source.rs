@@ -512,7 +512,12 @@ fn gguf_stem(family: ModelFamily, role: Role) -> String {
         Role::PerLayerNorm => return "per_layer_proj_norm".to_owned(),
         Role::Layer(layer, part) => (layer, part),
     };
-    let name = match part {
+    format!("blk.{layer}.{}", gguf_part(family, part))
+}
+
+/// Name of a layer's weight in GGUF files.
+fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
+    match part {
         LayerRole::AttentionNorm => "attn_norm",
         LayerRole::Query | LayerRole::Key | LayerRole::Value if family.joins_qkv() => "attn_qkv",
         LayerRole::Gate if family.joins_gate_up() => "ffn_up",
@@ -573,12 +578,11 @@ fn gguf_stem(family: ModelFamily, role: Role) -> String {
         LayerRole::ConvQuery | LayerRole::ConvKey | LayerRole::ConvValue => "shortconv.in_proj",
         LayerRole::ConvTaps => "shortconv.conv",
         LayerRole::ConvOutput => "shortconv.out_proj",
-    };
-    format!("blk.{layer}.{name}")
+    }
 }
 
-/// Name of a weight of Qwen's multi-token prediction layer, which has a number behind the model's
-/// last layer here and names of its own in files.
+/// Name of a weight of Qwen's multi-token prediction layer. Here its number follows the model's
+/// last layer; files have other names for it.
 fn prediction_stem(folder: &HfFolder, role: Role, stem: &str) -> Option<String> {
     let Role::Layer(layer, _) = role else {
         return None;

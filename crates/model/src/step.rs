@@ -1175,7 +1175,9 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
 
 /// Captures of the layers before `layer`.
 fn captures_before(model: &Model, layer: usize) -> usize {
-    model.captures().partition_point(|captured| *captured < layer)
+    model
+        .captures()
+        .partition_point(|captured| *captured < layer)
 }
 
 /// `x *= y`; as many as `x` has.

@@ -635,7 +635,7 @@ impl ShardLoader<'_> {
         })
     }
 
-    /// `up` of a feed-forward or expert, in families that have gates beside it.
+    /// `up` of a feed-forward or expert, in families with gates.
     fn gated(&self, up: impl FnOnce() -> Result<Linear, Error>) -> Result<Option<Linear>, Error> {
         self.config.family.has_gates().then(up).transpose()
     }
@@ -684,10 +684,7 @@ impl ShardLoader<'_> {
         let ([query, key, value], delta_net) = match (shape.cache, shape.latent) {
             (LayerCache::Delta(net), _) => {
                 let ([q, k, v], net) = self.delta_net(i, net)?;
-                (
-                    [Some(q), Some(k), Some(v)],
-                    Some(Box::new(net)),
-                )
+                ([Some(q), Some(k), Some(v)], Some(Box::new(net)))
             }
             (_, Some(latent)) => {
                 let query = self.latent_query(i, latent)?;

@@ -25,7 +25,7 @@ struct Place {
 
 impl Place {
     fn new(family: ModelFamily, block_type: BlockType, class: KernelClass) -> Self {
-        let home = tempfile::tempdir().unwrap();
+        let home = tempfile::tempdir().expect("of this test");
         let tiny = Tiny::new(family, block_type);
         tiny.write(&home.path().join("model.gguf"));
         Self {
@@ -46,24 +46,28 @@ impl Place {
 
     /// The bits of some logits, and the fault.
     fn load(&self, stamp: &str) -> (Vec<u32>, Option<PackedFault>) {
-        let source = ModelSource::open(&self.model()).unwrap();
-        let split = Split::whole(&Config::read(&source).unwrap());
+        let source = ModelSource::open(&self.model()).expect("of this test");
+        let split = Split::whole(&Config::read(&source).expect("of this test"));
         let shard = format!("{} whole", self.class);
         let packed = PackedFile::open(&self.folder(), &self.model(), &shard, stamp);
         let options = LoadOptions { class: self.class };
         let (part, kernels) = ((&split, Rank(0)), Arc::clone(&self.kernels));
         let model = Model::load_packed(&source, part, (options, &packed), kernels, |_, _| {});
-        let logits = Runner::new(model.unwrap(), 64).all(&self.tiny.tokens(20, 3));
+        let logits = Runner::new(model.expect("of this test"), 64).all(&self.tiny.tokens(20, 3));
         let bits = logits.iter().flatten().map(|x| x.to_bits()).collect();
         (bits, packed.take_fault())
     }
 
     /// The only file that ends so.
     fn file(&self, ending: &str) -> Option<PathBuf> {
-        let folder = fs::read_dir(self.folder()).ok()?.next()?.unwrap().path();
+        let folder = fs::read_dir(self.folder())
+            .ok()?
+            .next()?
+            .expect("of this test")
+            .path();
         let files = fs::read_dir(folder)
-            .unwrap()
-            .map(|file| file.unwrap().path());
+            .expect("of this test")
+            .map(|file| file.expect("of this test").path());
         files
             .into_iter()
             .find(|path| path.extension().is_some_and(|own| own == ending))
@@ -76,7 +80,7 @@ impl Place {
 
 fn inode(path: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt as _;
-    fs::metadata(path).unwrap().ino()
+    fs::metadata(path).expect("a file").ino()
 }
 
 #[test]

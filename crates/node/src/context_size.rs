@@ -9,8 +9,8 @@ use std::path::Path;
 use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::machine;
 use paceline_engine::EngineConfig;
-use paceline_fleet::{CONTEXT_MAX, InstanceOptions};
 use paceline_fleet::memory::WEIGHTS;
+use paceline_fleet::{CONTEXT_MAX, InstanceOptions};
 use paceline_model::{BatchSize, Config};
 use paceline_tensor::{KvType, PAGE};
 

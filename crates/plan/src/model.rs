@@ -354,8 +354,8 @@ impl ModelShape {
         self.indexer.map_or(0.0, flops)
     }
 
-    /// Keys whose attention takes the mean layer as long as a row with `keys` keys: those that it
-    /// attends to, and the scores of its indexer at the rate of attention.
+    /// Keys whose attention takes the mean layer as long as a row with `keys` keys does. They are
+    /// the keys that it attends to, and the scores of its indexer at the rate of attention.
     pub fn equivalent_keys(&self, keys: f64) -> f64 {
         let scores = self.index_keys_scored(keys) * self.index_flops();
         self.keys_seen(keys) + scores / self.attention.decode_pair_flops()

@@ -12,8 +12,8 @@
 //! o    = e * (sum over d of S[d] q[t][d]), then + c[i] u[i] delta[i] for i <= t in order
 //! ```
 //!
-//! Mamba 2 ([`StateRule::Sum`](crate::StateRule)) is this with `p = 0`, q and k as they are, and a
-//! factor of the value added to o at last (Dao and Gu 2024, section 6).
+//! Mamba 2 ([`StateRule::Sum`](crate::StateRule)) is this with `p = 0` and q and k as they are.
+//! Last, a factor of the value is added to o (Dao and Gu 2024, section 6).
 //!
 //! At the end of a page `S[d]` becomes `exp(f32(G[63])) S[d]`, then `+ c[i] k[i][d] delta[i]` for
 //! each i in order, with c of row 63. Every sum is one chain of fused multiply-adds from 0, or from

@@ -1,7 +1,7 @@
 //! A model that can be trained: leaves in, losses and gradients out.
 //!
 //! Leaves store their activations up to [`KEPT_BYTES`]; layers beyond compute them again, with the
-//! same bits. Where every weight is trained, the local leaves go through the layers together: one
+//! same bits. Where every weight is trained, the local leaves go through the layers together. One
 //! layer's values are needed at a time, and one layer's gradients are summed. A table that is
 //! embedding and head has two sums over leaves, which are added last.
 

@@ -153,12 +153,12 @@ pub(crate) fn blocks(layout: &Layout) -> Vec<Range<usize>> {
 /// The sum of squares of each block of a gradient's part; `lens` are the blocks' lengths.
 pub(crate) fn squares(lens: &[usize], grads: &[f32]) -> Vec<f32> {
     let mut rest = grads;
-    let mut of = |len: &usize| {
+    let of = |len: &usize| {
         let (block, behind) = rest.split_at(*len);
         rest = behind;
         dot(block, block)
     };
-    lens.iter().map(|len| of(len)).collect()
+    lens.iter().map(of).collect()
 }
 
 /// The length of a gradient, of the sums of all blocks: trees over tensors and over their blocks.

@@ -392,7 +392,8 @@ impl TrainingRun {
             } else {
                 layers.start + 1
             };
-            let mut ranges = vec![parts.values[first].start..parts.values[layers.end].end];
+            let own = parts.values[first].start..parts.values[layers.end].end;
+            let mut ranges = Vec::from([own]);
             if stage.is_last() {
                 ranges.push(parts.values[parts.norm()].clone());
                 ranges.push(parts.values[parts.head()].clone());

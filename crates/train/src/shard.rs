@@ -7,14 +7,14 @@
 //! ```
 //!
 //! The order of a sum is the tree over logical leaves, as in one process, so the bits are those of
-//! one process. Every rank has a copy of the shard of the rank before it, kept by sending that
-//! rank's summed gradients instead of its values and moments. A lost rank gets its shard from the
-//! copy, and the step is repeated. The sums that all ranks gather at the end of a step are its
-//! commit: a rank that has them knows that every rank has its gradients.
+//! one process. Every rank has a copy of the shard of the rank before it. That rank sends it summed
+//! gradients, from which both compute the same values and moments. A lost rank gets its shard from
+//! the copy, and the step is repeated. The sums that all ranks gather at the end of a step are its
+//! commit. A rank that has them knows that every rank has its gradients.
 //!
-//! Bytes sent by a rank of N, for P trained numbers: gathering 4 P (N - 1) / N forward and as much
-//! back, as much for gradients, and 4 P / N for the copy. Source of the first three: Rajbhandari et
-//! al., ZeRO, 2020.
+//! Bytes sent by a rank of N, for P trained numbers: 4 P (N - 1) / N to gather forward. It sends as
+//! much to gather back, as much for gradients, and 4 P / N for the copy. Source of the first three:
+//! Rajbhandari et al., ZeRO, 2020.
 
 mod cuts;
 mod link;

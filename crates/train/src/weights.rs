@@ -247,9 +247,8 @@ pub(crate) struct StageWeights {
 pub(crate) struct Parts {
     /// Ranges in the vector of trained values. A head that is the table of tokens has that range.
     pub(crate) values: Vec<Range<usize>>,
-    /// Ranges in a vector of gradients, where the head has a range of its own: the gradients of one
-    /// table from both ends of a model are different sums over leaves, which [`fold`](Self::fold)
-    /// adds.
+    /// Ranges in a vector of gradients, where the head has a range of its own. A table that is both
+    /// ends of a model has two sums over leaves, which [`fold`](Self::fold) adds.
     pub(crate) gradients: Vec<Range<usize>>,
 }
 

@@ -307,15 +307,17 @@ fn stages_give_the_bytes_of_one_process() {
     assert!(error.to_string().contains("9 stages"), "{error}");
 }
 
-/// Ranks that share out the state, with two of them killed, also at once; then a run that is
-/// stopped and continued with other numbers of ranks. All give the bytes of one process, and so do
-/// stages of a model with one table.
+/// Ranks share out the state, and two of them are killed, also at once. Then a run is stopped and
+/// continued with other numbers of ranks. All give the bytes of one process, and so do stages of a
+/// model with one table.
 #[test]
 fn ranks_with_shards_give_the_bytes_of_one_process() {
     use Sharding::{All, State};
     let folder = tempfile::tempdir().unwrap();
     let data = data(folder.path());
-    let cases: [(usize, Sharding, &[(u64, usize)]); 5] = [
+    /// Ranks, how they share out, and the step and rank of each kill.
+    type Case<'a> = (usize, Sharding, &'a [(u64, usize)]);
+    let cases: [Case<'_>; 5] = [
         (2, All, &[]),
         (3, All, &[(4, 0), (4, 1)]),
         (3, All, &[(2, 1), (4, 0)]),

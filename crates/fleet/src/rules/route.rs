@@ -215,19 +215,21 @@ mod tests {
         observed.routes.insert(name, route);
     }
 
+    fn check(cases: &[(&str, Case<'_>, &[&str])]) {
+        for (name, case, expected) in cases {
+            assert_eq!(actions(case), *expected, "{name}");
+        }
+    }
+
     #[test]
     fn a_node_answers_with_what_is_ready_and_says_why_not_with_the_rest() {
-        let lease = |record: &mut Record| {
-            record.spec.lender = Some(node(1));
-            record.spec.machine = Some(MachineOptions::default());
-        };
         let tried = |count| {
             move |it: &mut Observed, _: &mut Vec<_>| {
                 it.starts.begin(&Name::of(&record(5, 3, &[2]).1.spec));
                 it.tried.insert(InstanceId(5), (Instant::now(), count));
             }
         };
-        let cases: [(&str, Case<'_>, &[&str]); 14] = [
+        let cases: [(&str, Case<'_>, &[&str]); 7] = [
             ("ready", &|_, _| (), &["open 5", LOADING]),
             (
                 "loads",
@@ -262,6 +264,17 @@ mod tests {
                 },
                 &[LOADING],
             ),
+        ];
+        check(&cases);
+    }
+
+    #[test]
+    fn models_open_go_to_what_is_ready_and_close_with_the_last() {
+        let lease = |record: &mut Record| {
+            record.spec.lender = Some(node(1));
+            record.spec.machine = Some(MachineOptions::default());
+        };
+        let cases: [(&str, Case<'_>, &[&str]); 7] = [
             (
                 "open",
                 &|it, _| open(it, ModelRoute::Replicas),
@@ -303,9 +316,7 @@ mod tests {
                 &["open 5", LOADING],
             ),
         ];
-        for (name, case, expected) in cases {
-            assert_eq!(actions(case), expected, "{name}");
-        }
+        check(&cases);
     }
 
     #[test]

@@ -33,6 +33,9 @@ mod tests {
     use super::*;
     use crate::{InstanceId, Observed};
 
+    /// A change of what is observed, and the signatures that follow.
+    type Case<'a> = (&'a dyn Fn(&mut Observed), usize);
+
     #[test]
     fn the_file_of_an_instance_that_answers_is_signed_for_others() {
         let now = Instant::now() + 2 * ATTEMPT_EVERY;
@@ -41,7 +44,7 @@ mod tests {
                 it.tried.insert(InstanceId(5), (now - before, 1));
             }
         };
-        let cases: [(&dyn Fn(&mut Observed), usize); 6] = [
+        let cases: [Case<'_>; 6] = [
             (&|_| (), 1),
             (&|it| it.nodes.truncate(1), 0),
             (

@@ -88,9 +88,10 @@ fn a_head_gives_the_logits_of_speculators() {
         );
         from = end;
     }
+    let features = compute.output(0).to_vec();
     let part = HeadRows {
         tokens: &tokens[rows..],
-        features: &compute.output(0).to_vec(),
+        features: &features,
         position: rows,
         pages: &[1, 0],
     };

@@ -433,12 +433,7 @@ impl ModelFamily {
     pub const fn norms_heads(self) -> bool {
         let attention = matches!(
             self,
-            Self::Qwen3
-                | Self::Gemma3
-                | Self::Gemma4
-                | Self::Qwen3Moe
-                | Self::Lfm2
-                | Self::Lfm2Moe
+            Self::Qwen3 | Self::Gemma3 | Self::Gemma4 | Self::Qwen3Moe | Self::Lfm2 | Self::Lfm2Moe
         );
         attention || self.has_delta_nets()
     }
@@ -478,12 +473,7 @@ impl ModelFamily {
     pub(crate) const fn is_usually_tied(self) -> bool {
         matches!(
             self,
-            Self::Gemma2
-                | Self::Gemma3
-                | Self::Gemma4
-                | Self::SmolLm3
-                | Self::Lfm2
-                | Self::Lfm2Moe
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 | Self::SmolLm3 | Self::Lfm2 | Self::Lfm2Moe
         )
     }
 

@@ -47,9 +47,10 @@ fn prediction_layers_give_the_logits_of_transformers() {
             check(&got, &logits[(end - 1) * vocab..end * vocab], TOLERANCE);
             from = end;
         }
+        let features = compute.output(0).to_vec();
         let part = HeadRows {
             tokens: &tokens[rows..],
-            features: &compute.output(0).to_vec(),
+            features: &features,
             position: rows,
             pages: &[1, 0],
         };

@@ -214,10 +214,7 @@ impl ExpertBuffers {
         let (gate, up) = (&mut gate[..rows * ffn], &mut up[..rows * ffn]);
         let other = expert.up.as_ref();
         let outs = [whole(&expert.gate.matrix, gate)].into_iter();
-        kernels.products(
-            x,
-            outs.chain(other.map(|linear| whole(&linear.matrix, up))),
-        );
+        kernels.products(x, outs.chain(other.map(|linear| whole(&linear.matrix, up))));
         add_bias(gate, expert.gate.bias.as_deref(), rows);
         add_bias(up, other.and_then(|linear| linear.bias.as_deref()), rows);
         let (clamp, activation) = (self.of.clamp, self.activation);

@@ -524,6 +524,17 @@ impl Tiny {
         }
     }
 
+    /// A dense feed-forward part.
+    fn feed_forward(&self, file: &mut TinyFile, name: impl Fn(&str) -> String) {
+        let joined = self.family == ModelFamily::Phi3;
+        if !joined {
+            file.matrix(&name("ffn_gate"), self.ffn, self.width);
+        }
+        let up = if joined { 2 * self.ffn } else { self.ffn };
+        file.matrix(&name("ffn_up"), up, self.width);
+        file.matrix(&name("ffn_down"), self.width, self.ffn);
+    }
+
     fn layer(&self, file: &mut TinyFile, i: usize) {
         if self.family == ModelFamily::Gemma4 {
             gemma4::layer(self, file, i);
@@ -562,15 +573,9 @@ impl Tiny {
         if !is_olmo {
             file.vector(&name(second), self.width, 2.0);
         }
-        if self.family == ModelFamily::Phi3 {
-            file.matrix(&name("ffn_up"), 2 * self.ffn, self.width);
-            file.matrix(&name("ffn_down"), self.width, self.ffn);
-        } else if !self.has_experts(i) {
-            file.matrix(&name("ffn_gate"), self.ffn, self.width);
-            file.matrix(&name("ffn_up"), self.ffn, self.width);
-            file.matrix(&name("ffn_down"), self.width, self.ffn);
-        } else {
-            self.experts(file, name);
+        match self.has_experts(i) {
+            true => self.experts(file, name),
+            false => self.feed_forward(file, name),
         }
         if self.family == ModelFamily::GptOss {
             file.vector(&name("attn_output.bias"), self.width, 0.0);

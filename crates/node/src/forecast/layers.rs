@@ -367,8 +367,8 @@ impl Packing<'_> {
         Ok(all)
     }
 
-    /// Queries, keys, values and gates of a gated delta net or of Mamba 2, in any layout of the file.
-    /// This rank's share of the rows.
+    /// Queries, keys, values and gates of a gated delta net or of Mamba 2, in any layout. This
+    /// rank's share of the rows.
     fn delta(&self, index: usize) -> Result<Vec<PackedMatrix>> {
         let (layer, heads) = (
             &self.setting.config.layers[index],

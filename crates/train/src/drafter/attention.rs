@@ -1,7 +1,7 @@
 //! Attention of drafts, and its gradients.
 //!
-//! A row begins one draft. In step k of the draft it attends to the keys of step 1 of its sequence
-//! up to its own row, and to its own keys of the steps 2 to k.
+//! A row begins one draft. In step k of the draft it attends to two kinds of keys. These are the
+//! keys of step 1 of its sequence up to its own row, and its own keys of the steps 2 to k.
 //!
 //! ```text
 //! keys of step 1, rows 0..=i of the sequence | keys of row i, steps 2..=k
@@ -22,6 +22,9 @@ pub(super) struct DraftAttention<'a> {
     pub(super) lengths: &'a [usize],
 }
 
+/// Keys and values of a step, or their gradients.
+pub(super) type KeyAndValue = (Vec<f32>, Vec<f32>);
+
 /// A sequence's rows under one query head.
 #[derive(Clone, Copy)]
 struct HeadTask {
@@ -36,7 +39,7 @@ pub(super) type StepKeys<'a> = [(&'a [f32], &'a [f32])];
 /// Gradients of one head: queries `(n, D)`, then keys and values of each step.
 struct HeadGradient {
     query: Vec<f32>,
-    keys: Vec<(Vec<f32>, Vec<f32>)>,
+    keys: Vec<KeyAndValue>,
 }
 
 impl DraftAttention<'_> {
@@ -92,7 +95,7 @@ impl DraftAttention<'_> {
         query: &[f32],
         keys: &StepKeys<'_>,
         d_out: &[f32],
-        d_keys: &mut [(Vec<f32>, Vec<f32>)],
+        d_keys: &mut [KeyAndValue],
     ) -> Vec<f32> {
         let tasks = self.tasks();
         let parts = pool::map(self.kernels.pool(), tasks.len(), |i| {
@@ -165,8 +168,8 @@ impl DraftAttention<'_> {
         }
     }
 
-    /// Softmax of the scores: (n, n) over the keys of step 1, 0 where a row does not look, and
-    /// (n, steps - 1) over its own later keys.
+    /// Softmax of the scores: (n, n) over the keys of step 1, with 0 for keys outside the mask. The
+    /// scores of a row's own later keys are (n, steps - 1).
     fn probabilities(
         &self,
         task: HeadTask,

@@ -13,7 +13,7 @@ use paceline_model::Rope;
 use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 use paceline_tensor::{Kernels, RopePairs};
 
-use super::attention::DraftAttention;
+use super::attention::{DraftAttention, KeyAndValue};
 use crate::ops::{self, Gate, Norm};
 use crate::params::Layout;
 use crate::pool;
@@ -138,8 +138,8 @@ impl<'a> HeadNetwork<'a> {
         }
     }
 
-    /// Values before the first step. `fuse` passes the last captured layer on; `output` are the
-    /// rows of the model's head, (V, C), with the weights of the norm before it, (C,).
+    /// Values before the first step. `fuse` passes the last captured layer on. `output` are the
+    /// rows of the model's head, (V, C); `norm` are the weights of the norm before it, (C,).
     pub(super) fn first_values(&self, seed: u64, (norm, output): (&[f32], &[f32])) -> Vec<f32> {
         let mut values = vec![0.0; self.layout.len()];
         for (number, slot) in self.layout.slots().iter().enumerate() {
@@ -323,7 +323,7 @@ impl<'a> HeadNetwork<'a> {
         &self,
         params: &[f32],
         rows: &DraftRows,
-        (steps, d_keys): (&[Step], &mut [(Vec<f32>, Vec<f32>)]),
+        (steps, d_keys): (&[Step], &mut [KeyAndValue]),
         d_out: &[f32],
         grads: &mut [f32],
     ) -> Vec<f32> {

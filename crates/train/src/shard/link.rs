@@ -16,9 +16,9 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 use crate::shard::ShardRole;
 
-/// Longest wait of a call for the slowest rank. A rank that ends or is cut off is noticed within
-/// seconds; this ends a wait for one that hangs while it sends signs of life. The leaves of a step
-/// of a large model take minutes on the slowest machines.
+/// Longest wait of a call for the slowest rank. The loss of a rank is noticed within seconds. This
+/// limit is for one that hangs and still sends heartbeats. The leaves of a step of a large model
+/// take minutes on the slowest machines.
 const WAIT: Duration = Duration::from_secs(1800);
 
 /// Longest wait for all ranks to join.

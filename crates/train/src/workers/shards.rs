@@ -25,8 +25,8 @@ use crate::run::{TrainingProgress, TrainingRun};
 use crate::shard::{GroupPlan, SecretKey, ShardCuts, ShardFile, ShardRole, Sharding};
 use crate::workers::FRUITLESS_MAX;
 
-/// Looks, of [`LOOK_EVERY`] at most, at a rank that does not answer after the group broke: half an
-/// hour, as long as calls of a group wait for leaves of the slowest machine.
+/// Attempts, each of [`LOOK_EVERY`] at most, to reach a rank after the group broke. They last half
+/// an hour, as long as calls of a group wait for leaves of the slowest machine.
 const LOOKS_MAX: u32 = 18_000;
 
 /// Receives the run's progress.
@@ -329,13 +329,13 @@ impl WorkerSet {
     ) -> Result<bool, Error> {
         let mut waits = vec![true; self.members.len()];
         let mut whole = true;
-        for rank in 0..self.members.len() {
+        for (rank, waits) in waits.iter_mut().enumerate() {
             match self.workers.send(Rank(rank as u32), &message(rank)) {
                 // The event of its end follows within `CLOSED_LIMIT` of the monitor.
                 Ok(()) | Err(ClusterError::Closed { .. }) => {}
                 Err(error) => {
                     self.lose(rank as u32, error.to_string());
-                    (waits[rank], whole) = (false, false);
+                    (*waits, whole) = (false, false);
                 }
             }
         }
