@@ -43,8 +43,8 @@ pub type ProgressSink = Arc<dyn Fn(&str) + Send + Sync>;
 /// Time limit for an instance to recover after a round: a model's load and a node's return.
 const HEAL_LIMIT: Duration = Duration::from_secs(120);
 
-/// Time until a worker without memory is reported, though all answers ended before the kernel killed
-/// it: what `ps` says is true 5 s after a fault (docs/guide.md).
+/// Time until a worker without memory is reported. All answers may have ended before the kernel
+/// kills it. What `ps` says is true 5 s after a fault (docs/guide.md).
 const TRUE_AFTER: Duration = Duration::from_secs(5);
 
 /// Pause after which a client counts as hung: a user gives up.
