@@ -114,9 +114,12 @@ impl SplitModel {
     }
 
     /// Keeps packed weights on disk below `folder` when [loaded here](Self::load_here).
-    pub fn keep_packed(&mut self, folder: PathBuf) {
+    ///
+    /// # Errors
+    /// [`Error::PackedOnMlx`].
+    pub fn keep_packed(&mut self, folder: PathBuf) -> Result<(), Error> {
         let model = self.path.clone();
-        self.prepared.keep_packed(PackedPlace { folder, model });
+        self.prepared.keep_packed(PackedPlace { folder, model })
     }
 
     /// Whether packed weights are kept on disk.

@@ -260,10 +260,9 @@ impl LocalModel {
     /// Keeps packed weights on disk.
     ///
     /// # Errors
-    /// An unknown home folder.
+    /// An unknown home folder; engine MLX.
     pub(crate) fn keep_packed(&mut self) -> anyhow::Result<()> {
-        self.0.keep_packed(home::packed()?);
-        Ok(())
+        Ok(self.0.keep_packed(home::packed()?)?)
     }
 
     /// Arguments of workers, and folders that they may write to.

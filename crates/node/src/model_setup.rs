@@ -191,8 +191,15 @@ impl PreparedModel {
     }
 
     /// Keeps packed weights on disk when [loaded here](Self::here).
-    pub fn keep_packed(&mut self, place: PackedPlace) {
+    ///
+    /// # Errors
+    /// [`Error::PackedOnMlx`].
+    pub fn keep_packed(&mut self, place: PackedPlace) -> Result<(), Error> {
+        if !self.options.classes.on_cpu() {
+            return Err(Error::PackedOnMlx);
+        }
         self.packed = Some(place);
+        Ok(())
     }
 
     /// Whether packed weights are kept on disk.
