@@ -45,6 +45,10 @@ const GID_BYTES: usize = 16;
 const ROUND_FIRST: Duration = Duration::from_millis(1);
 const ROUND_LAST: Duration = Duration::from_millis(50);
 
+/// Fewest rounds before a cable counts as silent: as many as [`UNWIRED`] has where processors are
+/// free. On a busy machine a round lasts until its slowest rank has had one.
+const ROUNDS_MIN: u32 = 40;
+
 /// How long a cable may be silent before the join fails. Hellos are lost by chance only, and by
 /// then some fifty were sent.
 const UNWIRED: Duration = Duration::from_secs(2);
@@ -288,11 +292,12 @@ impl CableJoin<'_> {
     /// Rounds of hellos until every rank has received every other.
     fn hellos(&self, wired: &mut ConnectedCables, gather: Gather<'_>) -> Result<(), RdmaError> {
         let until = Deadline::at(provider::now() + UNWIRED).min(self.deadline);
-        let mut round = ROUND_FIRST;
+        let (mut round, mut rounds) = (ROUND_FIRST, 0);
         loop {
             self.hello(wired, round);
+            rounds += 1;
             let silent = silent(wired);
-            let late = until.left(provider::now()).is_zero();
+            let late = rounds >= ROUNDS_MIN && until.left(provider::now()).is_zero();
             let mut said = silent.map_or([u32::MAX; 2], |(peer, cable)| [peer, cable]);
             let broken = broken(wired);
             let verdict = if broken.is_some() {
