@@ -164,7 +164,9 @@ fn install(wheel: &Path) -> Result<PathBuf> {
         "--quiet",
         "--disable-pip-version-check",
     ]);
-    command.args(["--only-binary", ":all:"]).arg(wheel);
+    let mut all = wheel.as_os_str().to_owned();
+    all.push("[functions]");
+    command.args(["--only-binary", ":all:"]).arg(all);
     process::capture(command, LIMIT)?;
     Ok(python)
 }

@@ -246,8 +246,10 @@ def _compare(own: dict[str, Any], host: HostProcess) -> None:
         theirs = host.facts.get(name)
         if name == "numpy" and version is None:
             continue
+        if version is None:
+            raise JobError(f"own functions need {name}: pip install 'paceline[functions]'")
         if theirs is None:
-            raise JobError(f"the Python on {host.name} lacks {name}; {version} is here")
+            raise JobError(f"the Python on {host.name} lacks {name}: pip install {name}=={version}")
         if theirs != version:
             raise JobError(f"{name} is {version} here and {theirs} on {host.name}: "
                            "results would differ")
@@ -471,7 +473,7 @@ def _pickled(value: Any) -> bytes:
     try:
         import cloudpickle
     except ImportError:
-        raise JobError("own functions need cloudpickle: pip install cloudpickle") from None
+        raise JobError("own functions need cloudpickle: pip install 'paceline[functions]'") from None
     try:
         return cloudpickle.dumps(value, protocol=5)
     except Exception as error:
