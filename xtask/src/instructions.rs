@@ -20,9 +20,10 @@ use crate::{process, repo};
 const RECORD: &str = "crates/tensor/examples/instructions.txt";
 
 /// The works that are counted.
-const WORKS: [&str; 10] = [
+const WORKS: [&str; 11] = [
     "attention-decode",
-    "attention-decode-q8_0",
+    "attention-decode-q8",
+    "attention-decode-q4",
     "attention-prompt",
     "rows",
     "Q4_0-decode",

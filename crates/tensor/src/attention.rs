@@ -41,8 +41,16 @@ const NEAR: usize = 512;
 pub(crate) trait KvElement: Copy {
     /// Elements of a position that share a scale; 0 without scales.
     const RUN: usize = 0;
-    /// Bits of an element at its first address.
+    /// Bits of an element at its first address: whole bytes, or a part of one.
     const BITS: usize;
+    /// Bytes of `n` elements.
+    #[inline(always)]
+    fn bytes(n: usize) -> usize {
+        match Self::BITS {
+            bits @ 8.. => n * (bits / 8),
+            bits => n / (8 / bits),
+        }
+    }
     /// Sixteen of `len` elements at `p`, from element `at` on.
     unsafe fn load<S: Isa>(p: *const u8, at: usize, len: usize) -> S::F;
 }
@@ -268,6 +276,11 @@ unsafe fn load_run<S: Isa, E: KvElement, const R: usize>(
 ) -> [S::F; R] {
     // SAFETY: 16 R elements from `at` on.
     unsafe {
+        // One address for all loads.
+        let (p, at) = match E::BITS {
+            8.. => (p.add(E::bytes(at)), 0),
+            _ => (p, at),
+        };
         let mut x = [S::splat(0.0); R];
         let mut r = 0;
         while r < R {
@@ -314,8 +327,8 @@ unsafe fn scores<S: Isa, E: KvElement, const N: usize, const R: usize>(
                     scales = load_run::<S, f16, R>(row.cast(), 0, R * LANES);
                 }
                 let at = d * PAGE + first;
-                let bytes = R * LANES * E::BITS / 8;
-                PageView::prefetch::<S>(keys.add(at * E::BITS / 8), bytes, page.to_next);
+                let bytes = E::bytes(R * LANES);
+                PageView::prefetch::<S>(keys.add(E::bytes(at)), bytes, page.to_next);
                 let k = scaled::<S, E, R>(load_run::<S, E, R>(keys, at, len), scales);
                 let mut i = 0;
                 while i < N {
@@ -491,9 +504,8 @@ unsafe fn weigh_some<S: Isa, E: KvElement, const N: usize, const R: usize, const
         let (values, len) = (page.values, page.value_dim * PAGE);
         for pos in lo..hi {
             let at = pos * page.value_dim + d;
-            let bytes = R * LANES * E::BITS / 8;
-            let row = values.add(at * E::BITS / 8);
-            PageView::prefetch::<S>(row, bytes, page.values_to_next);
+            let row = values.add(E::bytes(at));
+            PageView::prefetch::<S>(row, E::bytes(R * LANES), page.values_to_next);
             let scales = if E::RUN > 0 {
                 value_scales::<S, E, R>(page.value_scales.add(pos), d)
             } else {
