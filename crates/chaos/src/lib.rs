@@ -238,7 +238,8 @@ fn play(
         }
     })?;
     let at = hit.context("no answer got as far as the fault's token")?;
-    let is_slow = round.fault == Fault::OutOfMemory;
+    let faults = [Some(round.fault), round.second.map(|(fault, _)| fault)];
+    let is_slow = faults.contains(&Some(Fault::OutOfMemory));
     let detected = watch.since(at, if is_slow { TRUE_AFTER } else { Duration::ZERO });
     let told = detected.map(|after| at + after);
     let longest = |has_moved: bool| {
