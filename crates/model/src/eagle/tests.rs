@@ -72,35 +72,58 @@ fn a_head_gives_the_logits_of_speculators() {
         assert_eq!(left, n, "tokens that the head cannot propose");
         places.iter().map(|token| all[*token as usize]).collect()
     };
-    let mut from = 0;
-    for end in [1, 3, 66, rows] {
+    let pass = HeadPass {
+        tokens: &tokens,
+        captured: (&captured, width),
+        logits: (&logits, n),
+        chained: &values(&file, "chained.logits"),
+    };
+    pass.check(&mut *compute, of_draft);
+}
+
+/// A pass in parts of several lengths, over a page's border, and one more token with the head's own
+/// output as its feature.
+pub(crate) struct HeadPass<'a> {
+    /// One more than rows.
+    pub(crate) tokens: &'a [u32],
+    /// Rows of features, and their width.
+    pub(crate) captured: (&'a [f32], usize),
+    /// Rows of logits, and their length.
+    pub(crate) logits: (&'a [f32], usize),
+    /// Logits of the last token.
+    pub(crate) chained: &'a [f32],
+}
+
+impl HeadPass<'_> {
+    /// Compares the logits that `read` takes from `compute`, to 1e-4.
+    pub(crate) fn check(
+        &self,
+        compute: &mut dyn DraftHeadCompute,
+        mut read: impl FnMut(&mut dyn DraftHeadCompute) -> Vec<f32>,
+    ) {
+        let ((captured, width), (logits, n)) = (self.captured, self.logits);
+        let (rows, mut from) = (self.tokens.len() - 1, 0);
+        for end in [1, 3, 66, rows] {
+            let part = HeadRows {
+                tokens: &self.tokens[from..end],
+                features: &captured[from * width..end * width],
+                position: from,
+                pages: &[1, 0],
+            };
+            compute.forward(&[part], true).unwrap();
+            check(&read(compute), &logits[(end - 1) * n..end * n], 1e-4);
+            from = end;
+        }
+        let features = compute.output(0).to_vec();
         let part = HeadRows {
-            tokens: &tokens[from..end],
-            features: &captured[from * width..end * width],
-            position: from,
+            tokens: &self.tokens[rows..],
+            features: &features,
+            position: rows,
             pages: &[1, 0],
         };
-        compute.forward(&[part], true).unwrap();
-        check(
-            &of_draft(&mut *compute),
-            &logits[(end - 1) * n..end * n],
-            1e-4,
-        );
-        from = end;
+        compute.forward(&[part], false).unwrap();
+        check(&read(compute), self.chained, 1e-4);
     }
-    let features = compute.output(0).to_vec();
-    let part = HeadRows {
-        tokens: &tokens[rows..],
-        features: &features,
-        position: rows,
-        pages: &[1, 0],
-    };
-    compute.forward(&[part], false).unwrap();
-    check(
-        &of_draft(&mut *compute),
-        &values(&file, "chained.logits"),
-        1e-4,
-    );
 }
 
 #[test]

@@ -11,14 +11,9 @@ use paceline_tensor::Kernels;
 use paceline_weights::safetensors::Safetensors;
 
 use super::NextTokenHead;
-use crate::eagle::tests::{check, golden, tokens, values};
-use crate::{Config, DraftHead as _, HeadRows, ModelSource};
+use crate::eagle::tests::{HeadPass, golden, tokens, values};
+use crate::{Config, DraftHead as _, ModelSource};
 
-/// Seen up to 2e-6.
-const TOLERANCE: f32 = 1e-4;
-
-/// A pass in parts of several lengths, over a page's border, and one more token with the layer's
-/// own output as its feature.
 #[test]
 fn prediction_layers_give_the_logits_of_transformers() {
     for name in ["deepseek-v3-bf16", "glm4moe-bf16", "qwen3next-bf16"] {
@@ -34,28 +29,16 @@ fn prediction_layers_give_the_logits_of_transformers() {
         let tokens = tokens(&file);
         let (rows, c, vocab) = (tokens.len() - 1, config.width, config.vocab);
         let mut compute = Arc::new(head).reserve(rows, 1, 128).unwrap();
-        let (mut got, mut from) = (vec![0.0; vocab], 0);
-        for end in [1, 3, 66, rows] {
-            let part = HeadRows {
-                tokens: &tokens[from..end],
-                features: &captured[from * c..end * c],
-                position: from,
-                pages: &[1, 0],
-            };
-            compute.forward(&[part], true).unwrap();
-            compute.write_logits(0, &mut got);
-            check(&got, &logits[(end - 1) * vocab..end * vocab], TOLERANCE);
-            from = end;
-        }
-        let features = compute.output(0).to_vec();
-        let part = HeadRows {
-            tokens: &tokens[rows..],
-            features: &features,
-            position: rows,
-            pages: &[1, 0],
+        let pass = HeadPass {
+            tokens: &tokens,
+            captured: (&captured, c),
+            logits: (&logits, vocab),
+            chained: &values(&file, "chained.logits"),
         };
-        compute.forward(&[part], false).unwrap();
-        compute.write_logits(0, &mut got);
-        check(&got, &values(&file, "chained.logits"), TOLERANCE);
+        pass.check(&mut *compute, |compute| {
+            let mut all = vec![0.0; vocab];
+            compute.write_logits(0, &mut all);
+            all
+        });
     }
 }
