@@ -112,7 +112,7 @@ impl From<ComputeEngine> for Engine {
 /// Starts, shows or stops an engine.
 ///
 /// # Errors
-/// One that runs already or does not start, or no consent on as many machines.
+/// A scheduler that runs already or does not start, or no consent on as many machines.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     match args {
         Args::Start(args) => start(args),

@@ -48,7 +48,7 @@ pub struct DeltaNet {
     pub taps: usize,
     /// Mapping of value heads to key heads.
     pub order: HeadOrder,
-    /// What enters the state: [`StateRule::Sum`] for Mamba 2.
+    /// The rule of the state: [`StateRule::Sum`] for Mamba 2.
     pub rule: StateRule,
 }
 

@@ -85,7 +85,7 @@ fn tensor(source: &ModelSource, stem: &str, shape: &[usize]) -> Result<Tensor, E
 /// The multi-token prediction layer of a model, on one rank.
 #[derive(Debug)]
 pub struct NextTokenHead {
-    /// One layer, with the norm and the output head behind it.
+    /// A layer, with the norm and the output head behind it.
     model: Arc<Model>,
     mix: PackedMatrix,
     token_norm: Vec<f32>,

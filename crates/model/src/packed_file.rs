@@ -85,7 +85,7 @@ struct State {
     fault: Option<PackedFault>,
 }
 
-/// What comes next in the file.
+/// The next part of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     /// Records of a complete file.
@@ -456,7 +456,7 @@ fn name(of: &[u8]) -> String {
 /// that this freed.
 ///
 /// # Errors
-/// What the system says; nothing is missing if there is no such folder.
+/// The system's answer; nothing is missing if there is no such folder.
 pub fn remove_packed_orphans(folder: &Path) -> io::Result<Bytes> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Bytes(0)),

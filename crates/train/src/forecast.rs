@@ -34,7 +34,7 @@ pub struct TrainingSpec<'a> {
     pub nodes: usize,
     /// Stages that the model is cut into, at most as many as nodes.
     pub stages: usize,
-    /// What the processes share out among them as ranks, if they do.
+    /// Parts of the state that the processes share out as ranks, if they do.
     pub sharding: Option<Sharding>,
 }
 

@@ -259,7 +259,7 @@ impl TrainableModel {
         self.first_values_of(seed, std::slice::from_ref(&all))
     }
 
-    /// Those of some ranges of the trained vector, one behind the other.
+    /// Values of some ranges of the trained vector, one behind the other.
     pub(crate) fn first_values_of(&self, seed: u64, ranges: &[Range<usize>]) -> Vec<f32> {
         if self.method == Method::Full {
             return self.weights.first_values(ranges);

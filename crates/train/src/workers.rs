@@ -68,7 +68,7 @@ pub struct WorkerOptions {
     pub env: Vec<(OsString, OsString)>,
     /// Stages that the model is cut into. Worker `n` has stage `n` modulo this.
     pub stages: usize,
-    /// What the workers share out among them as ranks of a group, if they do.
+    /// Parts of the state that the workers share out as ranks of a group, if they do.
     pub sharding: Option<Sharding>,
     /// Folder of exchanged files: made, and removed at the end.
     pub exchange: PathBuf,

@@ -30,7 +30,7 @@ const MODELS: [&str; 7] = [
     "mixtral",
 ];
 
-/// Those of them with experts, which have gradients on the CPU alone.
+/// Families with experts, which have gradients on the CPU alone.
 const EXPERTS: [&str; 2] = ["qwen3moe-bf16", "mixtral"];
 
 pub(crate) fn golden() -> PathBuf {

@@ -1,4 +1,4 @@
-//! What tells without reading them that a model's files were changed.
+//! A stamp that tells, without reading them, that a model's files were changed.
 
 use std::io;
 use std::os::unix::fs::MetadataExt as _;

@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
 
 def connect(nodes: int = 1, *, threads: int | None = None, deadline: float | None = None,
             python: str | Sequence[str] | None = None, limits: Limits | None = None) -> Machines:
-    """What computes on arrays, with own functions, and trains: `nodes` machines or processes.
+    """Machines or processes, `nodes` of them, for array jobs, own functions and training.
 
     Args:
         nodes: machines, or worker processes of this one where no node runs; from 1.

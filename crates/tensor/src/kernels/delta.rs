@@ -27,7 +27,7 @@ const ROWS: usize = 16;
 /// of published models.
 const PAIR: usize = 256;
 
-/// What enters a state for a value.
+/// The rule by which a value enters a state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateRule {
     /// A share of the difference to what the state has for the key: a gated delta net. Queries and
