@@ -891,7 +891,8 @@ pub fn store(
             };
             match layer.latent.map(|latent| latent.selection) {
                 Some(Selection::Own(indexer)) => LayerStore::Indexed(shape, indexer.dim),
-                Some(_) => LayerStore::Latent(shape),
+                Some(Selection::Before) => LayerStore::Indexed(shape, 0),
+                Some(Selection::All) => LayerStore::Latent(shape),
                 None => LayerStore::Rows(shape),
             }
         }

@@ -1,12 +1,14 @@
 //! Errors of loading and computing a model, with the offending values.
 
 use std::borrow::Cow;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_weights::tensor::Absent;
 use paceline_weights::{gguf, hf};
 
+use crate::packed_file::PackedFault;
 use crate::role::Role;
 use crate::split;
 
@@ -20,6 +22,11 @@ pub enum Error {
     /// Weights of a file that is still downloading do not arrive.
     #[error(transparent)]
     Absent(#[from] Absent),
+    /// Weights could not be kept on the disk, or read from it.
+    #[error("cannot read weights from {}: {reason}", path.display())]
+    Streaming { path: PathBuf, reason: String },
+    #[error(transparent)]
+    Packed(#[from] PackedFault),
     /// An architecture that paceline does not support.
     #[error("model architecture {architecture:?} is not supported, expected one of {supported}")]
     Architecture {

@@ -49,6 +49,7 @@ pub mod shape;
 mod source;
 pub mod split;
 mod step;
+mod streaming;
 pub mod testing;
 pub mod trace;
 mod weights;
@@ -76,6 +77,7 @@ pub use progress::{ComputeTime, ProgressSnapshot, StepActivity, StepProgress};
 pub use role::{LayerRole, Nth, Role};
 pub use rope::{LongContext, LongFrequencies, Rope};
 pub use source::ModelSource;
+pub use streaming::StreamCounts;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
 pub use step::{
     Batch, BatchSequence, BatchSize, ForbiddenTokens, Logits, TokenDraw, TopLogits, WindowPages,

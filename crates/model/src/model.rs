@@ -24,6 +24,7 @@ use crate::plan::StepPlan;
 use crate::split::{Shard, Split};
 use crate::step::halves::{self, HALVES_FROM, HalfSchedule, HalfTurn};
 use crate::step::{Batch, BatchSequence, BatchSize, ForwardStep, PlanLimits, Workspace};
+use crate::streaming::{StreamCounts, StreamUnit, Streamer};
 use crate::trace::{Kind, SECOND_HALF, Tracer};
 use crate::weights::{
     self, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor, WeightReader,
@@ -62,6 +63,8 @@ pub struct Model {
     adapters: Adapters,
     /// Layers whose input steps capture, in ascending order.
     captures: Vec<usize>,
+    /// Reads the weights that are not in memory, where some are not.
+    streamer: Option<Streamer>,
 }
 
 /// Result of [`Model::follow`].
@@ -152,6 +155,49 @@ impl Model {
         Ok(model)
     }
 
+    /// As [`load_packed`](Self::load_packed), with at most `memory` bytes of weights in memory. What
+    /// does not fit is read from `packed` while steps compute; the bits are the same. Embeddings,
+    /// which are mapped, do not count.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); [`Error::Packed`] where `packed` cannot be written or read,
+    /// [`Error::Streaming`] if `memory` is too small.
+    ///
+    /// # Panics
+    /// As [`load_shard`](Self::load_shard).
+    pub fn load_streamed(
+        source: &ModelSource,
+        part: (&Split, Rank),
+        (options, packed): (LoadOptions, PackedFile),
+        memory: Bytes,
+        kernels: Arc<Kernels>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self, Error> {
+        let (config, packed) = (Config::read(source)?, packed.streamed());
+        let options = (options, Some(&packed));
+        let mut model = Self::load_part(source, config, part, options, kernels, progress)?;
+        packed.finish();
+        if let Some(fault) = packed.take_fault() {
+            return Err(fault.into());
+        }
+        let (streamed, path) = packed.take_streamed();
+        let on_disk: usize = streamed.iter().map(|matrix| matrix.memory.size()).sum();
+        let stays = model.weight_bytes().0.saturating_sub(on_disk as u64);
+        let layers = (model.shard.layers.start, model.shard.layers.end);
+        let budget = Bytes(memory.0.saturating_sub(stays));
+        model.streamer = Some(Streamer::new((streamed, path), layers, budget)?);
+        Ok(model)
+    }
+
+    /// What was read for steps so far; `None` if all weights are in memory.
+    pub fn stream_counts(&self) -> Option<StreamCounts> {
+        self.streamer.as_ref().map(Streamer::counts)
+    }
+
+    pub(crate) const fn streamer(&self) -> Option<&Streamer> {
+        self.streamer.as_ref()
+    }
+
     fn load_part(
         source: &ModelSource,
         mut config: Config,
@@ -207,6 +253,7 @@ impl Model {
             tied,
             adapters: Adapters::default(),
             captures: Vec::new(),
+            streamer: None,
             config,
             shard,
         })
@@ -554,7 +601,8 @@ impl Model {
         let progress = self.links.as_ref().map(|links| &links.progress);
         let _step = progress.map(|it| it.step(batch.rows(), self.layers.len()));
         match ws.second.take() {
-            Some(mut second) if batch.rows() >= HALVES_FROM => {
+            // Halves are in different layers.
+            Some(mut second) if batch.rows() >= HALVES_FROM && self.streamer.is_none() => {
                 let rows = self.halves(batch, [ws, &mut second], &cache);
                 ws.second = Some(second);
                 rows
@@ -583,10 +631,16 @@ impl Model {
         for (index, layer) in self.shard.layers.clone().zip(&self.layers) {
             step.enter(index);
             step.capture();
+            if let Some(streamer) = &self.streamer {
+                streamer.enter(index)?;
+            }
             if let Some(links) = &self.links {
                 links.progress.enter(index);
             }
             self.config.family.layer(&mut step, layer, index)?;
+            if let Some(streamer) = &self.streamer {
+                streamer.leave(StreamUnit::Layer(index));
+            }
             behind();
         }
         let finished = step.finish();

@@ -30,7 +30,9 @@ use std::sync::{Mutex, PoisonError};
 
 use paceline_base::{Bytes, hex, lock};
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{PACKING, PackOptions, PackedMatrix, StoredMatrix, ThreadPool};
+use paceline_tensor::{MatrixMemory, PACKING, PackOptions, PackedMatrix, StoredMatrix, ThreadPool};
+
+use crate::streaming::StreamUnit;
 
 /// Revision of the files.
 const VERSION: u32 = 1;
@@ -40,10 +42,10 @@ const RECORD_MAGIC: &[u8; 8] = b"plmatrix";
 const END_MAGIC: &[u8; 8] = b"plpacked";
 
 /// Bytes of a header, and what data is a multiple of: the largest sector of usual disks.
-const BLOCK: usize = 4096;
+pub(crate) const BLOCK: usize = 4096;
 
 /// Bytes that a task reads and hashes: 128 KiB to 4 MiB read an NVMe disk at the same rate.
-const PIECE: usize = 1 << 20;
+pub(crate) const PIECE: usize = 1 << 20;
 
 /// Name of the file that has the model's path.
 const MODEL: &str = "model";
@@ -65,18 +67,34 @@ pub enum PackedFault {
 }
 
 /// A hash, or the bytes of one.
-type Hash = [u8; 32];
+pub(crate) type Hash = [u8; 32];
 
 /// The packed weights of one rank, read or written in the order of loading.
 #[derive(Debug)]
 pub struct PackedFile {
     path: PathBuf,
+    /// Whether matrices of units stay on the disk.
+    streams: bool,
     state: Mutex<State>,
+}
+
+/// A matrix that stays on the disk until a step needs it.
+#[derive(Clone, Debug)]
+pub(crate) struct StreamedMatrix {
+    pub(crate) unit: StreamUnit,
+    pub(crate) memory: MatrixMemory,
+    /// Offset of its data in the file, a multiple of 4 KiB.
+    pub(crate) start: u64,
+    /// Hash of the hashes of its pieces.
+    pub(crate) sum: Hash,
 }
 
 #[derive(Debug)]
 struct State {
     file: Option<File>,
+    /// What the next matrices belong to, where they are streamed.
+    unit: Option<StreamUnit>,
+    streamed: Vec<StreamedMatrix>,
     /// Offset of the next record.
     at: u64,
     /// Number of the next record.
@@ -124,6 +142,8 @@ impl PackedFile {
         let (file, mode) = opened.map_or((None, Mode::Off), |(file, mode)| (Some(file), mode));
         let state = State {
             file,
+            unit: None,
+            streamed: Vec::new(),
             at: BLOCK as u64,
             index: 0,
             mode,
@@ -131,8 +151,28 @@ impl PackedFile {
         };
         Self {
             path,
+            streams: false,
             state: Mutex::new(state),
         }
+    }
+
+    /// Has layers and experts stay on the disk, for [`Model::load_streamed`].
+    ///
+    /// [`Model::load_streamed`]: crate::Model::load_streamed
+    pub(crate) fn streamed(mut self) -> Self {
+        self.streams = true;
+        self
+    }
+
+    /// From now on matrices belong to `unit`, and stay on the disk until it is needed.
+    pub(crate) fn set_unit(&self, unit: Option<StreamUnit>) {
+        lock(&self.state).unit = unit.filter(|_| self.streams);
+    }
+
+    /// The matrices that are on the disk only, and the file that has them.
+    pub(crate) fn take_streamed(&self) -> (Vec<StreamedMatrix>, PathBuf) {
+        let streamed = std::mem::take(&mut lock(&self.state).streamed);
+        (streamed, self.path.clone())
     }
 
     /// Whether all matrices with data are there: the model's own need not be read.
@@ -232,7 +272,12 @@ impl State {
             return Ok(None);
         };
         let (start, mut whole) = (self.at + BLOCK as u64, false);
+        let is_streamed = self.unit.is_some() && self.mode == Mode::Read;
         let fill = |data: &mut [u8]| {
+            if is_streamed {
+                whole = data.len() as u64 == record.bytes;
+                return Ok(());
+            }
             whole = data.len() as u64 == record.bytes
                 && read_pieces(file, start, data, pool).is_ok_and(|sum| sum == record.sum);
             Ok::<_, paceline_tensor::Error>(())
@@ -241,6 +286,7 @@ impl State {
         if !whole {
             return Ok(None);
         }
+        self.keep_on_disk(&matrix, start, record.sum);
         self.step(record.bytes);
         Ok(Some(matrix))
     }
@@ -268,8 +314,25 @@ impl State {
         file.write_all_at(data, start)?;
         let rest = data.len().next_multiple_of(BLOCK) - data.len();
         file.write_all_at(&[0; BLOCK][..rest], start + data.len() as u64)?;
+        self.keep_on_disk(matrix, start, header.sum);
         self.step(header.bytes);
         Ok(())
+    }
+
+    /// Drops a matrix's bytes where it is streamed: those in the file are the same.
+    fn keep_on_disk(&mut self, matrix: &PackedMatrix, start: u64, sum: Hash) {
+        let Some(unit) = self.unit else {
+            return;
+        };
+        let memory = matrix.memory();
+        // SAFETY: the matrix is not computed with before its unit was read.
+        unsafe { memory.discard() };
+        self.streamed.push(StreamedMatrix {
+            unit,
+            memory,
+            start,
+            sum,
+        });
     }
 
     fn finish(&mut self, path: &Path) -> io::Result<()> {

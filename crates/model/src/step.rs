@@ -255,7 +255,10 @@ impl Workspace {
             scratch: model.kernels().attention_scratch(
                 size.sequences,
                 of_layers(|_, cut| cut.heads.len()),
-                of_layers(|shape, _| shape.value_dim),
+                (
+                    of_layers(|shape, _| shape.head_dim),
+                    of_layers(|shape, _| shape.value_dim),
+                ),
                 size.context,
             ),
             second: None,
@@ -1093,8 +1096,9 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let first = self.model.links().map_or(0, |_| cut.roots_before());
         let n = self.rows * self.model.config().width;
         let delta = &mut ws.sums.delta[first * n..];
-        let weights = (weights, self.model.uses(self.index));
-        routed.compute(self.model.kernels(), weights, cut, &ws.x, delta);
+        let streamer = self.model.streamer().map(|streamer| (streamer, self.index));
+        let weights = (weights, self.model.uses(self.index), streamer);
+        routed.compute(self.model.kernels(), weights, cut, &ws.x, delta)?;
         let place = (self.model, self.index);
         ws.sums.exchange(place, cut, n, self.turn.as_mut())
     }

@@ -15,6 +15,7 @@ use paceline_weights::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_weights::tensor::{MappedBytes, Tensor};
 
 use crate::packed_file::PackedFile;
+use crate::streaming::StreamUnit;
 use crate::rope::{LongContext, LongFrequencies, MIN_DIVISOR};
 use crate::split::{LeafCut, Shard};
 use crate::{Config, Error, LayerCache, LayerRole, ModelFamily, ModelSource, Nth, Role, config};
@@ -659,7 +660,21 @@ impl ShardLoader<'_> {
         self.names.norm(Role::OutputNorm, self.config.width)
     }
 
+    /// Says what the next matrices belong to, for streaming.
+    fn set_unit(&self, unit: Option<StreamUnit>) {
+        if let Some(packed) = self.packed {
+            packed.set_unit(unit);
+        }
+    }
+
     pub(crate) fn layer(&self, i: usize) -> Result<LayerShard, Error> {
+        self.set_unit(Some(StreamUnit::Layer(i)));
+        let layer = self.layer_matrices(i);
+        self.set_unit(None);
+        layer
+    }
+
+    fn layer_matrices(&self, i: usize) -> Result<LayerShard, Error> {
         let (c, shape, cut) = (self.config, &self.config.layers[i], self.shard.layer(i));
         let k = shape.kv_heads * shape.head_dim;
         let (out, v) = (
@@ -827,7 +842,12 @@ impl ShardLoader<'_> {
             self.names.check_router(role(part), shape)?;
             self.whole(role(part), shape, true)
         };
-        let expert = |e| self.expert(layer, of, e);
+        let expert = |e| {
+            self.set_unit(Some(StreamUnit::Expert(layer, e)));
+            let expert = self.expert(layer, of, e);
+            self.set_unit(Some(StreamUnit::Layer(layer)));
+            expert
+        };
         let gated = of.shared > 0 && of.shared_gate;
         let has_gate = gated && mine.end == of.leaves() && !mine.is_empty();
         Ok(Experts {

@@ -15,3 +15,4 @@ mod packed;
 mod quant_models;
 mod scaled;
 mod splits;
+mod streaming;

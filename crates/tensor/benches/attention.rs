@@ -93,7 +93,7 @@ impl<'k> AttentionBench<'k> {
                 .collect(),
             out: vec![0.0; rows * heads * head_dim],
             pages: (0..pages as u32).collect(),
-            scratch: kernels.attention_scratch(1, heads, head_dim, depth),
+            scratch: kernels.attention_scratch(1, heads, (head_dim, head_dim), depth),
             cache,
         }
     }

@@ -88,7 +88,7 @@ fn attention(kernels: &Kernels, kv_type: KvType, rows: usize, rounds: usize) {
     fill(&mut queries);
     let values = queries[..rows * kv_heads * head_dim].to_vec();
     let mut out = vec![0.0; queries.len()];
-    let mut scratch = kernels.attention_scratch(1, heads, head_dim, position + rows);
+    let mut scratch = kernels.attention_scratch(1, heads, (head_dim, head_dim), position + rows);
     for _ in 0..rounds {
         let sequences = [AttentionRows {
             rows,

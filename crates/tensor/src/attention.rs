@@ -548,30 +548,34 @@ unsafe fn value_scales<S: Isa, E: KvElement, const R: usize>(p: *const u16, d: u
 /// Elements that [`turn`] reads of each of as many rows: a register of them, or two.
 const SIDE: usize = 8;
 
-/// Transposes the first `dim` rows of keys, `(head_dim, 64)`, into values `(64, dim)`, for pages
-/// whose values are part of their keys.
+/// Transposes a matrix `(rows, cols)` into `(cols, rows)`: keys into values, or values into keys,
+/// for pages whose values are part of their keys.
 ///
 /// # Safety
-/// `dim` is a multiple of 8. The pointers are valid for that many elements and do not overlap.
+/// Both sizes are multiples of 8. The pointers are valid for that many elements and do not overlap.
 #[allow(
     clippy::needless_range_loop,
     reason = "a column of the block, not a row of it"
 )]
-pub(crate) unsafe fn turn<E: Copy + Default>(keys: *const E, dim: usize, out: *mut E) {
-    for d in (0..dim).step_by(SIDE) {
-        for first in (0..PAGE).step_by(SIDE) {
+pub(crate) unsafe fn turn<E: Copy + Default>(
+    from: *const E,
+    (rows, cols): (usize, usize),
+    out: *mut E,
+) {
+    for d in (0..rows).step_by(SIDE) {
+        for first in (0..cols).step_by(SIDE) {
             let mut block = [[E::default(); SIDE]; SIDE];
-            // SAFETY: rows d..d + 8 < dim, positions first..first + 8 <= 64, both ways.
+            // SAFETY: d + 8 <= rows and first + 8 <= cols, both ways.
             unsafe {
                 for (i, row) in block.iter_mut().enumerate() {
-                    *row = keys
-                        .add((d + i) * PAGE + first)
+                    *row = from
+                        .add((d + i) * cols + first)
                         .cast::<[E; SIDE]>()
                         .read_unaligned();
                 }
                 for j in 0..SIDE {
                     let row: [E; SIDE] = std::array::from_fn(|i| block[i][j]);
-                    out.add((first + j) * dim + d)
+                    out.add((first + j) * rows + d)
                         .cast::<[E; SIDE]>()
                         .write_unaligned(row);
                 }

@@ -32,8 +32,9 @@
 //! [`Kernels::rotate_heads`]: crate::Kernels::rotate_heads
 //!
 //! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone; their first `value_dim`
-//! elements are the values. With a lightning indexer ([`LayerStore::Indexed`]) the index keys
-//! `(dim, 64)` follow the keys.
+//! elements are the values. Where a lightning indexer selects positions ([`LayerStore::Indexed`]),
+//! a position's key is in two runs, `(64, value_dim)` and `(64, head_dim - value_dim)`. So reading a
+//! selected position touches no others. The indexer's own keys `(dim, 64)` follow.
 
 use std::ops::Range;
 use std::str::FromStr;
@@ -296,7 +297,8 @@ pub enum LayerStore {
     /// Keys of each position, whose first `value_dim` elements are the values too: latent
     /// attention, which so keeps each number once.
     Latent(KvShape),
-    /// As `Latent`, with index keys of this many elements behind the keys.
+    /// As `Latent`, for positions that an indexer selects. Index keys of this many elements are
+    /// behind the keys; 0 in layers that use the selection of a layer before.
     Indexed(KvShape, usize),
     /// A state of fixed size.
     State(StateShape),
@@ -493,6 +495,11 @@ impl KvCache {
         )
     }
 
+    /// Whether a layer's keys lie position by position, as [`LayerStore::Indexed`] says.
+    pub(crate) fn is_selected(&self, layer: usize) -> bool {
+        matches!(self.layers[layer].store, LayerStore::Indexed(..))
+    }
+
     /// The shape of a layer's states.
     ///
     /// # Panics
@@ -534,7 +541,8 @@ impl KvCache {
     }
 
     /// A head of a page; `next` are the page and the head that will be read after it. Values that
-    /// are part of the keys lie as these do, `(value_dim, 64)`.
+    /// are part of the keys lie as these do: `(value_dim, 64)`, or, where positions are
+    /// [selected](Self::is_selected), in rows.
     pub(crate) fn page(
         &self,
         layer: usize,
@@ -642,11 +650,13 @@ impl KvWriter<'_> {
             // positions are not touched.
             unsafe {
                 let keys = self.data.add(start);
-                write_key(shape.kv_type, key, keys, slot);
-                if latent {
-                    continue;
+                match self.cache.is_selected(self.layer) {
+                    true => write_runs(shape, key, keys, slot),
+                    false => write_key(shape.kv_type, key, keys, slot),
                 }
-                write_value(shape, value, keys.add(shape.key_bytes(k)), slot);
+                if !latent {
+                    write_value(shape, value, keys.add(shape.key_bytes(k)), slot);
+                }
             }
         }
     }
@@ -669,7 +679,7 @@ impl KvWriter<'_> {
     }
 
     /// Copies the keys of positions, each a page and a slot of `layer` of `from`, into the first
-    /// slots of a page. Both layers keep keys of one KV head in the same form.
+    /// slots of a page. Both layers keep keys of one KV head as [`LayerStore::Indexed`] says.
     ///
     /// # Safety
     /// No other thread reads or writes the page.
@@ -680,36 +690,30 @@ impl KvWriter<'_> {
         positions: &[(u32, usize)],
     ) {
         let shape = self.cache.rows(self.layer);
-        assert!(
-            shape == from.rows(layer) && positions.len() <= PAGE,
-            "{shape:?}"
+        let alike = shape == from.rows(layer)
+            && from.is_selected(layer)
+            && self.cache.is_selected(self.layer);
+        assert!(alike && positions.len() <= PAGE, "{shape:?}");
+        let bytes = |elements: usize| elements * shape.kv_type.key_bits() / 8;
+        let (first, second) = (
+            bytes(shape.value_dim),
+            bytes(shape.head_dim - shape.value_dim),
         );
+        let scales = key_elements(shape.kv_type, shape.head_dim);
+        let runs = shape.scale_bytes(shape.head_dim) / (2 * PAGE);
         let data = from.pools[from.layers[layer].pool].data.as_ptr();
-        let mut keys = [std::ptr::null(); PAGE];
-        for (key, &(page, slot)) in keys.iter_mut().zip(positions) {
-            let start = from.offset(layer, page, 0);
-            let element = slot * shape.kv_type.key_bits() / 8;
-            // SAFETY: a position of a page, which lies within the cache.
-            *key = unsafe { data.add(start + element) };
-        }
-        let (keys, dim) = (&keys[..positions.len()], shape.head_dim);
-        let elements = key_elements(shape.kv_type, dim);
-        // SAFETY: keys of one head lie within a page of either cache; rows of 64 elements.
+        // SAFETY: both runs and the scales of a position lie within a page of either cache.
         unsafe {
             let to = self.data.add(self.cache.offset(self.layer, page, 0));
-            match shape.kv_type {
-                KvType::F16 => copy_columns::<u16>(keys, dim, to),
-                KvType::F32 => copy_columns::<u32>(keys, dim, to),
-                KvType::Q4 => unreachable!("latent layers have bytes"),
-                KvType::Q8 => {
-                    copy_columns::<u8>(keys, dim, to);
-                    let mut scales = [std::ptr::null(); PAGE];
-                    for ((scale, key), (_, slot)) in scales.iter_mut().zip(keys).zip(positions) {
-                        *scale = key.sub(*slot).add(elements + 2 * slot);
-                    }
-                    let rows = dim.div_ceil(Q8_RUN);
-                    copy_columns::<u16>(&scales[..keys.len()], rows, to.add(elements));
-                }
+            for (slot, &(page, at)) in positions.iter().enumerate() {
+                let from = data.add(from.offset(layer, page, 0));
+                let run = |start: usize, len: usize| {
+                    let (from, to) = (from.add(start + at * len), to.add(start + slot * len));
+                    from.copy_to_nonoverlapping(to, len);
+                };
+                run(0, first);
+                run(PAGE * first, second);
+                (0..runs).for_each(|row| run(scales + 2 * PAGE * row, 2));
             }
         }
     }
@@ -818,46 +822,12 @@ impl KvWriter<'_> {
     }
 }
 
-/// Copies columns of matrices `(rows, 64)` of elements `E` into the first columns of another. Each
-/// of `from` points to the first element of a column.
-///
-/// # Safety
-/// All columns are valid for `rows` rows, `to` for such a matrix, and nothing overlaps.
-unsafe fn copy_columns<E: Copy>(from: &[*const u8], rows: usize, to: *mut u8) {
-    let to = to.cast::<E>();
-    for row in 0..rows {
-        for (column, from) in from.iter().enumerate() {
-            // SAFETY: within the matrices.
-            unsafe {
-                let element = from.cast::<E>().add(row * PAGE).read_unaligned();
-                to.add(row * PAGE + column).write_unaligned(element);
-            }
-        }
-    }
-}
-
-/// Addresses of one position's elements: `first + d * step`.
-#[derive(Clone, Copy)]
-struct Strides {
-    first: usize,
-    step: usize,
-}
-
-impl Strides {
-    const fn at(self, d: usize) -> usize {
-        self.first + d * self.step
-    }
-}
-
 /// Stores a key, `x`, in the column of its position.
 ///
 /// # Safety
 /// `out` is good for the keys of one head of a page.
 unsafe fn write_key(kv_type: KvType, x: &[f32], out: *mut u8, slot: usize) {
-    let column = Strides {
-        first: slot,
-        step: PAGE,
-    };
+    let column = |d: usize| slot + d * PAGE;
     // SAFETY: elements and scales lie within the head.
     unsafe {
         let scales = out.add(key_elements(kv_type, x.len())).cast::<f16>();
@@ -882,15 +852,29 @@ unsafe fn write_key(kv_type: KvType, x: &[f32], out: *mut u8, slot: usize) {
     }
 }
 
+/// Stores a key, `x`, in the two runs of its position; see [`LayerStore::Indexed`].
+///
+/// # Safety
+/// `out` is good for the keys of one head of a page.
+unsafe fn write_runs(shape: KvShape, x: &[f32], out: *mut u8, slot: usize) {
+    let (first, second) = (shape.value_dim, x.len() - shape.value_dim);
+    let runs = |d: usize| match d.checked_sub(first) {
+        None => slot * first + d,
+        Some(d) => PAGE * first + slot * second + d,
+    };
+    // SAFETY: elements and scales lie within the head.
+    unsafe {
+        let scales = out.add(key_elements(shape.kv_type, x.len())).cast::<f16>();
+        write_elements(shape.kv_type, x, out, (runs, scales.add(slot)));
+    }
+}
+
 /// Stores a value, `x`, in the row of its position.
 ///
 /// # Safety
 /// `out` is good for the values of one head of a page.
 unsafe fn write_value(shape: KvShape, x: &[f32], out: *mut u8, slot: usize) {
-    let row = Strides {
-        first: slot * x.len(),
-        step: 1,
-    };
+    let row = |d: usize| slot * x.len() + d;
     // SAFETY: elements and scales lie within the head.
     unsafe {
         let scales = out.add(shape.value_elements()).cast::<f16>();
@@ -909,7 +893,8 @@ unsafe fn write_value(shape: KvShape, x: &[f32], out: *mut u8, slot: usize) {
     }
 }
 
-/// Stores one position of a head in whole bytes; `scales` points to the position's first.
+/// Stores one position of a head in whole bytes, element `d` at `to(d)`; `scales` points to the
+/// position's first.
 ///
 /// # Safety
 /// `out` is good for the keys or the values of one head of a page.
@@ -917,10 +902,10 @@ unsafe fn write_elements(
     kv_type: KvType,
     x: &[f32],
     out: *mut u8,
-    (to, scales): (Strides, *mut f16),
+    (to, scales): (impl Fn(usize) -> usize, *mut f16),
 ) {
     for (run, x) in x.chunks(Q8_RUN).enumerate() {
-        let at = |d: usize| to.at(run * Q8_RUN + d);
+        let at = |d: usize| to(run * Q8_RUN + d);
         // SAFETY: element and scale lie within the head.
         unsafe {
             match kv_type {

@@ -72,6 +72,7 @@ pub use kernels::{
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use meter::{Meter, Metered};
+pub use memory::MatrixMemory;
 pub use packing::{PACKING, PackOptions, PackedMatrix, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use storage::units::UNIT;

@@ -8,7 +8,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use memmap2::{MmapMut, MmapRaw};
@@ -111,6 +111,76 @@ impl HugeMap {
             start,
             len,
         })
+    }
+}
+
+/// The memory of a packed matrix whose bytes come from a disk when they are needed, and go. It
+/// outlives the matrix.
+#[derive(Clone)]
+pub struct MatrixMemory {
+    region: Arc<Region>,
+    start: usize,
+    len: usize,
+}
+
+impl fmt::Debug for MatrixMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MatrixMemory({})", Bytes(self.len as u64))
+    }
+}
+
+impl MatrixMemory {
+    /// Bytes of the matrix.
+    pub const fn size(&self) -> usize {
+        self.len
+    }
+
+    /// A part of the bytes, for a reader of a disk.
+    ///
+    /// # Panics
+    /// If the part ends behind the matrix.
+    ///
+    /// # Safety
+    /// Until the borrow ends, nobody else uses this part, and no kernel reads the matrix.
+    #[allow(clippy::mut_from_ref, reason = "the contract gives it to one thread")]
+    pub unsafe fn part(&self, part: Range<usize>) -> &mut [u8] {
+        assert!(part.start <= part.end && part.end <= self.len, "{part:?}");
+        // SAFETY: within the mapping, which lives as long as this; alone by the contract.
+        unsafe {
+            let start = self.region.map.as_mut_ptr().add(self.start + part.start);
+            std::slice::from_raw_parts_mut(start, part.len())
+        }
+    }
+
+    /// Gives the memory back to the system; all of the bytes are undefined until they are written
+    /// again.
+    ///
+    /// # Safety
+    /// Nobody uses the bytes, and no kernel reads the matrix before they are written.
+    pub unsafe fn discard(&self) {
+        #[cfg(target_os = "linux")]
+        {
+            // Matrices begin at multiples of small pages, of which no other has a part.
+            let page = rustix::param::page_size();
+            let start = self.start.next_multiple_of(page);
+            let end = (self.start + self.len) / page * page;
+            // SAFETY: these bytes have no other owner; the contract.
+            let _ = unsafe {
+                let advice = memmap2::UncheckedAdvice::DontNeed;
+                let len = end.saturating_sub(start);
+                self.region.map.unchecked_advise_range(advice, start, len)
+            }; // refused: they stay
+        }
+    }
+}
+
+impl HugeMap {
+    pub(crate) fn memory(&self) -> MatrixMemory {
+        MatrixMemory {
+            region: Arc::clone(&self.region),
+            start: self.start,
+            len: self.len,
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use paceline_base::{BlockType, Bytes};
 use crate::error::Error;
 use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE, WORDS, grids};
 use crate::isa::LANES;
-use crate::memory::HugeMap;
+use crate::memory::{HugeMap, MatrixMemory};
 use crate::pool::ThreadPool;
 use crate::quantisation::Precision;
 use crate::rounding::is_tiny;
@@ -260,6 +260,11 @@ impl PackedMatrix {
     /// The packed bytes of revision [`PACKING`], for [`read_back`](Self::read_back).
     pub fn data(&self) -> &[u8] {
         &self.data
+    }
+
+    /// Memory of the packed bytes, for weights that are read from a disk when they are needed.
+    pub fn memory(&self) -> MatrixMemory {
+        self.data.memory()
     }
 
     /// Whether BF16 weights have values that kernels treat apart: the argument of

@@ -63,9 +63,12 @@ impl EagleCompute {
             head.kernels
                 .activations(rows, cols, head.precision(), matrices)
         };
-        let scratch =
-            head.kernels
-                .attention_scratch(sequences, config.heads, config.head_dim, positions);
+        let scratch = head.kernels.attention_scratch(
+            sequences,
+            config.heads,
+            (config.head_dim, config.head_dim),
+            positions,
+        );
         Self {
             captured: buffer(rows, n * c, &[&head.fuse]),
             input: buffer(rows, 2 * c, &[&head.query, &head.key, &head.value]),

@@ -21,8 +21,10 @@ use crate::config::{
     self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,
 };
 use crate::expert_usage::LayerUses;
+use crate::Error;
 use crate::model::Model;
 use crate::split::LeafCut;
+use crate::streaming::{StreamUnit, Streamer};
 use crate::weights::{Expert, Experts, of_both};
 
 /// A row's route to one expert.
@@ -123,28 +125,44 @@ impl ExpertBuffers {
     pub(super) fn compute(
         &mut self,
         kernels: &Kernels,
-        (weights, uses): (&Experts, &LayerUses),
+        (weights, uses, streamer): (&Experts, &LayerUses, Option<(&Streamer, usize)>),
         cut: &LeafCut,
         x: &Activations,
         out: &mut [f32],
-    ) {
+    ) -> Result<(), Error> {
         self.choose(kernels, weights, x);
         let chosen = self.choices[..x.rows() * Self::each(self.of)].iter();
-        uses.count(chosen.map(|choice| choice.expert));
+        uses.count(chosen.clone().map(|choice| choice.expert));
+        if let Some((streamer, layer)) = streamer {
+            // In the order in which they compute; what finds no room is read when it is needed.
+            let own = weights.first..weights.first + weights.experts.len();
+            let is_chosen = |e: &usize| chosen.clone().any(|choice| choice.expert == *e);
+            let ahead = own.filter(is_chosen);
+            ahead.for_each(|e| streamer.want(StreamUnit::Expert(layer, e)));
+        }
         let mut slot = 0;
         kernels.meter().experts(|| {
             for (index, expert) in (weights.first..).zip(&weights.experts) {
                 self.gather(index, slot, x.rows());
                 if !self.members.is_empty() {
+                    let unit = |layer| StreamUnit::Expert(layer, index);
+                    if let Some((streamer, layer)) = streamer {
+                        streamer.need(unit(layer))?;
+                    }
                     self.expert(kernels, expert, x, slot);
+                    if let Some((streamer, layer)) = streamer {
+                        streamer.leave(unit(layer));
+                    }
                 }
                 slot += self.members.len();
             }
-        });
+            Ok::<_, Error>(())
+        })?;
         let n = x.rows() * x.cols();
         for (root, out) in cut.own_roots().zip(out.chunks_exact_mut(n)) {
             self.sum(kernels, root.leaves(cut.leaves), x.cols(), out);
         }
+        Ok(())
     }
 
     /// Routes each row; routes are in order of expert index.

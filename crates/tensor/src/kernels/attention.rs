@@ -27,7 +27,7 @@ use crate::pool::DisjointMut;
 /// cache.
 const QUERIES: usize = 24;
 
-/// [`QUERIES`] for pages whose values are transposed from the keys first. That is 64 x 512 elements
+/// [`QUERIES`] for pages whose keys or values are transposed first. That is 64 x 512 elements
 /// of GLM 4.7 Flash, against 64 x 1088 multiply-adds for each query. More queries share that; their
 /// results (2 x 2 KiB each) stay in an L2 of 1 MiB.
 const LATENT_QUERIES: usize = 72;
@@ -86,7 +86,7 @@ pub struct AttentionScratch {
     /// Partial results of a step that is cut by page, for each (row, head, page).
     partials: Vec<f32>,
     /// For each thread, two partial results for each of [`LATENT_QUERIES`] or fewer. Behind them
-    /// lie the values of a page, where these are part of the keys.
+    /// lie the transposed keys or values of a page, where values are part of the keys.
     running: Vec<Mutex<Vec<f32>>>,
 }
 
@@ -110,20 +110,21 @@ impl AttentionScratch {
 }
 
 impl Kernels {
-    /// Working memory for up to `rows` rows of `heads` heads with values of `value_dim`, the most
-    /// of any layer. Sequences have up to `positions` positions. A step of few rows over many pages
+    /// Working memory for up to `rows` rows of `heads` heads with keys and values of so many
+    /// elements, the most of any layer. Sequences have up to `positions` positions. A step of few rows over many pages
     /// is cut by page when its partial results fit here. So room for at least one row at full
     /// length is kept.
     pub fn attention_scratch(
         &self,
         rows: usize,
         heads: usize,
-        value_dim: usize,
+        (key_dim, value_dim): (usize, usize),
         positions: usize,
     ) -> AttentionScratch {
         let partial = attention::partial_len(value_dim);
         let pages = positions.div_ceil(PAGE).max(1);
-        let running = || Mutex::new(vec![0.0; 2 * LATENT_QUERIES * partial + PAGE * value_dim]);
+        let turned = PAGE * key_dim.max(value_dim);
+        let running = || Mutex::new(vec![0.0; 2 * LATENT_QUERIES * partial + turned]);
         AttentionScratch {
             partials: vec![0.0; heads * partial * (rows + pages)],
             running: (0..self.pool().threads()).map(|_| running()).collect(),
@@ -215,7 +216,7 @@ impl AttentionTask<'_> {
     /// Computes the partial results of a run of pages for one KV head and one row.
     fn pages(&self, task: usize, running: &mut [f32]) {
         let plan = self.plan;
-        let mut values = PageValues::at_end(running, plan.value_dim).1;
+        let mut turned = TurnedPage::at_end(running, plan).1;
         let (task, run) = (task / plan.runs(), task % plan.runs());
         let (row, kv_head) = (task / plan.kv_heads, task % plan.kv_heads);
         let (sequence, offset) = locate(self.step.sequences, row);
@@ -231,7 +232,7 @@ impl AttentionTask<'_> {
             let mut queries = Queries::new(plan.queries);
             for head in plan.heads_of(kv_head) {
                 if queries.is_full() {
-                    self.attend(page, next, &mut queries, &mut values);
+                    self.attend(page, next, &mut queries, &mut turned);
                 }
                 // SAFETY: each (row, head, page) has a slot of its own.
                 let out = unsafe { self.stored.part(plan.slot(row, head, index)) };
@@ -242,7 +243,7 @@ impl AttentionTask<'_> {
                     out: out.as_mut_ptr(),
                 });
             }
-            self.attend(page, next, &mut queries, &mut values);
+            self.attend(page, next, &mut queries, &mut turned);
         }
     }
 
@@ -310,7 +311,7 @@ impl AttentionTask<'_> {
     /// Computes some queries over all pages that they attend to.
     fn tile(&self, tile: &QueryTile<'_>, running: &mut [f32]) {
         let (plan, window) = (self.plan, self.step.window);
-        let (running, mut values) = PageValues::at_end(running, plan.value_dim);
+        let (running, mut turned) = TurnedPage::at_end(running, plan);
         let (total, next) = running.split_at_mut(plan.queries * plan.partial);
         let (mut totals, mut nexts) = (parts(total, plan.partial), parts(next, plan.partial));
         let last = (tile.position + tile.rows.len() - 1) / PAGE;
@@ -332,7 +333,7 @@ impl AttentionTask<'_> {
             });
             let page = (tile.sequence.page(index), tile.kv_head);
             let next = self.behind(&tile.sequence, &seen, index, tile.kv_head);
-            self.attend(page, next, &mut queries, &mut values);
+            self.attend(page, next, &mut queries, &mut turned);
             tile.each(|slot, _, position, _| {
                 let seen = first_page(position, window)..position / PAGE + 1;
                 if index > seen.start && index < seen.end {
@@ -368,14 +369,17 @@ impl AttentionTask<'_> {
         page: (u32, usize),
         next: Option<(u32, usize)>,
         queries: &mut Queries,
-        values: &mut PageValues<'_>,
+        turned: &mut TurnedPage<'_>,
     ) {
         let (cache, layer) = (self.step.cache, self.step.layer);
         let mut view = cache.page(layer, page, next);
         view.cap = self.step.cap.unwrap_or(0.0);
         let kv_type = cache.rows(layer).kv_type;
-        if cache.is_latent(layer) {
-            view.values = values.of_keys(page, &view, kv_type);
+        if cache.is_selected(layer) {
+            view.keys = turned.keys_of(page, &view, kv_type);
+            view.to_next = 0;
+        } else if cache.is_latent(layer) {
+            view.values = turned.values_of(page, &view, kv_type);
             view.values_to_next = 0;
         }
         let kernel = match kv_type {
@@ -391,37 +395,64 @@ impl AttentionTask<'_> {
     }
 }
 
-/// Memory for the values of one page whose keys hold them.
-struct PageValues<'a> {
+/// Memory for the transposed keys or values of one page whose values are part of its keys.
+struct TurnedPage<'a> {
     memory: &'a mut [f32],
-    /// The page and KV head whose values it has.
+    /// The page and KV head that it has.
     of: Option<(u32, usize)>,
 }
 
-impl<'a> PageValues<'a> {
+impl<'a> TurnedPage<'a> {
     /// The end of a thread's memory, and what lies before.
-    fn at_end(running: &'a mut [f32], value_dim: usize) -> (&'a mut [f32], Self) {
-        let (before, memory) = running.split_at_mut(running.len() - PAGE * value_dim);
+    fn at_end(running: &'a mut [f32], plan: &AttentionPlan) -> (&'a mut [f32], Self) {
+        let len = PAGE * plan.head_dim.max(plan.value_dim);
+        let (before, memory) = running.split_at_mut(running.len() - len);
         (before, Self { memory, of: None })
     }
 
     /// The values of a page, `(64, value_dim)`, of the cache's elements.
-    fn of_keys(&mut self, page: (u32, usize), view: &PageView, kv_type: KvType) -> *const u8 {
-        let (to, dim) = (self.memory.as_mut_ptr().cast::<u8>(), view.value_dim);
+    fn values_of(&mut self, page: (u32, usize), view: &PageView, kv_type: KvType) -> *const u8 {
+        let to = self.memory.as_mut_ptr().cast::<u8>();
         if self.of != Some(page) {
             // SAFETY: the keys are (head_dim, 64) elements; the first value_dim rows are transposed
             // into memory for 64 value_dim floats, which take the most bytes.
+            unsafe { turn(kv_type, view.keys, (view.value_dim, PAGE), to) };
+            self.of = Some(page);
+        }
+        to
+    }
+
+    /// The keys of a page, `(head_dim, 64)`, from the two runs of each position.
+    fn keys_of(&mut self, page: (u32, usize), view: &PageView, kv_type: KvType) -> *const u8 {
+        let to = self.memory.as_mut_ptr().cast::<u8>();
+        if self.of != Some(page) {
+            let first = PAGE * view.value_dim * kv_type.key_bits() / 8;
+            let second = (PAGE, view.head_dim - view.value_dim);
+            // SAFETY: the first runs are (64, value_dim) elements, the second have the others; both
+            // are transposed into memory for 64 head_dim floats.
             unsafe {
-                match kv_type {
-                    KvType::F16 => attention::turn::<u16>(view.keys.cast(), dim, to.cast()),
-                    KvType::F32 => attention::turn::<u32>(view.keys.cast(), dim, to.cast()),
-                    KvType::Q8 => attention::turn::<u8>(view.keys, dim, to),
-                    KvType::Q4 => unreachable!("latent layers have bytes"),
-                }
+                turn(kv_type, view.keys, (PAGE, view.value_dim), to);
+                turn(kv_type, view.keys.add(first), second, to.add(first));
             }
             self.of = Some(page);
         }
         to
+    }
+}
+
+/// [`attention::turn`] of elements of `kv_type`.
+///
+/// # Safety
+/// Its contract.
+unsafe fn turn(kv_type: KvType, from: *const u8, size: (usize, usize), to: *mut u8) {
+    // SAFETY: by the contract.
+    unsafe {
+        match kv_type {
+            KvType::F16 => attention::turn::<u16>(from.cast(), size, to.cast()),
+            KvType::F32 => attention::turn::<u32>(from.cast(), size, to.cast()),
+            KvType::Q8 => attention::turn::<u8>(from, size, to),
+            KvType::Q4 => unreachable!("latent layers have bytes"),
+        }
     }
 }
 

@@ -124,9 +124,14 @@ impl SparseScratch {
             top_k,
             ranks: vec![0; SELECTED_ROWS * positions],
             positions,
-            gathered: KvCache::new(&[(0, LayerStore::Latent(shape))], &[pages])?,
+            gathered: KvCache::new(&[(0, LayerStore::Indexed(shape, 0))], &[pages])?,
             pages: (0..pages as u32).collect(),
-            attention: kernels.attention_scratch(GATHERED_ROWS, heads, shape.value_dim, top_k),
+            attention: kernels.attention_scratch(
+                GATHERED_ROWS,
+                heads,
+                (shape.head_dim, shape.value_dim),
+                top_k,
+            ),
         })
     }
 

@@ -648,7 +648,7 @@ fn check_attention(case: &Case, lengths: [usize; 2], rows: [usize; 2], kernels: 
         queries: &queries,
         sequences: &sequences,
     };
-    let mut scratch = kernels.attention_scratch(2, case.heads, case.head_dim, 512);
+    let mut scratch = kernels.attention_scratch(2, case.heads, (case.head_dim, case.head_dim), 512);
     let mut out = vec![f32::NAN; queries.len()];
     kernels.attention(&step, &mut scratch, &mut out);
     let mut row = 0;
@@ -786,7 +786,7 @@ fn attention_of(case: &Case, heads: Range<usize>, rows: usize, kernels: &Kernels
         queries: &queries,
         sequences: &[sequence],
     };
-    let mut scratch = kernels.attention_scratch(1, heads.len(), d, 256);
+    let mut scratch = kernels.attention_scratch(1, heads.len(), (d, d), 256);
     let mut out = vec![f32::NAN; queries.len()];
     kernels.attention(&step, &mut scratch, &mut out);
     out

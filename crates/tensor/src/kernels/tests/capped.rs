@@ -35,7 +35,7 @@ fn capped(kernels: &Kernels, rows: usize) -> Vec<f32> {
         queries: &queries[(POSITIONS - rows) * DIM..],
         sequences: &[sequence(rows)],
     };
-    let mut scratch = kernels.attention_scratch(rows, 1, DIM, 128);
+    let mut scratch = kernels.attention_scratch(rows, 1, (DIM, DIM), 128);
     let mut out = vec![f32::NAN; rows * DIM];
     kernels.attention(&step, &mut scratch, &mut out);
     out

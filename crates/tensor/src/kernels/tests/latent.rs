@@ -50,7 +50,7 @@ fn latent(
         queries: &queries,
         sequences: &[sequence(rows)],
     };
-    let mut scratch = kernels.attention_scratch(1, heads, DIMS.1, 256);
+    let mut scratch = kernels.attention_scratch(1, heads, DIMS, 256);
     let mut out = vec![f32::NAN; rows * heads * DIMS.1];
     kernels.attention(&step, &mut scratch, &mut out);
     out

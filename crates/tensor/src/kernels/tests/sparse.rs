@@ -77,7 +77,7 @@ fn sparse(
     kernels.sparse_attention(&step, &selected, &mut scratch, &mut out);
     if top_k >= POSITIONS {
         let mut plain = vec![f32::NAN; rows * HEADS * DIMS.1];
-        let mut scratch = kernels.attention_scratch(rows, HEADS, DIMS.1, 256);
+        let mut scratch = kernels.attention_scratch(rows, HEADS, DIMS, 256);
         kernels.attention(&step, &mut scratch, &mut plain);
         assert_eq!(
             bits(&out),
@@ -174,7 +174,7 @@ fn other_positions_do_not_matter() {
             queries: &queries[(POSITIONS - 1) * HEADS * DIMS.0..],
             sequences: &[sequence(1)],
         };
-        let mut scratch = kernels.attention_scratch(1, HEADS, DIMS.1, 128);
+        let mut scratch = kernels.attention_scratch(1, HEADS, DIMS, 128);
         let mut expected = vec![f32::NAN; HEADS * DIMS.1];
         kernels.attention(&step, &mut scratch, &mut expected);
         assert_eq!(bits(&out), bits(&expected), "{kv_type:?}");
