@@ -121,7 +121,7 @@ impl KvType {
     }
 
     /// Bits of an element of a key, scales left out.
-    const fn key_bits(self) -> usize {
+    pub(crate) const fn key_bits(self) -> usize {
         match self {
             Self::F16 => 16,
             Self::F32 => 32,

@@ -29,7 +29,7 @@ use sha2::{Digest, Sha256};
 use tracing::{debug, warn};
 
 /// Revision of the files.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The beginning of a file.
 const MAGIC: &[u8; 8] = b"plpage\r\n";
