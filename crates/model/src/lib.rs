@@ -57,8 +57,8 @@ mod weights;
 pub use adapter::{ADAPTERS_MAX, Adapter, AdapterId, AdapterPair};
 pub use compute::{Compute, ExchangeBytes, LoadedModel};
 pub use config::{
-    Activation, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer, Latent,
-    LayerCache, LayerShape, PositionScaling, Selection,
+    Activation, CLAMP_SLOPE, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer,
+    LEAST_SUM, Latent, LayerCache, LayerShape, PositionScaling, Selection,
 };
 pub use draft_head::{DraftHead, DraftHeadCompute, HeadRows, draft_captures, load_draft_head};
 pub use eagle::{EagleHead, HeadConfig};

@@ -375,7 +375,7 @@ fn choose_row(
     let rank = |e: usize| weights[e] + choice.map_or(0.0, |choice| choice[e]);
     let open = of
         .groups
-        .map(|groups| (of.count / groups.count, open_groups(of.count, groups, rank)));
+        .map(|groups| (of.count / groups.count, groups.open(of.count, rank)));
     let is_open = |e: usize| open.is_none_or(|(each, open)| open >> (e / each) & 1 == 1);
     for n in 0..choices.len() {
         let taken = &choices[..n];
@@ -405,38 +405,40 @@ fn choose_row(
     choices.sort_unstable_by_key(|choice| choice.expert);
 }
 
-/// Groups with the largest scores as a bit set, the lower index among equals. A group's score is
-/// the sum of its largest `rank`s, added in descending order.
-fn open_groups(experts: usize, groups: ExpertGroups, rank: impl Fn(usize) -> f32) -> u64 {
-    let each = experts / groups.count;
-    let score = |group: usize| {
-        let mut sum = 0.0;
-        let mut before = (f32::INFINITY, 0); // rank and index of the last one added
-        for n in 0..groups.largest {
-            let behind = |e: &usize| {
-                let order = rank(*e).total_cmp(&before.0);
-                n == 0 || order.is_lt() || order.is_eq() && *e > before.1
-            };
-            let rest = (group * each..(group + 1) * each).filter(behind).rev();
-            let best = rest.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
-            let best = best.expect("a group has more experts than count for its score");
-            before = (rank(best), best);
-            sum += before.0;
+impl ExpertGroups {
+    /// Groups with the largest scores as a bit set, the lower index among equals. A group's score is
+    /// the sum of its largest `rank`s, added in descending order.
+    pub fn open(self, experts: usize, rank: impl Fn(usize) -> f32) -> u64 {
+        let each = experts / self.count;
+        let score = |group: usize| {
+            let mut sum = 0.0;
+            let mut before = (f32::INFINITY, 0); // rank and index of the last one added
+            for n in 0..self.largest {
+                let behind = |e: &usize| {
+                    let order = rank(*e).total_cmp(&before.0);
+                    n == 0 || order.is_lt() || order.is_eq() && *e > before.1
+                };
+                let rest = (group * each..(group + 1) * each).filter(behind).rev();
+                let best = rest.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
+                let best = best.expect("a group has more experts than count for its score");
+                before = (rank(best), best);
+                sum += before.0;
+            }
+            sum
+        };
+        let mut scores = [0.0; MAX_GROUPS];
+        let each_score = scores.iter_mut().enumerate().take(self.count);
+        each_score.for_each(|(group, to)| *to = score(group));
+        let mut open = 0u64;
+        for _ in 0..self.used {
+            let closed = (0..self.count)
+                .filter(|group| open >> group & 1 == 0)
+                .rev();
+            let best = closed.max_by(|a, b| scores[*a].total_cmp(&scores[*b]));
+            open |= 1 << best.expect("no more are used than there are");
         }
-        sum
-    };
-    let mut scores = [0.0; MAX_GROUPS];
-    let each_score = scores.iter_mut().enumerate().take(groups.count);
-    each_score.for_each(|(group, to)| *to = score(group));
-    let mut open = 0u64;
-    for _ in 0..groups.used {
-        let closed = (0..groups.count)
-            .filter(|group| open >> group & 1 == 0)
-            .rev();
-        let best = closed.max_by(|a, b| scores[*a].total_cmp(&scores[*b]));
-        open |= 1 << best.expect("no more are used than there are");
+        open
     }
-    open
 }
 
 /// Softmax over the scores of `choices`; the first score must be the largest.
@@ -483,7 +485,7 @@ mod tests {
                 let expected = order[..used]
                     .iter()
                     .fold(0, |open, group| open | 1u64 << group);
-                let got = open_groups(ranks.len(), groups, |e| ranks[e]);
+                let got = groups.open(ranks.len(), |e| ranks[e]);
                 assert_eq!(got, expected, "{groups:?} {ranks:?}");
             }
         }
@@ -497,6 +499,6 @@ mod tests {
             used: 2,
             largest: 2,
         };
-        assert_eq!(open_groups(4, groups, |_| f32::NAN), 0b11);
+        assert_eq!(groups.open(4, |_| f32::NAN), 0b11);
     }
 }
