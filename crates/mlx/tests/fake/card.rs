@@ -1,28 +1,14 @@
-//! MLX with a CUDA card of 24 GB; 10 GB are free. Its operations run on the processor. A byte is
-//! added to the file `PACELINE_SUBMISSIONS` for each submission. All else is from the library that
-//! this one is linked with.
+//! MLX with a CUDA card of 24 GB; 10 GB are free. A byte is added to the file
+//! `PACELINE_SUBMISSIONS` for each submission. All else is from the library that this one is linked
+//! with.
 
+mod gpu;
 mod real;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io::Write;
 
 use real::Handle;
-
-const GPU: c_int = 1;
-
-#[unsafe(no_mangle)]
-pub extern "C" fn mlx_device_count(count: *mut c_int, _: c_int) -> c_int {
-    unsafe { *count = 1 };
-    0
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn mlx_device_new_type(_: c_int, index: c_int) -> *mut c_void {
-    type New = extern "C" fn(c_int, c_int) -> *mut c_void;
-    let new: New = unsafe { std::mem::transmute(real::function(c"mlx_device_new_type")) };
-    new(GPU - 1, index)
-}
 
 /// This layer makes no group, whether or not the library that it is linked with can.
 #[unsafe(no_mangle)]
