@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Gradients by PyTorch, transformers and peft: train_gradients.py [OUT]
+"""Gradients by PyTorch, transformers and peft: train_gradients.py [OUT [MODEL...]]
 
-OUT defaults to tests-data/golden/train. For the dense tiny models of tests-data/golden/hf it writes
+OUT defaults to tests-data/golden/train. For tiny models of tests-data/golden/hf it writes
     NAME.safetensors  gradients of the mean loss in float64, rounded to float32: of every adapter tensor under PEFT's name,
-                      and "full.TENSOR": 32 evenly spaced elements of each weight's gradient
+                      and "full.TENSOR": 32 evenly spaced elements of each weight's gradient;
+                      "aux.TENSOR": the same with the routers' loss (BALANCED)
     NAME.json         loss, and by tensor how far float32 is from float64 (L2, relative)
     adapter/          peft's files of a small adapter, and logits with it
 
@@ -26,7 +27,9 @@ from transformers import AutoModelForCausalLM
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = ["llama-tied", "llama-rope3-sharded", "qwen2-f16", "qwen3-bf16", "gemma3-linear-bf16",
-          "qwen3moe-bf16", "mixtral"]
+          "qwen3moe-bf16", "mixtral", "qwen2moe-bf16", "gpt-oss-bf16", "deepseek-v2",
+          "deepseek-v3-bf16"]
+BALANCED, BALANCE = "qwen3moe-bf16", 0.5  # with the routers' auxiliary loss, times this
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Else peft makes adapters of experts out of these names, and changes those of dense layers.
 conversion.convert_peft_config_for_transformers = lambda *_, **__: None
@@ -74,6 +77,8 @@ def adapted(name, dtype):
     for layer in range(model.config.num_hidden_layers):
         for target in TARGETS:
             block = "self_attn" if target in TARGETS[:4] else "mlp"
+            if target == "q_proj" and hasattr(model.config, "kv_lora_rank"):
+                continue  # ours has none there; peft's begins as 0
             for half in "AB":
                 key = f"base_model.model.model.layers.{layer}.{block}.{target}.lora_{half}"
                 if f"{key}.default.weight" not in by_name:
@@ -86,11 +91,31 @@ def adapted(name, dtype):
     return model
 
 
-def gradients(model, rename):
-    loss = loss_of(model)
+def auxiliary(model, run):
+    """Switch Transformer's loss of every router over all rows; `run` computes them."""
+    seen, total = {}, 0
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_pre_hook(
+                lambda module, args, name=name: seen.setdefault(name, []).append(
+                    args[0].reshape(-1, module.weight.shape[1]) @ module.weight.T))
+    loss = run()
+    for rows in seen.values():
+        logits = torch.cat(rows)
+        chosen = torch.topk(logits, model.config.num_experts_per_tok, dim=-1).indices
+        uses = torch.nn.functional.one_hot(chosen, logits.shape[1]).sum(1).to(logits.dtype).mean(0)
+        total = total + logits.shape[1] * (uses * logits.softmax(-1).mean(0)).sum()
+    return loss + BALANCE * total
+
+
+def gradients(model, rename, balanced=False):
+    loss = auxiliary(model, lambda: loss_of(model)) if balanced else loss_of(model)
     model.zero_grad()
     loss.backward()
-    found = {rename(n): p.grad.double().numpy() for n, p in model.named_parameters()
+    # A bias of the choice alone has no gradient.
+    still = {rename(n): np.zeros(b.shape) for n, b in model.named_buffers()
+             if n.endswith("e_score_correction_bias")}
+    found = still | {rename(n): p.grad.double().numpy() for n, p in model.named_parameters()
              if p.grad is not None}
     return float(loss), found
 
@@ -103,6 +128,13 @@ def by_expert(name, grads):
     found = {}
     for full, values in grads.items():
         stem, _, last = full.rpartition(".mlp.experts.")
+        if stem and name.startswith("gpt-oss"):  # alternating, and inputs by outputs
+            bias = last.endswith("_bias")
+            for i, part in enumerate(parts[:2] if last.startswith("gate_up") else parts[2:]):
+                own = values[..., i::2] if last.startswith("gate_up") else values
+                found[f"{stem}.mlp.experts.{part}.{'bias' if bias else 'weight'}"] = (
+                    own if bias else own.swapaxes(1, 2))
+            continue
         if not stem:
             found[full.replace(".mlp.gate.", f".{block}.gate.")] = values
             continue
@@ -114,23 +146,27 @@ def by_expert(name, grads):
     return found
 
 
-def sample(grads):
+def sample(grads, kind="full"):
     def some(values):
         flat = values.reshape(-1)
         return flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].copy()
-    return {f"full.{name}": some(values) for name, values in grads.items()}
+    return {f"{kind}.{name}": some(values) for name, values in grads.items()}
 
 
 def main():
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY / "tests-data/golden/train"
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    for name in MODELS:
+    for name in sys.argv[2:] or MODELS:
         found = []
         for dtype in (torch.float64, torch.float32):
             loss, lora = gradients(adapted(name, dtype), lambda n: n.replace(".default", ""))
             full_loss, full = gradients(load(name, dtype), lambda n: n)
-            found.append((loss, full_loss, lora | sample(by_expert(name, full))))
+            all_of_it = lora | sample(by_expert(name, full))
+            if name == BALANCED:
+                _, even = gradients(load(name, dtype), lambda n: n, balanced=True)
+                all_of_it |= sample(by_expert(name, even), "aux")
+            found.append((loss, full_loss, all_of_it))
         (loss, full_loss, exact), (_, _, single) = found
         # An expert without rows has no gradient.
         distance = {n: float(np.linalg.norm(single[n] - exact[n])
@@ -140,6 +176,8 @@ def main():
                  "versions": {p: version(p) for p in ("torch", "transformers", "peft")}}
         (out / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
         print(name, loss, full_loss, max(distance.values()), min(distance.values()))
+    if sys.argv[2:]:
+        return
     model = adapted("llama-tied", torch.float32).eval()
     model.peft_config["default"].base_model_name_or_path = "hf/llama-tied"
     model.save_pretrained(out / "adapter")

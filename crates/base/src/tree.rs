@@ -283,9 +283,19 @@ impl Stack {
     pub fn push_root(&mut self, node: TreeNode, value: &[f32]) {
         assert_eq!(node.start(), self.next_leaf, "start of {node:?}");
         assert_eq!(value.len(), self.width, "length of {node:?}");
-        self.nodes.push(node);
-        self.values.extend_from_slice(value);
         self.next_leaf = node.leaves(self.n).end;
+        match self.nodes.last_mut() {
+            // The top is added to where it lies, so that the value needs no place.
+            Some(top) if let Some(parent) = top.join(node, self.n) => {
+                *top = parent;
+                let start = self.values.len() - self.width;
+                add(&mut self.values[start..], value);
+            }
+            _ => {
+                self.nodes.push(node);
+                self.values.extend_from_slice(value);
+            }
+        }
         let depth = settle(self.n, &mut self.nodes, &mut self.values, self.width);
         self.nodes.truncate(depth);
         self.values.truncate(depth * self.width);

@@ -109,6 +109,14 @@ pub(crate) struct Args {
         allow_negative_numbers = true
     )]
     dropout: f32,
+    /// Factor of the loss that keeps the routers of experts even; 0 for none
+    #[arg(
+        long,
+        value_name = "F",
+        default_value_t = 0.0,
+        allow_negative_numbers = true
+    )]
+    router_aux: f32,
     /// Steps, an update each
     #[arg(long, value_name = "N", default_value_t = 100, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
@@ -280,6 +288,7 @@ impl Args {
                 targets: targets(&self.targets),
                 layers: self.layers,
                 dropout: self.dropout,
+                balance: self.router_aux,
                 class: self.class,
             },
             data: absolute(mlx_lm::needed(self.data.as_ref(), "--data")?)?,

@@ -276,7 +276,7 @@ fn sizes(width: usize, shape: &LayerShape, part: LayerRole) -> Option<[usize; 2]
         LayerRole::Query => of(is_plain, heads * shape.head_dim, width),
         LayerRole::Key => of(is_plain && shape.has_keys(), kv * shape.head_dim, width),
         LayerRole::Value => of(is_plain && shape.has_values(), kv * shape.value_dim, width),
-        LayerRole::AttentionOutput => of(is_plain, width, heads * shape.output_dim()),
+        LayerRole::AttentionOutput => of(has_heads, width, heads * shape.output_dim()),
         LayerRole::Gate | LayerRole::Up => of(shape.has_dense(), shape.ffn, width),
         LayerRole::Down => of(shape.has_dense(), width, shape.ffn),
         _ => None,

@@ -4,6 +4,7 @@
 
 mod attention;
 mod experts;
+mod latent;
 mod linear;
 
 use paceline_model::{Activation, Config};
@@ -17,6 +18,7 @@ use crate::pool;
 use crate::weights::{StageWeights, VectorParameter};
 use attention::LeafAttention;
 use experts::RoutedRows;
+use latent::{LatentKept, LatentLayer};
 
 /// Computes layers on this machine's threads.
 pub(crate) struct Cpu<'a> {
@@ -27,6 +29,8 @@ pub(crate) struct Cpu<'a> {
     pub(crate) scale: f32,
     /// Dropout of adapters' inputs.
     pub(crate) dropout: Option<Dropout>,
+    /// Factor of the routers' auxiliary loss in the gradient: see [`experts`].
+    pub(crate) balance: f32,
 }
 
 /// Values that a layer's forward pass leaves for its backward pass.
@@ -36,6 +40,7 @@ pub(crate) struct Activations {
     normed: Vec<f32>,
     /// (T, H D) and (T, K D) before norms of heads, if there are any.
     raw: Option<(Vec<f32>, Vec<f32>)>,
+    latent: Option<LatentKept>,
     query: Vec<f32>,
     key: Vec<f32>,
     value: Vec<f32>,
@@ -83,19 +88,17 @@ impl LayerEngine for Cpu<'_> {
     ) -> Result<(Vec<f32>, Activations), Error> {
         let w = self.weights.layer(layer);
         let normed = self.norm(&w.attention_norm, params, x);
-        let mut query = self.linear(&w.matrices[QUERY], params, &normed);
-        let mut key = self.linear(&w.matrices[KEY], params, &normed);
-        let value = self.linear(&w.matrices[VALUE], params, &normed);
-        let mut raw = None;
-        if let (Some(q), Some(k)) = (&w.query_norm, &w.key_norm) {
-            let (q, k) = (self.norm(q, params, &query), self.norm(k, params, &key));
-            raw = Some((
-                std::mem::replace(&mut query, q),
-                std::mem::replace(&mut key, k),
-            ));
-        }
-        let attention = self.attention(layer, rows);
-        attention.rotate(&mut query, &mut key, false);
+        let attention = self.attention(layer, params, rows);
+        let ([query, key, value], raw, latent) = match self.latent_layer(layer, rows) {
+            Some(at) => {
+                let (inputs, latent) = self.latent(at, params, &normed);
+                (inputs, None, Some(latent))
+            }
+            None => {
+                let (inputs, raw) = self.heads((layer, &attention), params, &normed);
+                (inputs, raw, None)
+            }
+        };
         let attended = attention.forward(&query, &key, &value);
         let delta = self.linear(&w.matrices[OUT], params, &attended);
         let (delta, attention_delta) = self.after(w.post_attention_norm.as_ref(), params, delta);
@@ -107,6 +110,7 @@ impl LayerEngine for Cpu<'_> {
         let kept = Activations {
             normed,
             raw,
+            latent,
             query,
             key,
             value,
@@ -134,7 +138,7 @@ impl LayerEngine for Cpu<'_> {
         };
         let w = self.weights.layer(layer);
         let (kept, d_middle) = self.backward_ffn(params, layer, kept, dy, grads);
-        let attention = self.attention(layer, rows);
+        let attention = self.attention(layer, params, rows);
         let post = w.post_attention_norm.as_ref();
         let d_delta = self.before(
             post,
@@ -146,21 +150,15 @@ impl LayerEngine for Cpu<'_> {
         let mut d_attended = vec![0.0; kept.attended.len()];
         let out = (&w.matrices[OUT], kept.attended.as_slice());
         self.linear_back(out, params, &d_delta, (&mut d_attended, false), grads);
-        let [mut dq, mut dk, dv] =
-            attention.backward([&kept.query, &kept.key, &kept.value], &d_attended);
-        attention.rotate(&mut dq, &mut dk, true);
-        if let (Some(q), Some(k), Some(raw)) = (&w.query_norm, &w.key_norm, &kept.raw) {
-            let zeros = |like: &[f32]| vec![0.0; like.len()];
-            let (mut before_q, mut before_k) = (zeros(&dq), zeros(&dk));
-            self.norm_back(q, params, (&raw.0, &dq), &mut before_q, grads);
-            self.norm_back(k, params, (&raw.1, &dk), &mut before_k, grads);
-            (dq, dk) = (before_q, before_k);
-        }
-        let mut d_normed = vec![0.0; kept.normed.len()];
-        for (n, d) in [(QUERY, &dq), (KEY, &dk), (VALUE, &dv)] {
-            let at = (&w.matrices[n], kept.normed.as_slice());
-            self.linear_back(at, params, d, (&mut d_normed, n != QUERY), grads);
-        }
+        let inputs = [&*kept.query, &*kept.key, &*kept.value];
+        let d_sinks = w.sinks.as_ref().and_then(|sinks| sinks.grads(grads));
+        let d = attention.backward(inputs, &d_attended, d_sinks);
+        let d_normed = match (self.latent_layer(layer, rows), &kept.latent) {
+            (Some(at), Some(latent)) => {
+                self.latent_back(at, params, (&kept.normed, latent), d, grads)
+            }
+            _ => self.heads_back((layer, &attention), params, &kept, d, grads),
+        };
         let mut dx = d_middle;
         self.norm_back(&w.attention_norm, params, (x, &d_normed), &mut dx, grads);
         Ok(dx)
@@ -177,28 +175,34 @@ impl Cpu<'_> {
         }
         let gate = self.linear(&w.matrices[GATE], params, x);
         let up = self.linear(&w.matrices[UP], params, x);
-        let hidden = self.gated(&gate, &up, w.matrices[GATE].rows);
+        let hidden = self.gated(self.gate(), (&gate, &up), w.matrices[GATE].rows);
         let y = self.linear(&w.matrices[DOWN], params, &hidden);
         (y, FeedForward::Dense { gate, up, hidden })
     }
 
     /// The gate's function times `up`, rows of `n` numbers.
-    fn gated(&self, gate: &[f32], up: &[f32], n: usize) -> Vec<f32> {
+    fn gated(&self, kind: Gate, (gate, up): (&[f32], &[f32]), n: usize) -> Vec<f32> {
         let mut hidden = vec![0.0; gate.len()];
         pool::chunks(self.kernels.pool(), &mut hidden, n, |i, hidden| {
             let at = i * n..i * n + hidden.len();
-            self.gate().forward(&gate[at.clone()], &up[at], hidden);
+            kind.forward(&gate[at.clone()], &up[at], hidden);
         });
         hidden
     }
 
     /// Turns gate and up into their gradients.
-    fn gated_back(&self, (gate, up): (&mut [f32], &mut [f32]), d_hidden: &[f32], n: usize) {
+    fn gated_back(
+        &self,
+        kind: Gate,
+        (gate, up): (&mut [f32], &mut [f32]),
+        d_hidden: &[f32],
+        n: usize,
+    ) {
         let mut rows: Vec<_> = gate.chunks_mut(n).zip(up.chunks_mut(n)).collect();
         pool::chunks(self.kernels.pool(), &mut rows, 1, |i, row| {
             let (gate, up) = &mut row[0];
             let d_hidden = &d_hidden[i * n..(i + 1) * n];
-            self.gate().backward(gate, up, d_hidden);
+            kind.backward(gate, up, d_hidden);
         });
     }
 
@@ -229,7 +233,8 @@ impl Cpu<'_> {
                 let mut d_hidden = vec![0.0; hidden.len()];
                 let down = (&w.matrices[DOWN], hidden.as_slice());
                 self.linear_back(down, params, &d_delta, (&mut d_hidden, false), grads);
-                self.gated_back((&mut gate, &mut up), &d_hidden, w.matrices[GATE].rows);
+                let both = (gate.as_mut_slice(), up.as_mut_slice());
+                self.gated_back(self.gate(), both, &d_hidden, w.matrices[GATE].rows);
                 let mut d_normed = vec![0.0; x.len()];
                 for (n, d) in [(GATE, &gate), (UP, &up)] {
                     let at = (&w.matrices[n], x);
@@ -254,12 +259,80 @@ impl Cpu<'_> {
         (kept, d_middle)
     }
 
-    fn attention<'a>(&'a self, layer: usize, rows: &'a LeafRows) -> LeafAttention<'a> {
+    /// x (T, C) -> q (T, H D), k, v (T, K D), and the first two before norms of heads.
+    #[allow(clippy::type_complexity, reason = "two pairs of one call")]
+    fn heads(
+        &self,
+        (layer, attention): (usize, &LeafAttention<'_>),
+        params: &[f32],
+        x: &[f32],
+    ) -> ([Vec<f32>; 3], Option<(Vec<f32>, Vec<f32>)>) {
+        let w = self.weights.layer(layer);
+        let mut query = self.linear(&w.matrices[QUERY], params, x);
+        let mut key = self.linear(&w.matrices[KEY], params, x);
+        let value = self.linear(&w.matrices[VALUE], params, x);
+        let mut raw = None;
+        if let (Some(q), Some(k)) = (&w.query_norm, &w.key_norm) {
+            let (q, k) = (self.norm(q, params, &query), self.norm(k, params, &key));
+            raw = Some((
+                std::mem::replace(&mut query, q),
+                std::mem::replace(&mut key, k),
+            ));
+        }
+        attention.rotate(&mut query, &mut key, false);
+        ([query, key, value], raw)
+    }
+
+    /// Gradients of q, k and v -> dx (T, C)
+    fn heads_back(
+        &self,
+        (layer, attention): (usize, &LeafAttention<'_>),
+        params: &[f32],
+        kept: &Activations,
+        [mut dq, mut dk, dv]: [Vec<f32>; 3],
+        grads: &mut [f32],
+    ) -> Vec<f32> {
+        let w = self.weights.layer(layer);
+        attention.rotate(&mut dq, &mut dk, true);
+        if let (Some(q), Some(k), Some(raw)) = (&w.query_norm, &w.key_norm, &kept.raw) {
+            let zeros = |like: &[f32]| vec![0.0; like.len()];
+            let (mut before_q, mut before_k) = (zeros(&dq), zeros(&dk));
+            self.norm_back(q, params, (&raw.0, &dq), &mut before_q, grads);
+            self.norm_back(k, params, (&raw.1, &dk), &mut before_k, grads);
+            (dq, dk) = (before_q, before_k);
+        }
+        let mut d_normed = vec![0.0; kept.normed.len()];
+        for (n, d) in [(QUERY, &dq), (KEY, &dk), (VALUE, &dv)] {
+            let at = (&w.matrices[n], kept.normed.as_slice());
+            self.linear_back(at, params, d, (&mut d_normed, n != QUERY), grads);
+        }
+        d_normed
+    }
+
+    fn attention<'a>(
+        &'a self,
+        layer: usize,
+        params: &'a [f32],
+        rows: &'a LeafRows,
+    ) -> LeafAttention<'a> {
+        let sinks = self.weights.layer(layer).sinks.as_ref();
         LeafAttention {
             kernels: self.kernels,
-            shape: self.config.layers[layer],
+            shape: latent::expanded(self.config.layers[layer]),
             rows,
+            sinks: sinks.map(|sinks| sinks.get(params)),
         }
+    }
+
+    fn latent_layer<'a>(&'a self, layer: usize, rows: &'a LeafRows) -> Option<LatentLayer<'a>> {
+        let (shape, weights) = (self.config.layers[layer], self.weights.layer(layer));
+        Some(LatentLayer {
+            of: shape.latent?,
+            shape,
+            weights: (weights, weights.latent.as_ref()?),
+            rows,
+            pairs: self.config.ropes[shape.rope].pairs,
+        })
     }
 
     fn gate(&self) -> Gate {
@@ -270,16 +343,25 @@ impl Cpu<'_> {
         }
     }
 
-    pub(crate) fn norm_of<'a>(&self, weight: &'a VectorParameter, params: &'a [f32]) -> Norm<'a> {
+    fn norm_of<'a>(
+        &self,
+        (weight, eps): (&'a VectorParameter, f32),
+        params: &'a [f32],
+    ) -> Norm<'a> {
         Norm {
             weight: weight.get(params),
             offset: self.config.norm_offset,
-            eps: self.config.norm_eps,
+            eps,
         }
     }
 
     /// Norms every run of as many elements as there are weights.
     pub(crate) fn norm(&self, weight: &VectorParameter, params: &[f32], x: &[f32]) -> Vec<f32> {
+        self.norm_with((weight, self.config.norm_eps), params, x)
+    }
+
+    /// The same with another addend of the mean square.
+    fn norm_with(&self, weight: (&VectorParameter, f32), params: &[f32], x: &[f32]) -> Vec<f32> {
         let norm = self.norm_of(weight, params);
         let n = norm.weight.len();
         let mut out = vec![0.0; x.len()];
@@ -294,11 +376,22 @@ impl Cpu<'_> {
         &self,
         weight: &VectorParameter,
         params: &[f32],
+        at: (&[f32], &[f32]),
+        dx: &mut [f32],
+        grads: &mut [f32],
+    ) {
+        self.norm_back_with((weight, self.config.norm_eps), params, at, dx, grads);
+    }
+
+    fn norm_back_with(
+        &self,
+        (weight, eps): (&VectorParameter, f32),
+        params: &[f32],
         (x, dy): (&[f32], &[f32]),
         dx: &mut [f32],
         grads: &mut [f32],
     ) {
-        let norm = self.norm_of(weight, params);
+        let norm = self.norm_of((weight, eps), params);
         let n = norm.weight.len();
         match weight.grads(grads) {
             None => pool::chunks(self.kernels.pool(), dx, n, |i, dx| {

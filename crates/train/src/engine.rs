@@ -36,6 +36,11 @@ impl LeafRows {
         self.lengths.iter().sum()
     }
 
+    /// The position of each token in its sequence.
+    pub(crate) fn positions(&self) -> impl Iterator<Item = usize> {
+        self.lengths.iter().flat_map(|len| 0..*len)
+    }
+
     /// The first token and the length of each sequence.
     pub(crate) fn sequences(&self) -> impl Iterator<Item = (usize, usize)> {
         self.lengths.iter().scan(0, |next, len| {

@@ -33,6 +33,7 @@ pub(crate) fn fingerprint(source: &ModelSource) -> Result<String, Error> {
                 let tensor = tensor.map_err(paceline_model::Error::Gguf)?;
                 let about = format!("{:?} {:?}", tensor.shape, tensor.block_type);
                 add(name, &about, &tensor.bytes);
+                tensor.bytes.discard();
             }
         }
         ModelSource::Hf(folder) => {
@@ -42,6 +43,7 @@ pub(crate) fn fingerprint(source: &ModelSource) -> Result<String, Error> {
                 if let (Some(info), Some(bytes)) = (folder.info(name), folder.bytes_of(name)) {
                     let about = format!("{:?} {}", info.shape(), info.dtype());
                     add(name, &about, &bytes);
+                    bytes.discard(); // the system maps 64 KiB around each sample
                 }
             }
         }

@@ -165,17 +165,13 @@ fn counts(config: &Config, plan: &TrainingSpec<'_>) -> Counts {
     let layers = config.layers.len();
     let layer = layer_bytes(config, plan.tokens);
     let own = layers.div_ceil(stages);
-    // Leaves of a process that go through its layers together.
+    // Leaves of a process that are under way in its layers at the same time.
     let together = match (is_full, stages) {
         (true, 1) => plan.leaves.div_ceil(nodes),
-        _ => 1,
+        _ => stages,
     };
-    let again = if stages > 1 {
-        1.0 // forward for the stage behind, and again for the way back
-    } else {
-        let kept = KEPT_BYTES / (layer * together).max(1);
-        layers.saturating_sub(kept) as f64 / layers.max(1) as f64
-    };
+    let kept = KEPT_BYTES / (layer * together).max(1);
+    let again = own.saturating_sub(kept) as f64 / own.max(1) as f64;
     let passes = 2.0 + again + if is_full { 1.0 } else { 0.0 };
     let base = match plan.method {
         Method::Qlora => plan.file_bytes,
@@ -236,8 +232,8 @@ fn exchanged(config: &Config, plan: &TrainingSpec<'_>, numbers: u64) -> (u64, f6
         Some(Sharding::State) => 4 * numbers * (2 * (nodes - 1) + 1),
         None if stages == 1 => 4 * numbers * 2 * nodes,
         None => {
-            let borders = 2 * 2 * 4 * (stages - 1) * plan.leaves * plan.tokens * config.width;
-            4 * numbers * (1 + plan.leaves as u64) + borders as u64
+            let borders = 2 * 4 * (stages - 1) * plan.leaves * plan.tokens * config.width;
+            4 * numbers * 2 * nodes.div_ceil(stages as u64) + borders as u64
         }
     };
     // Without ranks, all of it passes through the run's machine.

@@ -26,8 +26,9 @@ pub(crate) enum ToWorker {
     },
     /// Leaves `start..end` of a step are to be computed, by one that has the whole model.
     Compute { step: u64, start: usize, end: usize },
-    /// A leaf is to go through a stage.
-    Pass(LeafTask),
+    /// A stage's workers are to have their leaves go through it: of a step, or all that is held
+    /// out.
+    Pipe { epoch: u64, step: u64, set: LeafSet },
     /// A rank is to listen for the others: `open` for those on other machines.
     Listen { epoch: u64, open: bool },
     /// The ranks are to form a group and to have the state before a step.
@@ -70,21 +71,9 @@ pub(crate) enum ShardSource {
     },
 }
 
-/// A leaf and a stage of a pipeline.
+/// Data set of leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct LeafTask {
-    /// The step whose initial values are used.
-    pub(crate) step: u64,
-    pub(crate) set: Set,
-    /// Index among a step's leaves, or a row of the held-out data.
-    pub(crate) leaf: usize,
-    /// Whether the leaf goes back; in the last stage forward and back at once.
-    pub(crate) back: bool,
-}
-
-/// Data set of a leaf.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Set {
+pub(crate) enum LeafSet {
     Train,
     Valid,
 }
@@ -117,12 +106,15 @@ pub(crate) enum FromWorker {
         /// Loss of each leaf, as bits: text would round.
         losses: Vec<u64>,
     },
-    /// A leaf went through a stage.
-    Passed {
-        task: LeafTask,
-        /// Loss as bits, in the last stage.
-        loss: Option<u64>,
-        /// SHA-256 of the file of gradients, of a leaf that went back.
+    /// A worker's leaves `start..end` went through its stage.
+    Piped {
+        epoch: u64,
+        step: u64,
+        start: usize,
+        end: usize,
+        /// Losses as bits, in the last stage.
+        losses: Vec<u64>,
+        /// SHA-256 of the file of roots, of leaves that went back.
         digest: Option<String>,
     },
     /// A rank listens. `step`: steps of its state, if it has one.
@@ -170,38 +162,6 @@ pub(crate) fn roots_file(step: u64, start: usize, end: usize, part: usize) -> St
     format!("{step}/roots-{start}-{end}-{part}")
 }
 
-impl LeafTask {
-    /// The file of the leaf's values at the beginning of a stage.
-    pub(crate) fn inputs_file(&self, stage: usize) -> String {
-        let set = if self.set == Set::Train { "t" } else { "v" };
-        format!("{}/inputs-{set}-{}-{stage}", self.step, self.leaf)
-    }
-
-    pub(crate) fn gradient_file(&self, stage: usize) -> String {
-        format!("{}/gradient-{}-{stage}", self.step, self.leaf)
-    }
-
-    /// The gradient of what the stage trains.
-    pub(crate) fn roots_file(&self, stage: usize) -> String {
-        roots_file(self.step, self.leaf, self.leaf + 1, stage)
-    }
-
-    /// Files that nothing reads any more when the leaf has gone through the stage.
-    pub(crate) fn spent(&self, stage: ModelStage) -> Vec<String> {
-        let mut files = Vec::new();
-        if self.back {
-            files.push(self.roots_file(stage.index));
-        }
-        if !stage.is_first() && (self.back || self.set == Set::Valid) {
-            files.push(self.inputs_file(stage.index));
-        }
-        if self.back && !stage.is_last() {
-            files.push(self.gradient_file(stage.index + 1));
-        }
-        files
-    }
-}
-
 impl ToWorker {
     /// Files that a worker of a stage reads for it.
     pub(crate) fn needs(&self, stage: ModelStage) -> Vec<String> {
@@ -214,16 +174,8 @@ impl ToWorker {
             } => {
                 vec![ShardFile::given(*step, *rank)]
             }
-            Self::Compute { step, .. } => vec![params_file(*step, stage.index)],
-            Self::Pass(task) => {
-                let mut files = vec![params_file(task.step, stage.index)];
-                if !stage.is_first() {
-                    files.push(task.inputs_file(stage.index));
-                }
-                if task.back && !stage.is_last() {
-                    files.push(task.gradient_file(stage.index + 1));
-                }
-                files
+            Self::Compute { step, .. } | Self::Pipe { step, .. } => {
+                vec![params_file(*step, stage.index)]
             }
             _ => Vec::new(),
         }
@@ -242,16 +194,13 @@ impl FromWorker {
                 ..
             } => vec![roots_file(*step, *start, *end, *part)],
             Self::Saved { rank, .. } => vec![ShardFile::saved(*rank)],
-            Self::Passed { task, .. } if task.back => {
-                let mut files = vec![task.roots_file(stage.index)];
-                if !stage.is_first() {
-                    files.push(task.gradient_file(stage.index));
-                }
-                files
-            }
-            Self::Passed { task, .. } if !stage.is_last() => {
-                vec![task.inputs_file(stage.index + 1)]
-            }
+            Self::Piped {
+                step,
+                start,
+                end,
+                digest: Some(_),
+                ..
+            } => vec![roots_file(*step, *start, *end, stage.index)],
             _ => Vec::new(),
         }
     }

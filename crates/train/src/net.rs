@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use paceline_model::adapter::files::TARGETS;
-use paceline_model::{Config, LayerCache, LayerShape, ModelFamily, ModelSource, Role};
+use paceline_model::{Config, LayerCache, LayerShape, ModelFamily, ModelSource, Role, Selection};
 use paceline_tensor::{Kernels, RopePairs};
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +41,9 @@ pub struct Trained {
     pub layers: Option<usize>,
     /// Share of an adapter's inputs that are left out by chance while it is trained.
     pub dropout: f32,
+    /// Factor of the routers' auxiliary loss, which is not in the reported loss. 0 for none.
+    #[serde(default)]
+    pub balance: f32,
     /// The engine's arithmetic.
     #[serde(default)]
     pub class: TrainingClass,
@@ -77,6 +80,7 @@ pub struct TrainableModel {
     kernels: Kernels,
     lora: Lora,
     method: Method,
+    balance: f32,
     fingerprint: String,
     /// For classes on MLX; opened for the first layer, since a run's process may compute none.
     mlx: Option<(StageSpec, OnceLock<Mlx>)>,
@@ -87,11 +91,13 @@ pub(crate) struct Pass {
     rows: LeafRows,
     tokens: Vec<u32>,
     chance: Option<Dropout>,
+    /// Factor of the routers' auxiliary loss in the gradient.
+    balance: f32,
     /// (T, C) at the beginning of each layer whose backward pass is pending.
     inputs: Vec<Vec<f32>>,
     kept: Vec<Option<Activations>>,
     /// (T, C) behind the last layer; then the gradient there, and before each layer that is done.
-    x: Vec<f32>,
+    pub(crate) x: Vec<f32>,
 }
 
 impl TrainableModel {
@@ -147,9 +153,11 @@ impl TrainableModel {
             first: Vec::new(),
         };
         let weights = Arc::new(loader.load()?);
-        // The loader has turned rows, so everything lies by halves.
-        for rope in &mut config.ropes {
-            rope.pairs = RopePairs::Halves;
+        // The loader has turned rows, so everything lies by halves; not of latent attention.
+        if config.latent.is_none() {
+            for rope in &mut config.ropes {
+                rope.pairs = RopePairs::Halves;
+            }
         }
         let fingerprint = fingerprint(&source)?;
         let spec = (trained.class != TrainingClass::Cpu).then(|| StageSpec {
@@ -171,6 +179,7 @@ impl TrainableModel {
             kernels,
             lora: trained.lora,
             method: trained.method,
+            balance: trained.balance,
             mlx: spec.map(|spec| (spec, OnceLock::new())),
         })
     }
@@ -271,6 +280,7 @@ impl TrainableModel {
 
     fn cpu(&self, dropout: Option<Dropout>) -> Cpu<'_> {
         Cpu {
+            balance: 0.0,
             kernels: &self.kernels,
             config: &self.config,
             weights: &self.weights,
@@ -379,25 +389,26 @@ impl TrainableModel {
     }
 
     /// Leaves forward through all layers. Of the last layers, which are needed first, as many
-    /// activations are kept as [`KEPT_BYTES`] have room for.
+    /// activations are kept as a `share`-th of [`KEPT_BYTES`] has room for.
     pub(crate) fn begin(
         &self,
         values: &mut dyn PartValues,
-        leaves: &[(&Leaf, Option<Dropout>)],
-        x: Vec<Option<Vec<f32>>>,
+        (leaves, x): (&[(&Leaf, Option<Dropout>)], Vec<Option<Vec<f32>>>),
+        share: usize,
     ) -> Result<Vec<Pass>, Error> {
         let table = values.part(0)?;
         let begin = |((leaf, chance), x): (&(&Leaf, _), Option<Vec<f32>>)| Pass {
             rows: LeafRows::new(leaf.lengths.clone(), &self.config.ropes),
             tokens: leaf.tokens.clone(),
             chance: *chance,
+            balance: 0.0,
             inputs: Vec::with_capacity(self.weights.layers.len()),
             kept: Vec::with_capacity(self.weights.layers.len()),
             x: x.unwrap_or_else(|| self.cpu(None).embed(table, &leaf.tokens)),
         };
         let mut passes: Vec<Pass> = leaves.iter().zip(x).map(begin).collect();
         let tokens = passes.iter().map(|pass| pass.rows.tokens()).sum();
-        let keep = KEPT_BYTES / layer_bytes(&self.config, tokens).max(1);
+        let keep = KEPT_BYTES / share / layer_bytes(&self.config, tokens).max(1);
         let numbers = self.weights.numbers();
         for (part, layer) in (1..).zip(numbers.clone()) {
             let params = values.part(part)?;
@@ -432,6 +443,7 @@ impl TrainableModel {
             let [norm, head] = &mut grads;
             let at = (pass.x.as_slice(), leaf.targets.as_slice());
             let (loss, d) = self.head(params, at, weight, Some([norm, head]))?;
+            pass.balance = self.balance * leaf.judged() as f32 * weight;
             pass.x = d;
             losses.push(loss);
             done([norm, head]);
@@ -453,9 +465,11 @@ impl TrainableModel {
             let dropout = pass.chance;
             pass.x = match self.mlx()? {
                 Some(mlx) => OnMlx { mlx, dropout }.backward(params, at, None, &pass.x, grads)?,
-                None => self
-                    .cpu(dropout)
-                    .backward(params, at, kept, &pass.x, grads)?,
+                None => {
+                    let balance = pass.balance;
+                    let cpu = self.cpu(dropout);
+                    Cpu { balance, ..cpu }.backward(params, at, kept, &pass.x, grads)?
+                }
             };
         }
         Ok(())
@@ -468,38 +482,34 @@ impl TrainableModel {
         }
     }
 
-    /// A leaf through a stage and back: its loss in the last stage, and the gradient at its input.
-    /// `dy` is what the stage behind gave. `grads` has the gradients of all parts.
-    pub(crate) fn through(
+    /// A leaf back through a stage: its loss in the last stage; the pass has the gradient at its
+    /// input then. `dy` is what the stage behind gave. `grads` gets the gradients of all parts.
+    pub(crate) fn back(
         &self,
-        params: &[f32],
-        leaf: &Leaf,
-        (x, chance): (Option<Vec<f32>>, Option<Dropout>),
+        values: &mut dyn PartValues,
+        (pass, leaf): (&mut Pass, &Leaf),
         (dy, judged): (Option<Vec<f32>>, u64),
         grads: &mut [f32],
-    ) -> Result<(f64, Vec<f32>), Error> {
-        let (parts, leaves) = (self.parts(), [(leaf, chance)]);
-        let mut values = self.whole(params);
-        let mut passes = self.begin(&mut values, &leaves, vec![x])?;
-        let mut loss = 0.0;
+    ) -> Result<f64, Error> {
+        let (parts, mut loss) = (self.parts(), 0.0);
         if let Some(dy) = dy {
-            passes[0].x = dy;
+            pass.x = dy;
+            pass.balance = self.balance * leaf.judged() as f32 / judged as f32;
         } else {
             let mut add = |own: [&[f32]; 2]| {
                 for (part, own) in [parts.norm(), parts.head()].into_iter().zip(own) {
                     grads[parts.gradients[part].clone()].copy_from_slice(own);
                 }
             };
-            let at = (passes.as_mut_slice(), leaves.as_slice());
-            loss = self.top(&mut values, at, judged, &mut add)?[0];
+            let at = (std::slice::from_mut(&mut *pass), &[(leaf, None)][..]);
+            loss = self.top(values, at, judged, &mut add)?[0];
         }
-        let pass = &mut passes[0];
         for part in (1..parts.norm()).rev() {
             let own = &mut grads[parts.gradients[part].clone()];
             self.down(values.part(part)?, pass, own)?;
         }
         self.bottom(pass, &mut grads[parts.gradients[0].clone()]);
-        Ok((loss, std::mem::take(&mut pass.x)))
+        Ok(loss)
     }
 
     /// The sum of [`loss`](Self::loss), and its gradient divided by `judged`, the targets of the
@@ -514,9 +524,12 @@ impl TrainableModel {
         judged: u64,
     ) -> Result<(f64, Vec<f32>), Error> {
         let mut grads = vec![0.0; self.parts().gradient_len()];
-        let loss = self.through(params, leaf, (None, None), (None, judged), &mut grads)?;
+        let mut values = self.whole(params);
+        let mut passes = self.begin(&mut values, (&[(leaf, None)], vec![None]), 1)?;
+        let at = (&mut passes[0], leaf);
+        let loss = self.back(&mut values, at, (None, judged), &mut grads)?;
         self.parts().fold(&mut grads);
-        Ok((loss.0, grads))
+        Ok((loss, grads))
     }
 }
 
@@ -535,10 +548,19 @@ fn option<T>(option: &'static str, got: impl ToString, expected: String) -> Resu
 /// Bytes that a layer's activations take.
 pub(crate) fn layer_bytes(config: &Config, tokens: usize) -> usize {
     let of = |l: &LayerShape| {
-        let heads = (3 * l.heads + 2 * l.kv_heads) * l.head_dim;
+        let heads = match l.latent {
+            None => (3 * l.heads + 2 * l.kv_heads) * l.head_dim,
+            Some(of) => {
+                let compressed = 2 * (of.rank + of.query_rank.unwrap_or(0));
+                compressed + 2 * l.heads * (of.query_dim() + of.value_dim)
+            }
+        };
         let ffn = match l.experts {
             None => 3 * l.ffn,
-            Some(of) => of.count + of.used * (3 * of.width + 2 * config.width),
+            Some(of) => {
+                let shared = 3 * of.shared + usize::from(of.shared > 0) * 2 * config.width;
+                2 * of.count + of.used * (3 * of.width + 2 * config.width) + shared
+            }
         };
         heads + ffn + 5 * config.width
     };
@@ -547,6 +569,9 @@ pub(crate) fn layer_bytes(config: &Config, tokens: usize) -> usize {
 
 impl Trained {
     fn check(&self) -> Result<(), Error> {
+        if !(self.balance.is_finite() && self.balance >= 0.0) {
+            return option("--router-aux", self.balance, "0 or more".to_owned());
+        }
         if self.method == Method::Full {
             return Ok(());
         }
@@ -577,13 +602,16 @@ impl Trained {
 }
 
 /// Families with gradients.
-pub const FAMILIES: [ModelFamily; 6] = [
+pub const FAMILIES: [ModelFamily; 9] = [
     ModelFamily::Llama,
     ModelFamily::Mixtral,
     ModelFamily::Qwen2,
+    ModelFamily::Qwen2Moe,
     ModelFamily::Qwen3,
     ModelFamily::Qwen3Moe,
     ModelFamily::Gemma3,
+    ModelFamily::GptOss,
+    ModelFamily::DeepSeek,
 ];
 
 fn check_family(config: &Config, class: TrainingClass) -> Result<(), Error> {
@@ -592,13 +620,20 @@ fn check_family(config: &Config, class: TrainingClass) -> Result<(), Error> {
         Err(Error::Family { family, why })
     };
     if !FAMILIES.contains(&config.family) {
-        let why = "its gradients are to come; llama, mixtral, qwen2, qwen3, qwen3moe and gemma3 \
-                   have them";
+        let why = "its gradients are to come; llama, mixtral, qwen2, qwen2moe, qwen3, qwen3moe, \
+                   gemma3, gpt-oss and deepseek have them";
         return refused(why);
     }
     let has_experts = config.layers.iter().any(|layer| layer.experts.is_some());
     if has_experts && class != TrainingClass::Cpu {
         return refused("experts have gradients with --class cpu alone");
+    }
+    let latents = || config.layers.iter().filter_map(|layer| layer.latent);
+    if latents().next().is_some() && class != TrainingClass::Cpu {
+        return refused("latent attention has gradients with --class cpu alone");
+    }
+    if latents().any(|latent| latent.selection != Selection::All) {
+        return refused("an indexer chooses the positions that its rows attend to");
     }
     if config.bidirectional {
         return refused("its positions attend to later ones");

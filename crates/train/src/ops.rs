@@ -4,6 +4,7 @@
 //! code says. The compiler vectorises it, and must not change its bits.
 
 use libm::sqrtf;
+use paceline_model::CLAMP_SLOPE;
 
 /// Lanes of the partial sums over a row. Part of the definition of [`dot`].
 const LANES: usize = 16;
@@ -114,11 +115,23 @@ pub(crate) fn rotate(head: &mut [f32], angles: &[(f32, f32)], back: bool) {
     }
 }
 
+/// Turns neighbours by `angles` (cos, sin), or back.
+pub(crate) fn rotate_neighbours(head: &mut [f32], angles: &[(f32, f32)], back: bool) {
+    for (pair, (cos, sin)) in head.chunks_exact_mut(2).zip(angles) {
+        let sin = if back { -sin } else { *sin };
+        let (x, y) = (pair[0], pair[1]);
+        pair[0] = x * cos - y * sin;
+        pair[1] = x * sin + y * cos;
+    }
+}
+
 /// The function on the gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Gate {
     Silu,
     GeluTanh,
+    /// That of gpt-oss: `g / (1 + exp(-1.702 g)) * (u + 1)`, g up to this limit and u within it.
+    Clamped(f32),
 }
 
 /// sqrt(2 / pi) and the cubic factor of GELU's tanh form.
@@ -138,12 +151,29 @@ impl Gate {
                 let slope = GELU.0 * (1.0 + 3.0 * GELU.1 * g * g);
                 (g * s, s + g * 2.0 * s * (1.0 - s) * slope)
             }
+            Self::Clamped(limit) => {
+                let inside = if g <= limit { 1.0 } else { 0.0 };
+                let g = g.min(limit);
+                let s = 1.0 / (1.0 + exp(-CLAMP_SLOPE * g));
+                (g * s, s * (1.0 + CLAMP_SLOPE * g * (1.0 - s)) * inside)
+            }
+        }
+    }
+
+    /// The factor that `up` becomes, and its derivative.
+    fn factor(self, u: f32) -> (f32, f32) {
+        match self {
+            Self::Clamped(limit) => {
+                let inside = if u.abs() <= limit { 1.0 } else { 0.0 };
+                (u.clamp(-limit, limit) + 1.0, inside)
+            }
+            _ => (u, 1.0),
         }
     }
 
     pub(crate) fn forward(self, gate: &[f32], up: &[f32], hidden: &mut [f32]) {
         for ((h, g), u) in hidden.iter_mut().zip(gate).zip(up) {
-            *h = self.at(*g).0 * u;
+            *h = self.at(*g).0 * self.factor(*u).0;
         }
     }
 
@@ -151,8 +181,9 @@ impl Gate {
     pub(crate) fn backward(self, gate: &mut [f32], up: &mut [f32], d: &[f32]) {
         for ((g, u), d) in gate.iter_mut().zip(up).zip(d) {
             let (value, slope) = self.at(*g);
-            *g = d * *u * slope;
-            *u = d * value;
+            let (factor, inside) = self.factor(*u);
+            *g = d * factor * slope;
+            *u = d * value * inside;
         }
     }
 }
@@ -167,6 +198,25 @@ pub(crate) fn softmax(scores: &mut [f32], scale: f32) {
     for score in scores {
         *score /= total;
     }
+}
+
+/// The same with a score of the head itself, which is not multiplied. Gives its share.
+pub(crate) fn softmax_with(sink: f32, scores: &mut [f32], scale: f32) -> f32 {
+    let largest = scores.iter().fold(sink, |a, b| a.max(*b * scale));
+    for score in scores.iter_mut() {
+        *score = exp(*score * scale - largest);
+    }
+    let own = exp(sink - largest);
+    let total = sum(scores) + own;
+    for score in scores {
+        *score /= total;
+    }
+    own / total
+}
+
+/// 1 / (1 + e^-x)
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
 }
 
 /// The negative log likelihood of `target`; `logits` become the gradient, times `weight`.
@@ -208,7 +258,7 @@ mod tests {
 
     #[test]
     fn gates_have_the_slopes_of_their_values() {
-        for gate in [Gate::Silu, Gate::GeluTanh] {
+        for gate in [Gate::Silu, Gate::GeluTanh, Gate::Clamped(9.0)] {
             for i in -40..40 {
                 let (x, h) = (i as f32 / 10.0, 1e-2);
                 let (up, down) = (gate.at(x + h).0, gate.at(x - h).0);

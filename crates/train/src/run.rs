@@ -18,7 +18,7 @@ use crate::data::{ExampleReader, Examples, TrainOn};
 use crate::dropout::Dropout;
 use crate::error::Error;
 use crate::events::EventFile;
-use crate::messages::{LeafTask, Set};
+use crate::messages::LeafSet;
 use crate::metrics::{Measured, Metrics};
 use crate::net::{Leaf, TrainableModel, Trained};
 use crate::optimiser::{Optimiser, OptimiserOptions};
@@ -294,6 +294,15 @@ impl TrainingRun {
         };
         let valid = valid.map(|path| reader.read(path, "valid")).transpose()?;
         let net = net()?;
+        // The bias of a router's choice has no gradient, and must stay.
+        let corrected = net.config().experts().is_some_and(|of| of.corrected);
+        if corrected && job.trained.method == Method::Full && job.optimiser.decay > 0.0 {
+            return Err(Error::Option {
+                option: "--weight-decay",
+                got: job.optimiser.decay.to_string(),
+                expected: "0 for routers with a bias of the choice".to_owned(),
+            });
+        }
         let vocab = net.config().vocab;
         for examples in [Some(&examples), valid.as_ref()].into_iter().flatten() {
             let largest = examples.largest_token();
@@ -351,10 +360,11 @@ impl TrainingRun {
         )
     }
 
-    pub(crate) fn leaf_of(&self, task: &LeafTask) -> (Leaf, Option<Dropout>) {
-        match task.set {
-            Set::Valid => (self.held_out_row(task.leaf), None),
-            Set::Train => self.leaf(task.step, task.leaf),
+    /// Leaves of a step, or rows that are held out.
+    pub(crate) fn leaves_of(&self, set: LeafSet) -> usize {
+        match set {
+            LeafSet::Train => self.order.leaves(),
+            LeafSet::Valid => self.held_out(),
         }
     }
 

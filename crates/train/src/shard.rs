@@ -24,9 +24,9 @@ mod state;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use cuts::ShardCuts;
-pub(crate) use link::{GroupPlan, SecretKey};
+pub(crate) use link::{GroupPlan, Link, Pending, SecretKey, listen};
 pub(crate) use rank::RankWorker;
-pub(crate) use state::ShardFile;
+pub(crate) use state::{ShardFile, share};
 
 /// Parts of a training's memory that the ranks of a group share out among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -62,11 +62,24 @@ pub fn targets(text: &str) -> Vec<String> {
     }
 }
 
-/// Outputs and inputs of the matrices of a layer, in the order of [`TARGETS`].
+/// Outputs and inputs of the matrices of a layer, in the order of [`TARGETS`]; with latent
+/// attention those of [`LatentWeights`] in place of queries, keys and values.
 pub(crate) fn sizes(width: usize, shape: &LayerShape) -> [[usize; 2]; 7] {
+    let (up, down) = ([shape.ffn, width], [width, shape.ffn]);
+    if let Some(of) = shape.latent {
+        let expanded = shape.heads * (of.plain + of.value_dim);
+        return [
+            [shape.heads * of.query_dim(), of.query_rank.unwrap_or(width)],
+            [of.key_dim(), width],
+            [expanded, of.rank],
+            [width, shape.heads * of.value_dim],
+            up,
+            up,
+            down,
+        ];
+    }
     let q = shape.heads * shape.head_dim;
     let kv = shape.kv_heads * shape.head_dim;
-    let (up, down) = ([shape.ffn, width], [width, shape.ffn]);
     [
         [q, width],
         [kv, width],
@@ -85,10 +98,15 @@ pub(crate) fn layer_numbers(width: usize, shape: &LayerShape) -> (u64, u64) {
         each.sum::<u64>()
     };
     let sizes = sizes(width, shape);
+    let query_rank = shape.latent.and_then(|latent| latent.query_rank);
+    let compression = (query_rank.unwrap_or(0) * width) as u64;
     let Some(experts) = shape.experts else {
-        return (of(&sizes), of(&sizes));
+        let all = of(&sizes) + compression;
+        return (all, all);
     };
-    let shared = of(&sizes[..ATTENTION]) + (experts.count * width) as u64;
+    let router = ((experts.count + usize::from(experts.shared_gate)) * width) as u64;
+    let shared = of(&sizes[..ATTENTION]) + compression + router;
+    let shared = shared + (3 * experts.shared * width) as u64;
     let expert = (3 * experts.width * width) as u64;
     let with = |experts: usize| shared + experts as u64 * expert;
     (with(experts.count), with(experts.used))
@@ -207,11 +225,14 @@ pub(crate) struct LayerWeights {
     pub(crate) attention_norm: VectorParameter,
     pub(crate) query_norm: Option<VectorParameter>,
     pub(crate) key_norm: Option<VectorParameter>,
+    /// (H,): scores of heads without a value (gpt-oss).
+    pub(crate) sinks: Option<VectorParameter>,
     pub(crate) post_attention_norm: Option<VectorParameter>,
     pub(crate) ffn_norm: VectorParameter,
     pub(crate) post_ffn_norm: Option<VectorParameter>,
     /// In the order of [`TARGETS`]; of a layer with experts those of attention alone.
     pub(crate) matrices: Vec<Matrix>,
+    pub(crate) latent: Option<LatentWeights>,
     pub(crate) experts: Option<ExpertWeights>,
 }
 
@@ -220,8 +241,22 @@ pub(crate) struct LayerWeights {
 pub(crate) struct ExpertWeights {
     /// (experts, C)
     pub(crate) router: Matrix,
-    /// Gate, up and down of each expert.
+    /// (experts,): added to scores for the choice alone, without a gradient.
+    pub(crate) choice: Option<VectorParameter>,
+    /// Gate, up and down of each expert, and behind them those of the shared one.
     pub(crate) experts: Vec<[Matrix; 3]>,
+    /// (1, C): the shared expert's weight before its sigmoid; 1 without.
+    pub(crate) shared_gate: Option<Matrix>,
+}
+
+/// Latent attention besides the matrices of its layer. These are the expansion of queries, the
+/// projection to latent elements, their expansion to keys and values of all heads, and the output.
+#[derive(Debug)]
+pub(crate) struct LatentWeights {
+    /// Compression of queries, and its norm.
+    pub(crate) query_down: Option<(Matrix, VectorParameter)>,
+    /// Of latent elements.
+    pub(crate) norm: VectorParameter,
 }
 
 /// The weights of a stage, and where what is trained lies.
@@ -308,29 +343,42 @@ impl Parts {
     }
 }
 
-/// A tensor as it is stored.
+/// The values that a slot begins with.
 #[derive(Debug)]
-pub(crate) struct FirstTensor {
-    tensor: Tensor,
-    /// Size of heads whose rows are turned from neighbours to halves.
-    heads: Option<usize>,
+pub(crate) enum FirstTensor {
+    /// A tensor as it is stored, with the size of heads whose rows are turned from neighbours to
+    /// halves.
+    Stored(Tensor, Option<usize>),
+    /// Matrices of all experts, one behind the other.
+    Stack(Vec<Tensor>),
+    /// Numbers that lie apart in their file.
+    Plain(Vec<f32>),
 }
 
 impl FirstTensor {
     /// All of its values, in our order of rows.
     fn values(&self) -> Vec<f32> {
-        let rows = self.tensor.shape.first().copied().unwrap_or(0);
-        let n: usize = self.tensor.shape.iter().product();
-        let mut stored = vec![0.0; n];
-        storage::dequantise(self.tensor.block_type, &self.tensor.bytes, &mut stored);
-        self.tensor.bytes.discard();
-        if self.heads.is_none() {
-            return stored;
+        match self {
+            Self::Stored(tensor, heads) => values_of(tensor, *heads),
+            Self::Stack(all) => all.iter().flat_map(|one| values_of(one, None)).collect(),
+            Self::Plain(values) => values.clone(),
         }
-        let cols = n / rows.max(1);
-        let row = |i| &stored[file_row(i, self.heads) * cols..][..cols];
-        (0..rows).flat_map(row).copied().collect()
     }
+}
+
+/// A tensor's values, in our order of rows.
+fn values_of(tensor: &Tensor, heads: Option<usize>) -> Vec<f32> {
+    let rows = tensor.shape.first().copied().unwrap_or(0);
+    let n: usize = tensor.shape.iter().product();
+    let mut stored = vec![0.0; n];
+    storage::dequantise(tensor.block_type, &tensor.bytes, &mut stored);
+    tensor.bytes.discard();
+    if heads.is_none() {
+        return stored;
+    }
+    let cols = n / rows.max(1);
+    let row = |i| &stored[file_row(i, heads) * cols..][..cols];
+    (0..rows).flat_map(row).copied().collect()
 }
 
 impl StageWeights {

@@ -3,6 +3,8 @@
 //! The parent is a [`TrainingWorkers`](crate::Crew). Values and gradients are exchanged as files in
 //! the run's folder, messages over the control channel.
 
+mod stage;
+
 use std::convert::Infallible;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -13,10 +15,11 @@ use paceline_model::adapter::files::tensors;
 
 use crate::class::Means;
 use crate::error::Error;
-use crate::messages::{FromWorker, LeafTask, ToWorker, params_file, roots_file};
+use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
 use crate::run::TrainingRun;
 use crate::shard::RankWorker;
-use crate::workers::{compute, publish, read_values};
+use crate::workers::{compute, publish};
+use stage::StageWorker;
 
 /// Longest wait for the first message.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -86,7 +89,15 @@ fn work<M: Into<Means>>(
             }
         }
     }
-    let mut worker = StageWorker {
+    if stage.of > 1 {
+        let mut worker = StageWorker::new(channel, run, exchange);
+        loop {
+            if let Some(message) = channel.recv(Duration::MAX)? {
+                worker.handle(message)?;
+            }
+        }
+    }
+    let mut worker = LeafWorker {
         channel,
         run,
         exchange,
@@ -95,15 +106,14 @@ fn work<M: Into<Means>>(
     loop {
         match channel.recv(Duration::MAX)? {
             Some(ToWorker::Compute { step, start, end }) => worker.compute(step, start..end)?,
-            Some(ToWorker::Pass(task)) => worker.pass(&task)?,
             None => {}
             other => return Err(unexpected(other.as_ref(), "Compute")),
         }
     }
 }
 
-/// A worker that has loaded its part of the model.
-struct StageWorker<'a> {
+/// A worker that has loaded the model.
+struct LeafWorker<'a> {
     channel: &'a RunChannel,
     run: TrainingRun,
     exchange: PathBuf,
@@ -111,15 +121,14 @@ struct StageWorker<'a> {
     values: (Option<u64>, Vec<f32>),
 }
 
-impl StageWorker<'_> {
+impl LeafWorker<'_> {
     /// Reads the values before a step. False when the step is over: its leaves were others' before
     /// this process read the message about them.
     fn load_parameters(&mut self, step: u64) -> Result<bool, Error> {
         if self.values.0 == Some(step) {
             return Ok(true);
         }
-        let stage = self.run.net.stage().index;
-        let path = self.exchange.join(params_file(step, stage));
+        let path = self.exchange.join(params_file(step, 0));
         match std::fs::read(&path) {
             Ok(bytes) => {
                 self.values = (Some(step), tensors::floats(&bytes));
@@ -158,64 +167,13 @@ impl StageWorker<'_> {
         };
         Ok(self.channel.send(&done)?)
     }
-
-    /// A leaf through a stage.
-    fn pass(&mut self, task: &LeafTask) -> Result<(), Error> {
-        if !self.load_parameters(task.step)? {
-            return Ok(());
-        }
-        let (net, stage) = (&self.run.net, self.run.net.stage());
-        let (leaf, chance) = self.run.leaf_of(task);
-        let n = leaf.tokens.len() * net.config().width;
-        let x = match stage.is_first() {
-            true => None,
-            false => Some(self.read(&task.inputs_file(stage.index), n)?),
-        };
-        let (mut loss, mut digest) = (None, None);
-        let params = &self.values.1;
-        if task.back {
-            let dy = match stage.is_last() {
-                true => None,
-                false => Some(self.read(&task.gradient_file(stage.index + 1), n)?),
-            };
-            let mut grads = vec![0.0; params.len()];
-            let judged = self.run.judged(task.step);
-            let (own, dx) = net.through(params, &leaf, (x, chance), (dy, judged), &mut grads)?;
-            if !stage.is_first() {
-                publish(&self.exchange, &task.gradient_file(stage.index), &dx)?;
-            }
-            digest = Some(publish(
-                &self.exchange,
-                &task.roots_file(stage.index),
-                &grads,
-            )?);
-            loss = stage.is_last().then_some(own.to_bits());
-        } else if stage.is_last() {
-            loss = Some(net.losses(&mut net.whole(params), &[&leaf], vec![x])?[0].to_bits());
-        } else {
-            let y = net.forward(&mut net.whole(params), &[(&leaf, chance)], vec![x])?;
-            publish(&self.exchange, &task.inputs_file(stage.index + 1), &y[0])?;
-        }
-        let passed = FromWorker::Passed {
-            task: *task,
-            loss,
-            digest,
-        };
-        Ok(self.channel.send(&passed)?)
-    }
-
-    fn read(&self, name: &str, n: usize) -> Result<Vec<f32>, Error> {
-        let path = self.exchange.join(name);
-        let values = read_values(&path, n, None);
-        values.ok_or_else(|| Error::malformed(&path, format!("has no {n} numbers")))
-    }
 }
 
 pub(crate) const fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error {
     let got = match message {
         Some(ToWorker::Start { .. }) => "Start",
         Some(ToWorker::Compute { .. }) => "Compute",
-        Some(ToWorker::Pass(_)) => "Pass",
+        Some(ToWorker::Pipe { .. }) => "Pipe",
         Some(ToWorker::Listen { .. }) => "Listen",
         Some(ToWorker::Form { .. }) => "Form",
         Some(ToWorker::Step { .. }) => "Step",

@@ -20,7 +20,7 @@ const LORA: Lora = Lora {
 const LENGTHS: [usize; 2] = [13, 21];
 const SAMPLES: usize = 32;
 
-const MODELS: [&str; 7] = [
+const MODELS: [&str; 11] = [
     "llama-tied",
     "llama-rope3-sharded",
     "qwen2-f16",
@@ -28,10 +28,17 @@ const MODELS: [&str; 7] = [
     "gemma3-linear-bf16",
     "qwen3moe-bf16",
     "mixtral",
+    "qwen2moe-bf16",
+    "gpt-oss-bf16",
+    "deepseek-v2",
+    "deepseek-v3-bf16",
 ];
 
-/// Families with experts, which have gradients on the CPU alone.
-const EXPERTS: [&str; 2] = ["qwen3moe-bf16", "mixtral"];
+/// Dense families, which have gradients on MLX too.
+const DENSE: usize = 5;
+
+/// The model whose routers' loss is recorded, and its factor.
+const BALANCED: (&str, f32) = ("qwen3moe-bf16", 0.5);
 
 pub(crate) fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden")
@@ -74,6 +81,7 @@ pub(crate) fn trained(model: &str, method: Method) -> Trained {
         targets: TARGETS.map(|(_, _, name)| name.to_owned()).to_vec(),
         layers: None,
         dropout: 0.0,
+        balance: 0.0,
         class: TrainingClass::Cpu,
     }
 }
@@ -141,6 +149,12 @@ fn median_of_samples(about: &Value) -> f64 {
     upper_median(samples.map(|(_, off)| off.as_f64().unwrap()).collect()).unwrap()
 }
 
+/// Evenly spaced elements, as recorded of whole weights.
+fn some(all: &[f32]) -> Vec<f32> {
+    let every = (all.len() / SAMPLES).max(1);
+    all.iter().step_by(every).take(SAMPLES).copied().collect()
+}
+
 /// Every family, adapters and whole models: at most four times as far from float64 as PyTorch in
 /// float32 is. Of whole weights few elements are compared, which PyTorch may have by luck: there
 /// its median counts where its own distance is smaller.
@@ -166,9 +180,7 @@ fn gradients_are_as_near_to_float64_as_pytorchs() {
                 let (name, got) = match method {
                     Method::Full => {
                         let all = &grads[slot.range.clone()];
-                        let every = (all.len() / SAMPLES).max(1);
-                        let some = all.iter().step_by(every).take(SAMPLES).copied().collect();
-                        (format!("full.{}", slot.name), some)
+                        (format!("full.{}", slot.name), some(all))
                     }
                     _ => (slot.name.clone(), grads[slot.range.clone()].to_vec()),
                 };
@@ -187,8 +199,28 @@ fn gradients_are_as_near_to_float64_as_pytorchs() {
                 );
                 compared += 1;
             }
-            assert!(compared >= 16, "{model} {method:?}");
+            assert!(compared >= 10, "{model} {method:?}");
         }
+    }
+}
+
+/// The routers' auxiliary loss has PyTorch's gradient, and is not in the loss.
+#[test]
+fn even_routers_have_pytorchs_gradients() {
+    let (exact, about) = recorded(BALANCED.0);
+    let mut of = trained(BALANCED.0, Method::Full);
+    of.balance = BALANCED.1;
+    let net = TrainableModel::load(&of, Kernels::new(1).unwrap()).unwrap();
+    let (leaf, at) = (both(), net.first_values(0));
+    let (loss, grads) = net.gradient(&at, &leaf, leaf.judged()).unwrap();
+    let off = loss / leaf.judged() as f64 - about["full_loss"].as_f64().unwrap();
+    assert!(off.abs() < 2e-5, "{off}");
+    let median = median_of_samples(&about);
+    for slot in net.layout().slots() {
+        let name = format!("aux.{}", slot.name);
+        let own = about["float32_distance"][&name].as_f64().unwrap();
+        let got = distance(&some(&grads[slot.range.clone()]), &exact[&name]);
+        assert!(got <= 4.0 * own.max(median), "{name}: {got:e}");
     }
 }
 
@@ -280,7 +312,7 @@ const CANCELLED: f64 = 1e-3;
 #[test]
 fn gradients_on_mlx_are_the_cpu_engines() {
     let test = "gradients on mlx";
-    let dense = MODELS.into_iter().filter(|model| !EXPERTS.contains(model));
+    let dense = MODELS.into_iter().take(DENSE);
     let folders = dense.map(|model| (golden().join("hf").join(model), Method::Lora));
     let stored = ["llama-4bit", "gemma3-5bit"];
     let stored = stored.map(|model| (golden().join("mlx").join(model), Method::Qlora));
@@ -339,7 +371,10 @@ fn class_mlx_computes_in_the_models_type() {
 
 #[test]
 fn families_without_gradients_are_refused_by_name() {
-    for (model, family) in [("gpt-oss-bf16", "gptoss"), ("deepseek-v2", "deepseek")] {
+    for (model, family) in [
+        ("qwen35-bf16", "qwen35"),
+        ("deepseek-v32-sparse-bf16", "indexer"),
+    ] {
         let error = TrainableModel::load(&trained(model, Method::Lora), Kernels::new(1).unwrap())
             .unwrap_err();
         assert!(error.to_string().contains(family), "{error}");

@@ -7,11 +7,20 @@ use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 use crate::engine::LeafRows;
 use crate::{ops, pool};
 
-/// The attention of one layer over one leaf.
+/// The attention of one layer over one leaf. H query heads, K KV heads, D and E elements of a key
+/// and a value.
 pub(crate) struct LeafAttention<'a> {
     pub(crate) kernels: &'a Kernels,
     pub(crate) shape: LayerShape,
     pub(crate) rows: &'a LeafRows,
+    /// (H,): see [`ops::softmax_with`].
+    pub(crate) sinks: Option<&'a [f32]>,
+}
+
+/// Gradients of one head: of queries and keys (n, D), values (n, E), and its sink.
+struct HeadGradients {
+    rows: [Vec<f32>; 3],
+    sink: f32,
 }
 
 /// A sequence's rows under one query head.
@@ -28,7 +37,7 @@ impl LeafAttention<'_> {
         let d = self.shape.head_dim;
         let angles = &self.rows.angles[self.shape.rope];
         let pairs = d / 2;
-        let positions: Vec<usize> = self.rows.sequences().flat_map(|(_, n)| 0..n).collect();
+        let positions: Vec<usize> = self.rows.positions().collect();
         for (x, heads) in [(query, self.shape.heads), (key, self.shape.kv_heads)] {
             pool::chunks(self.kernels.pool(), x, heads * d, |row, x| {
                 let at = positions[row] * pairs;
@@ -45,35 +54,40 @@ impl LeafAttention<'_> {
         self.rows.sequences().flat_map(of).collect()
     }
 
-    /// q (T, H D), k, v (T, K D) -> (T, H D)
+    /// q (T, H D), k (T, K D), v (T, K E) -> (T, H E)
     pub(crate) fn forward(&self, query: &[f32], key: &[f32], value: &[f32]) -> Vec<f32> {
-        let d = self.shape.head_dim;
+        let (d, heads) = (self.shape.value_dim, self.shape.heads);
         let tasks = self.tasks();
-        let heads = pool::map(self.kernels.pool(), tasks.len(), |i| {
+        let parts = pool::map(self.kernels.pool(), tasks.len(), |i| {
             let task = tasks[i];
-            let p = self.probabilities(task, query, key);
+            let (p, _) = self.probabilities(task, query, key);
             let mut out = vec![0.0; task.n * d];
             let sizes = Sizes {
                 m: task.n,
                 n: d,
                 k: task.n,
             };
-            let v = self.of_kv(task, value);
+            let v = self.of_kv(task, value, d);
             let out_rows = ProductOutput::rows(&mut out, d);
             self.kernels
                 .chains_here(sizes, Strided::rows(&p, task.n), v, out_rows);
             out
         });
-        let mut out = vec![0.0; query.len()];
-        for (task, head) in tasks.iter().zip(&heads) {
-            self.add(&mut out, *task, (task.head, self.shape.heads), head);
+        let mut out = vec![0.0; self.rows.tokens() * heads * d];
+        for (task, part) in tasks.iter().zip(&parts) {
+            add(&mut out, *task, (task.head, heads, d), part);
         }
         out
     }
 
-    /// d attended (T, H D) -> dq (T, H D), dk, dv (T, K D); keys and values add up their query
-    /// heads in order.
-    pub(crate) fn backward(&self, [q, k, v]: [&[f32]; 3], d_out: &[f32]) -> [Vec<f32>; 3] {
+    /// d attended (T, H E) -> dq (T, H D), dk (T, K D), dv (T, K E); keys and values add up their
+    /// query heads in order. Adds to `d_sinks` what the heads' own scores get.
+    pub(crate) fn backward(
+        &self,
+        [q, k, v]: [&[f32]; 3],
+        d_out: &[f32],
+        d_sinks: Option<&mut [f32]>,
+    ) -> [Vec<f32>; 3] {
         let tasks = self.tasks();
         let (heads, kv) = (self.shape.heads, self.shape.kv_heads);
         let parts = pool::map(self.kernels.pool(), tasks.len(), |i| {
@@ -81,32 +95,43 @@ impl LeafAttention<'_> {
         });
         let mut out = [vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]];
         let [dq, dk, dv] = &mut out;
-        for (task, [q, k, v]) in tasks.iter().zip(&parts) {
-            let shared = task.head / (heads / kv);
-            self.add(dq, *task, (task.head, heads), q);
-            self.add(dk, *task, (shared, kv), k);
-            self.add(dv, *task, (shared, kv), v);
+        let (d, e) = (self.shape.head_dim, self.shape.value_dim);
+        for (task, part) in tasks.iter().zip(&parts) {
+            let (shared, [q, k, v]) = (task.head / (heads / kv), &part.rows);
+            add(dq, *task, (task.head, heads, d), q);
+            add(dk, *task, (shared, kv, d), k);
+            add(dv, *task, (shared, kv, e), v);
+        }
+        if let Some(d_sinks) = d_sinks {
+            let each = tasks.iter().zip(&parts);
+            each.for_each(|(task, part)| d_sinks[task.head] += part.sink);
         }
         out
     }
 
-    /// dq, dk and dv (n, D) of one head.
-    fn head_back(&self, task: HeadTask, [q, k, v]: [&[f32]; 3], d_out: &[f32]) -> [Vec<f32>; 3] {
-        let (n, d) = (task.n, self.shape.head_dim);
-        let p = self.probabilities(task, q, k);
-        let d_out = self.of_query(task, d_out);
-        let (inner, square) = (Sizes { m: n, n: d, k: n }, Sizes { m: n, n, k: d });
+    fn head_back(&self, task: HeadTask, [q, k, v]: [&[f32]; 3], d_out: &[f32]) -> HeadGradients {
+        let (n, d, e) = (task.n, self.shape.head_dim, self.shape.value_dim);
+        let (p, sinks) = self.probabilities(task, q, k);
+        let d_out = of(d_out, task, (task.head, self.shape.heads, e));
+        let inner = |n: usize| Sizes {
+            m: task.n,
+            n,
+            k: task.n,
+        };
+        let square = Sizes { m: n, n, k: e };
         let product = |sizes: Sizes, a, b| {
             let mut out = vec![0.0; sizes.m * sizes.n];
             self.kernels
                 .chains_here(sizes, a, b, ProductOutput::rows(&mut out, sizes.n));
             out
         };
-        let dv = product(inner, Strided::rows(&p, n).t(), d_out);
-        let mut ds = product(square, d_out, self.of_kv(task, v).t());
+        let dv = product(inner(e), Strided::rows(&p, n).t(), d_out);
+        let mut ds = product(square, d_out, self.of_kv(task, v, e).t());
+        let mut sink = 0.0;
         for (i, (ds, p)) in ds.chunks_mut(n).zip(p.chunks(n)).enumerate() {
             let seen = self.seen(i);
             let mean = ops::dot(&ds[seen.clone()], &p[seen.clone()]);
+            sink -= sinks.get(i).map_or(0.0, |share| share * mean);
             for (j, (ds, p)) in ds.iter_mut().zip(p).enumerate() {
                 let inside = seen.contains(&j);
                 *ds = if inside {
@@ -117,16 +142,17 @@ impl LeafAttention<'_> {
             }
         }
         let ds = Strided::rows(&ds, n);
-        let dq = product(inner, ds, self.of_kv(task, k));
-        let dk = product(inner, ds.t(), self.of_query(task, q));
-        [dq, dk, dv]
+        let dq = product(inner(d), ds, self.of_kv(task, k, d));
+        let dk = product(inner(d), ds.t(), self.of_query(task, q));
+        let rows = [dq, dk, dv];
+        HeadGradients { rows, sink }
     }
 
-    /// Softmax of the scores (n, n), 0 where a row does not look.
-    fn probabilities(&self, task: HeadTask, query: &[f32], key: &[f32]) -> Vec<f32> {
+    /// Softmax of the scores (n, n), 0 where a row does not look, and the sink's share of each row.
+    fn probabilities(&self, task: HeadTask, query: &[f32], key: &[f32]) -> (Vec<f32>, Vec<f32>) {
         let (n, d) = (task.n, self.shape.head_dim);
-        let mut p = vec![0.0; n * n];
-        let (q, k) = (self.of_query(task, query), self.of_kv(task, key).t());
+        let (mut p, mut shares) = (vec![0.0; n * n], Vec::new());
+        let (q, k) = (self.of_query(task, query), self.of_kv(task, key, d).t());
         self.kernels.chains_here(
             Sizes { m: n, n, k: d },
             q,
@@ -135,11 +161,15 @@ impl LeafAttention<'_> {
         );
         for (i, row) in p.chunks_mut(n).enumerate() {
             let seen = self.seen(i);
-            ops::softmax(&mut row[seen.clone()], self.shape.query_scale);
+            let (own, scale) = (&mut row[seen.clone()], self.shape.query_scale);
+            match self.sinks {
+                None => ops::softmax(own, scale),
+                Some(sinks) => shares.push(ops::softmax_with(sinks[task.head], own, scale)),
+            }
             row[..seen.start].fill(0.0);
             row[seen.end..].fill(0.0);
         }
-        p
+        (p, shares)
     }
 
     /// The rows that the row `i` of a sequence looks at.
@@ -149,32 +179,30 @@ impl LeafAttention<'_> {
     }
 
     fn of_query<'a>(&self, task: HeadTask, x: &'a [f32]) -> Strided<'a> {
-        self.of(x, task, task.head, self.shape.heads)
+        of(x, task, (task.head, self.shape.heads, self.shape.head_dim))
     }
 
-    fn of_kv<'a>(&self, task: HeadTask, x: &'a [f32]) -> Strided<'a> {
+    /// Keys or values with `dim` elements.
+    fn of_kv<'a>(&self, task: HeadTask, x: &'a [f32], dim: usize) -> Strided<'a> {
         let (heads, kv) = (self.shape.heads, self.shape.kv_heads);
-        self.of(x, task, task.head / (heads / kv), kv)
+        of(x, task, (task.head / (heads / kv), kv, dim))
     }
+}
 
-    fn of<'a>(&self, x: &'a [f32], task: HeadTask, head: usize, heads: usize) -> Strided<'a> {
-        let d = self.shape.head_dim;
-        Strided {
-            values: &x[task.first * heads * d + head * d..],
-            row: heads * d,
-            col: 1,
-        }
+/// The rows of one of `heads` heads with `d` elements each.
+fn of(x: &[f32], task: HeadTask, (head, heads, d): (usize, usize, usize)) -> Strided<'_> {
+    Strided {
+        values: &x[task.first * heads * d + head * d..],
+        row: heads * d,
+        col: 1,
     }
+}
 
-    /// Adds (n, D) to a head's columns.
-    fn add(&self, out: &mut [f32], task: HeadTask, (head, heads): (usize, usize), part: &[f32]) {
-        let d = self.shape.head_dim;
-        for (i, row) in part.chunks(d).enumerate() {
-            let at = (task.first + i) * heads * d + head * d;
-            out[at..at + d]
-                .iter_mut()
-                .zip(row)
-                .for_each(|(o, x)| *o += x);
-        }
+/// Adds (n, d) to a head's columns.
+fn add(out: &mut [f32], task: HeadTask, (head, heads, d): (usize, usize, usize), part: &[f32]) {
+    for (i, row) in part.chunks(d).enumerate() {
+        let at = (task.first + i) * heads * d + head * d;
+        let place = out[at..at + d].iter_mut();
+        place.zip(row).for_each(|(o, x)| *o += x);
     }
 }

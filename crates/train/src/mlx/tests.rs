@@ -28,6 +28,7 @@ fn net(library: PathBuf) -> TrainableModel {
         targets: TARGETS.map(|(_, _, name)| name.to_owned()).to_vec(),
         layers: None,
         dropout: 0.0,
+        balance: 0.0,
         class: TrainingClass::MlxF32,
     };
     let means = Means {

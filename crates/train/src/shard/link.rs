@@ -2,11 +2,12 @@
 //! later part needs run while this one is computed.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
+use paceline_cluster::network;
 use paceline_comm::tcp::{Config, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
 use paceline_comm::{
     Backend, Deadline, Element, JoinParams, NonblockingCalls, PendingCall, Strict, init,
@@ -24,8 +25,8 @@ const WAIT: Duration = Duration::from_secs(1800);
 /// Longest wait for all ranks to join.
 const JOIN_LIMIT: Duration = Duration::from_secs(30);
 
-/// Numbers of a message of a shard: 4 MiB, so that messages that wait at a receiver take little.
-const PIECE: usize = 1 << 20;
+/// Numbers of a message of a shard: 1 MiB. Of these `MESSAGES_HELD` (16) may wait at a receiver.
+const PIECE: usize = 1 << 18;
 
 /// Tag of values that a rank gets from another.
 const TAG: u32 = 1;
@@ -58,6 +59,21 @@ impl fmt::Debug for SecretKey {
     }
 }
 
+/// Listens for other ranks: at loopback, or with `open` at all addresses of this machine.
+///
+/// # Errors
+/// [`Error::Listen`].
+pub(crate) fn listen(open: bool) -> Result<(Listener, Vec<SocketAddr>), Error> {
+    let mut addrs = vec![IpAddr::V4(Ipv4Addr::LOCALHOST)];
+    if open {
+        addrs = network::addresses();
+    }
+    let addrs: Vec<SocketAddr> = addrs.into_iter().map(|ip| (ip, 0).into()).collect();
+    let listener = Listener::bind_all(&addrs).map_err(Error::Listen)?;
+    let addrs = listener.addrs().to_vec();
+    Ok((listener, addrs))
+}
+
 /// A rank's group.
 #[derive(Debug)]
 pub(crate) struct Link {
@@ -69,18 +85,14 @@ impl Link {
     ///
     /// # Errors
     /// [`Error::Join`].
-    pub(crate) fn join(
-        listener: Listener,
-        role: ShardRole,
-        plan: &GroupPlan,
-    ) -> Result<Self, Error> {
+    pub(crate) fn join(listener: Listener, rank: usize, plan: &GroupPlan) -> Result<Self, Error> {
         let protection = match &plan.key {
             Some(key) => Protection::Key(GroupKey::new(key.0)),
             None => Protection::Loopback,
         };
         let seat = JoinParams {
             listener,
-            rank: Rank(role.rank as u32),
+            rank: Rank(rank as u32),
             addrs: &plan.addrs,
             id: GroupId(plan.id),
             config: Config {
@@ -120,6 +132,25 @@ impl Link {
             let [sends, receives] = &counts;
             let mut got = vec![0.0; receives.iter().sum()];
             group.all_to_all_v(&values, sends, &mut got, receives, by)?;
+            Ok(got)
+        })
+    }
+
+    /// Starts to send `values` to a rank, under a tag; gives them back.
+    pub(crate) fn transmit(&self, values: Vec<f32>, (to, tag): (usize, u32)) -> Pending<f32> {
+        let by = within(WAIT);
+        self.calls.start_message(move |group| {
+            group.send(&values, Rank(to as u32), tag, by)?;
+            Ok(values)
+        })
+    }
+
+    /// Starts to receive `n` values that a rank [`transmit`](Self::transmit)s.
+    pub(crate) fn receive(&self, n: usize, (from, tag): (usize, u32)) -> Pending<f32> {
+        let by = within(WAIT);
+        self.calls.start_message(move |group| {
+            let mut got = vec![0.0; n];
+            group.recv(&mut got, Rank(from as u32), tag, by)?;
             Ok(got)
         })
     }

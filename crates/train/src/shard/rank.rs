@@ -1,15 +1,14 @@
 //! A rank's process: its shard, the copy of another, and its part of each step.
 
 use std::collections::VecDeque;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
 use std::path::PathBuf;
 
 use paceline_base::tree::{self, Stack};
-use paceline_cluster::{machine, network};
+use paceline_cluster::machine;
 use paceline_comm::tcp::Listener;
 
-use super::link::{Link, Pending};
+use super::link::{Link, Pending, listen};
 use super::state::{ShardFile, ShardState, share};
 use super::{GroupPlan, ShardCuts, ShardRole, Sharding};
 use crate::error::Error;
@@ -101,16 +100,9 @@ impl<'a> RankWorker<'a> {
         }
     }
 
-    /// Listens for the other ranks: at loopback, or at all addresses of this machine.
     fn listen(&mut self, epoch: u64, open: bool) -> Result<(), Error> {
         self.link = None;
-        let mut addrs = vec![IpAddr::V4(Ipv4Addr::LOCALHOST)];
-        if open {
-            addrs = network::addresses();
-        }
-        let addrs: Vec<SocketAddr> = addrs.into_iter().map(|ip| (ip, 0).into()).collect();
-        let listener = Listener::bind_all(&addrs).map_err(Error::Listen)?;
-        let addrs = listener.addrs().to_vec();
+        let (listener, addrs) = listen(open)?;
         self.listener = Some(listener);
         let step = self.state.as_ref().map(|state| state.step);
         Ok(self
@@ -128,7 +120,7 @@ impl<'a> RankWorker<'a> {
         let Some(listener) = self.listener.take() else {
             return Err(unexpected(None, "Listen before Form"));
         };
-        let link = Link::join(listener, self.role, plan)?;
+        let link = Link::join(listener, self.role.rank, plan)?;
         match from {
             ShardSource::First => self.begin(step),
             ShardSource::File => self.read(&link, step)?,

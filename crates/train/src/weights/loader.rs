@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use paceline_model::adapter::files::TARGETS;
-use paceline_model::{Config, Experts, LayerRole, ModelFamily, ModelSource, Nth, Role};
+use paceline_model::{Config, Experts, Latent, LayerRole, ModelFamily, ModelSource, Nth, Role};
 use paceline_tensor::{Kernels, RopePairs, storage};
 use paceline_weights::tensor::Tensor;
 
 use super::{
-    ATTENTION, AdapterFactors, ExpertWeights, FirstTensor, LayerWeights, Matrix, MatrixStorage,
-    Method, Parts, StageWeights, VectorParameter, sizes,
+    ATTENTION, AdapterFactors, ExpertWeights, FirstTensor, LatentWeights, LayerWeights, Matrix,
+    MatrixStorage, Method, Parts, StageWeights, VectorParameter, sizes,
 };
 use crate::error::Error;
 use crate::params::{Layout, Lora};
@@ -105,11 +105,20 @@ impl WeightLoader<'_> {
             TARGETS.len()
         };
         for ((part, block, name), size) in TARGETS.into_iter().zip(sizes).take(count) {
+            let (part, name) = match shape.latent {
+                Some(of) => latent_part(of, part, name),
+                None => (part, name),
+            };
             let heads = self.turned(i, part).then_some(shape.head_dim);
             let name = format!("model.layers.{i}.{block}.{name}");
             matrices.push(self.matrix(role(part), size, &name, heads)?);
         }
+        let latent = shape.latent.map(|of| self.latent(i, of)).transpose()?;
         let experts = shape.experts.map(|of| self.experts(i, of)).transpose()?;
+        let sinks = match c.family.has_sinks_and_biases() {
+            true => Some(self.sinks(i, shape.heads)?),
+            false => None,
+        };
         let mut opt = |there: bool, part, n, name: &str| {
             there
                 .then(|| self.vector(role(part), n, &norm_name(name)))
@@ -134,43 +143,189 @@ impl WeightLoader<'_> {
             ffn_norm: self.vector(role(LayerRole::FfnNorm), c.width, &norm_name(before_ffn))?,
             attention_norm,
             matrices,
+            latent,
             experts,
+            sinks,
         })
+    }
+
+    fn sinks(&mut self, i: usize, heads: usize) -> Result<VectorParameter, Error> {
+        let role = Role::Layer(i, LayerRole::Sinks);
+        self.vector(role, heads, &format!("model.layers.{i}.self_attn.sinks"))
+    }
+
+    fn latent(&mut self, i: usize, of: Latent) -> Result<LatentWeights, Error> {
+        let (width, stem) = (self.config.width, format!("model.layers.{i}.self_attn"));
+        let role = |part| Role::Layer(i, part);
+        let query_down = of.query_rank.map(|rank| {
+            let (name, norm) = (format!("{stem}.q_a_proj"), LayerRole::QueryDownNorm);
+            let matrix = self.matrix(role(LayerRole::QueryDown), [rank, width], &name, None)?;
+            let name = format!("{stem}.q_a_layernorm.weight");
+            Ok::<_, Error>((matrix, self.vector(role(norm), rank, &name)?))
+        });
+        let query_down = query_down.transpose()?;
+        let name = format!("{stem}.kv_a_layernorm.weight");
+        let norm = self.vector(role(LayerRole::LatentNorm), of.rank, &name)?;
+        Ok(LatentWeights { query_down, norm })
     }
 
     /// The experts of a layer, under the names of their family's files.
     fn experts(&mut self, i: usize, of: Experts) -> Result<ExpertWeights, Error> {
-        let (block, names) = match self.config.family {
-            ModelFamily::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
-            _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+        let family = self.config.family;
+        let (block, router, names) = match family {
+            ModelFamily::Mixtral => ("block_sparse_moe", "gate", ["w1", "w3", "w2"]),
+            ModelFamily::GptOss => ("mlp", "router", ["gate_proj", "up_proj", "down_proj"]),
+            _ => ("mlp", "gate", ["gate_proj", "up_proj", "down_proj"]),
         };
         let (c, stem) = (self.config.width, format!("model.layers.{i}.{block}"));
-        let role = Role::Layer(i, LayerRole::Router);
-        let router = self.matrix(role, [of.count, c], &format!("{stem}.gate"), None)?;
-        let mut experts = Vec::with_capacity(of.count);
-        for index in 0..of.count {
-            let nth = Nth {
-                index,
-                of: of.count,
+        let role = |part| Role::Layer(i, part);
+        let name = format!("{stem}.{router}");
+        let router = self.matrix(role(LayerRole::Router), [of.count, c], &name, None)?;
+        let choice = match of.corrected {
+            true => {
+                let name = format!("{name}.e_score_correction_bias");
+                Some(self.vector(role(LayerRole::RouterChoice), of.count, &name)?)
+            }
+            false => None,
+        };
+        let mut experts = match family {
+            ModelFamily::GptOss => self.stacked_experts(i, of, &stem)?,
+            _ => self.separate_experts(i, of, &stem, names)?,
+        };
+        let mut shared_gate = None;
+        if of.shared > 0 {
+            let deepseek = family == ModelFamily::DeepSeek;
+            let name = if deepseek {
+                "shared_experts"
+            } else {
+                "shared_expert"
             };
-            let mut own = |part, size, name: &str| {
-                let name = format!("{stem}.experts.{index}.{name}");
+            let mut own = |part, size, last: &str| {
+                self.matrix(role(part), size, &format!("{stem}.{name}.{last}"), None)
+            };
+            experts.push([
+                own(LayerRole::SharedGate, [of.shared, c], "gate_proj")?,
+                own(LayerRole::SharedUp, [of.shared, c], "up_proj")?,
+                own(LayerRole::SharedDown, [c, of.shared], "down_proj")?,
+            ]);
+            if of.shared_gate {
+                let name = format!("{stem}.shared_expert_gate");
+                let part = LayerRole::SharedRouter;
+                shared_gate = Some(self.matrix(role(part), [1, c], &name, None)?);
+            }
+        }
+        Ok(ExpertWeights {
+            router,
+            choice,
+            experts,
+            shared_gate,
+        })
+    }
+
+    /// Experts with a tensor for each matrix.
+    fn separate_experts(
+        &mut self,
+        i: usize,
+        of: Experts,
+        stem: &str,
+        names: [&str; 3],
+    ) -> Result<Vec<[Matrix; 3]>, Error> {
+        let mut experts = Vec::with_capacity(of.count + 1);
+        for index in 0..of.count {
+            let parts = expert_parts(self.config.width, of, index);
+            let mut own = |n: usize| {
+                let (part, size) = parts[n];
+                let name = format!("{stem}.experts.{index}.{}", names[n]);
                 self.matrix(Role::Layer(i, part), size, &name, None)
             };
-            let [gate, up, down] = names;
-            experts.push([
-                own(LayerRole::ExpertGate(nth), [of.width, c], gate)?,
-                own(LayerRole::ExpertUp(nth), [of.width, c], up)?,
-                own(LayerRole::ExpertDown(nth), [c, of.width], down)?,
-            ]);
+            experts.push([own(0)?, own(1)?, own(2)?]);
         }
-        Ok(ExpertWeights { router, experts })
+        Ok(experts)
+    }
+
+    /// Experts with biases, whose trained values are a tensor for all of a kind, as in folders that
+    /// MLX wrote.
+    fn stacked_experts(
+        &mut self,
+        i: usize,
+        of: Experts,
+        stem: &str,
+    ) -> Result<Vec<[Matrix; 3]>, Error> {
+        let mut kinds = Vec::with_capacity(3);
+        for (kind, name) in ["gate_proj", "up_proj", "down_proj"].iter().enumerate() {
+            let name = format!("{stem}.experts.{name}");
+            kinds.push(self.stack(i, of, kind, &name)?.into_iter());
+        }
+        let mut next = |kind: usize| kinds[kind].next();
+        let all = (0..of.count).map(|_| Some([next(0)?, next(1)?, next(2)?]));
+        Ok(all.map(|own| own.expect("a matrix of each kind")).collect())
+    }
+
+    /// The gates, ups or downs of all experts, with their biases.
+    fn stack(
+        &mut self,
+        i: usize,
+        of: Experts,
+        kind: usize,
+        name: &str,
+    ) -> Result<Vec<Matrix>, Error> {
+        let family = self.config.family;
+        let (first, [rows, cols]) = expert_parts(self.config.width, of, 0)[kind];
+        let biases = self.source.expert_biases(family, Role::Layer(i, first))?;
+        let (biases, start, step) = match biases {
+            Some(found) => found,
+            None => (self.source.bias(family, Role::Layer(i, first))?, 0, 1),
+        };
+        check(&biases, &[of.count, rows * step])?;
+        let biases = super::values_of(&biases, None);
+        let biases: Vec<f32> = biases.into_iter().skip(start).step_by(step).collect();
+        let mut tensors = Vec::with_capacity(of.count);
+        for index in 0..of.count {
+            let (part, size) = expert_parts(self.config.width, of, index)[kind];
+            let tensor = self.source.weight(family, Role::Layer(i, part))?;
+            check(&tensor, &size)?;
+            tensors.push(tensor);
+        }
+        let matrix = |kept, bias| Matrix {
+            kept,
+            rows,
+            cols,
+            bias: Some(bias),
+            pair: None,
+        };
+        if self.method != Method::Full {
+            let own = tensors.into_iter().zip(biases.chunks(rows));
+            let own = own.map(|(tensor, bias)| {
+                let bias = VectorParameter::Fixed(bias.to_vec());
+                let mut own = matrix(MatrixStorage::Stored(tensor, None), bias);
+                if self.method == Method::Lora {
+                    own.kept = MatrixStorage::Fixed(self.unpacked(&own));
+                }
+                own
+            });
+            return Ok(own.collect());
+        }
+        let all = self.slot(format!("{name}.weight"), vec![of.count, rows, cols]);
+        self.first.push(FirstTensor::Stack(tensors));
+        let bias = self.slot(format!("{name}.bias"), vec![of.count, rows]);
+        self.first.push(FirstTensor::Plain(biases));
+        let part = |range: &Range<usize>, n: usize, index: usize| {
+            range.start + index * n..range.start + (index + 1) * n
+        };
+        let own = (0..of.count).map(|index| {
+            let own_bias = VectorParameter::Trained(part(&bias, rows, index));
+            let own = MatrixStorage::Trained(part(&all, rows * cols, index));
+            matrix(own, own_bias)
+        });
+        Ok(own.collect())
     }
 
     /// Whether a file's rows lie by neighbours and ours by halves.
     fn turned(&self, layer: usize, part: LayerRole) -> bool {
-        let pairs = self.config.ropes[self.config.layers[layer].rope].pairs;
-        pairs == RopePairs::Adjacent && matches!(part, LayerRole::Query | LayerRole::Key)
+        let shape = &self.config.layers[layer];
+        let pairs = self.config.ropes[shape.rope].pairs;
+        let is_rotated = matches!(part, LayerRole::Query | LayerRole::Key);
+        pairs == RopePairs::Adjacent && is_rotated && shape.latent.is_none()
     }
 
     fn matrix(
@@ -206,7 +361,7 @@ impl WeightLoader<'_> {
                 let range = self.slot(format!("{name}.weight"), vec![rows, cols]);
                 let stored = std::mem::replace(&mut matrix.kept, MatrixStorage::Trained(range));
                 if let MatrixStorage::Stored(tensor, heads) = stored {
-                    self.first.push(FirstTensor { tensor, heads });
+                    self.first.push(FirstTensor::Stored(tensor, heads));
                 }
             }
         }
@@ -225,6 +380,9 @@ impl WeightLoader<'_> {
             return None;
         };
         let nth = TARGETS.iter().position(|(of, _, _)| *of == part)?;
+        if part == LayerRole::Query && self.config.layers[layer].latent.is_some() {
+            return None; // serving has none there
+        }
         let is_target = self.targets.iter().any(|name| name == TARGETS[nth].2);
         let is_adapted = self.method != Method::Full && is_target && layer >= self.adapted_from;
         is_adapted.then_some((layer * TARGETS.len() + nth) as u64)
@@ -273,24 +431,23 @@ impl WeightLoader<'_> {
         };
         let Some(tensor) = bias else { return Ok(None) };
         let name = format!("{name}.bias");
-        self.of_tensor(FirstTensor { tensor, heads }, n, name)
-            .map(Some)
+        self.of_tensor((tensor, heads), n, name).map(Some)
     }
 
     fn vector(&mut self, role: Role, n: usize, name: &str) -> Result<VectorParameter, Error> {
         let tensor = self.source.weight(self.config.family, role)?;
-        let heads = None;
-        self.of_tensor(FirstTensor { tensor, heads }, n, name.to_owned())
+        self.of_tensor((tensor, None), n, name.to_owned())
     }
 
     /// A norm or a bias of `n` numbers, trained or not.
     fn of_tensor(
         &mut self,
-        stored: FirstTensor,
+        (tensor, heads): (Tensor, Option<usize>),
         n: usize,
         name: String,
     ) -> Result<VectorParameter, Error> {
-        check(&stored.tensor, &[n])?;
+        check(&tensor, &[n])?;
+        let stored = FirstTensor::Stored(tensor, heads);
         if self.method != Method::Full {
             return Ok(VectorParameter::Fixed(stored.values()));
         }
@@ -322,4 +479,27 @@ fn check(tensor: &Tensor, expected: &[usize]) -> Result<(), Error> {
         got: tensor.shape.clone(),
         expected: expected.to_vec(),
     }))
+}
+
+/// Gate, up and down of an expert, and their sizes.
+fn expert_parts(width: usize, of: Experts, index: usize) -> [(LayerRole, [usize; 2]); 3] {
+    let nth = Nth {
+        index,
+        of: of.count,
+    };
+    [
+        (LayerRole::ExpertGate(nth), [of.width, width]),
+        (LayerRole::ExpertUp(nth), [of.width, width]),
+        (LayerRole::ExpertDown(nth), [width, of.width]),
+    ]
+}
+
+/// What a layer with latent attention has in place of queries, keys and values.
+fn latent_part(of: Latent, part: LayerRole, name: &'static str) -> (LayerRole, &'static str) {
+    match part {
+        LayerRole::Query if of.query_rank.is_some() => (LayerRole::QueryUp, "q_b_proj"),
+        LayerRole::Key => (LayerRole::LatentDown, "kv_a_proj_with_mqa"),
+        LayerRole::Value => (LayerRole::LatentUp, "kv_b_proj"),
+        _ => (part, name),
+    }
 }

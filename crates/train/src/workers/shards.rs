@@ -35,15 +35,16 @@ type Watch<'a> = dyn FnMut(TrainingProgress) + 'a;
 /// The group of a sharded run, as far as the parent knows.
 #[derive(Debug)]
 pub(super) struct RankGroup {
-    pub(super) sharding: Sharding,
+    /// None where ranks have no state, but stages.
+    sharding: Option<Sharding>,
     cuts: ShardCuts,
     /// Counts groups: messages about an earlier one are passed over.
-    epoch: u64,
-    is_formed: bool,
+    pub(super) epoch: u64,
+    pub(super) is_formed: bool,
     /// Whether the ranks have had a state.
     has_begun: bool,
     /// The step that comes next.
-    step: u64,
+    pub(super) step: u64,
     /// The last step that a rank committed.
     stepped: Option<Stepped>,
 }
@@ -61,7 +62,7 @@ pub(crate) struct Stepped {
 
 impl RankGroup {
     /// A group of `ranks` ranks, which the next step begins with the state of `step`.
-    pub(super) fn new(run: &TrainingRun, sharding: Sharding, ranks: usize) -> Self {
+    pub(super) fn new(run: &TrainingRun, sharding: Option<Sharding>, ranks: usize) -> Self {
         Self {
             sharding,
             cuts: ShardCuts::new(run.net.layout(), run.net.parts(), ranks),
@@ -84,13 +85,13 @@ struct Seat {
 impl WorkerSet {
     /// The part of a worker in a sharded run.
     pub(super) fn role(&self, rank: usize) -> Option<ShardRole> {
-        let sharding = self.group.as_ref()?.sharding;
+        let sharding = self.group.as_ref()?.sharding?;
         let of = self.members.len();
         Some(ShardRole { rank, of, sharding })
     }
 
-    fn group(&mut self) -> &mut RankGroup {
-        self.group.as_mut().expect("a sharded run has a group")
+    pub(super) fn group(&mut self) -> &mut RankGroup {
+        self.group.as_mut().expect("these ranks have a group")
     }
 
     /// Has all ranks make step `step`. Ranks without a state begin with `from`, or with the first
@@ -207,7 +208,7 @@ impl WorkerSet {
 
     /// Forms the group, unless it is there. Then every rank has the state before the next step, or
     /// the one behind a step that was committed.
-    fn form(
+    pub(super) fn form(
         &mut self,
         run: &TrainingRun,
         from: Option<&Checkpoint>,
@@ -262,8 +263,10 @@ impl WorkerSet {
                 |_, said| matches!(said, FromWorker::Formed { epoch: of, .. } if of == epoch),
             )?;
             self.group().is_formed = formed;
-            self.forget(step); // the files of shards
-            self.group().has_begun |= formed;
+            if self.group().sharding.is_some() {
+                self.forget(step); // the files of shards
+                self.group().has_begun |= formed;
+            }
         }
         Ok(())
     }
@@ -278,7 +281,7 @@ impl WorkerSet {
         let (exchange, last) = (self.exchange.clone(), self.last.clone());
         let group = self.group();
         if !group.has_begun {
-            return match from {
+            return match from.filter(|_| group.sharding.is_some()) {
                 None => Ok((ShardSource::First, group.step)),
                 Some(checkpoint) => {
                     split(checkpoint, run, &group.cuts, &exchange)?;
@@ -321,7 +324,7 @@ impl WorkerSet {
 
     /// Sends every rank a message, and waits until each has answered, failed or ended. `answer`
     /// gets each message and says whether it is a rank's answer. False if not all have answered.
-    fn ask_all(
+    pub(super) fn ask_all(
         &mut self,
         message: &dyn Fn(usize) -> ToWorker,
         watch: &mut Watch<'_>,

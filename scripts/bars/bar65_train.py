@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""Bars of training: bar65_train.py PACELINE memory|stages|torch [--rows N] [--tokens N] [--layers N]
+
+A llama of 30 million numbers (17 layers of width 384), trained whole.
+memory  most resident bytes of every rank, `--shard all`, 1 to 4 ranks; bytes sent over ZeRO's
+stages  seconds of a step over two stages against one process, one thread each
+torch   processor seconds of a step against PyTorch's, one thread; needs torch and transformers
+Prints one JSON object. Only `memory` counts on a machine that does other things.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+
+GOLDEN = Path(__file__).resolve().parents[2] / "tests-data/golden/hf/llama-untied-bf16"
+WIDTH, FFN, HEADS = 384, 1024, 6
+
+
+def make_model(to, layers):
+    to.mkdir()
+    for path in GOLDEN.glob("*.json"):
+        shutil.copy(path, to / path.name)
+    config = json.loads((to / "config.json").read_text())
+    config |= {"hidden_size": WIDTH, "intermediate_size": FFN, "num_hidden_layers": layers,
+               "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+               "head_dim": WIDTH // HEADS, "max_position_embeddings": 16384,
+               "dtype": "float32", "torch_dtype": "float32"}
+    (to / "config.json").write_text(json.dumps(config))
+    vocab = config["vocab_size"]
+    shapes = {"model.embed_tokens": (vocab, WIDTH), "lm_head": (vocab, WIDTH),
+              "model.norm": (WIDTH,)}
+    for i in range(layers):
+        at = f"model.layers.{i}."
+        shapes |= {f"{at}self_attn.{n}_proj": (WIDTH, WIDTH) for n in "qkvo"}
+        shapes |= {f"{at}mlp.gate_proj": (FFN, WIDTH), f"{at}mlp.up_proj": (FFN, WIDTH),
+                   f"{at}mlp.down_proj": (WIDTH, FFN), f"{at}input_layernorm": (WIDTH,),
+                   f"{at}post_attention_layernorm": (WIDTH,)}
+    header, start, numbers = {}, 0, 0
+    for name, shape in shapes.items():
+        n = 1
+        for size in shape:
+            n *= size
+        header[f"{name}.weight"] = {"dtype": "F32", "shape": shape,
+                                    "data_offsets": [start, start + 4 * n]}
+        start, numbers = start + 4 * n, numbers + n
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    # Differing numbers from one block, cut at another place for each tensor.
+    block = [((i * 7919) % 2003) / 40060 - 0.025 for i in range(1 << 16)]
+    with open(to / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for k, shape in enumerate(shapes.values()):
+            n = shape[0] * (shape[1] if len(shape) > 1 else 1)
+            values = [1.0] * n if len(shape) == 1 else None
+            if values is None:
+                turned = block[k * 977 % len(block):] + block[:k * 977 % len(block)]
+                packed = struct.pack(f"<{len(turned)}f", *turned)
+                file.write((packed * (n // len(turned) + 1))[:4 * n])
+            else:
+                file.write(struct.pack(f"<{n}f", *values))
+    return numbers
+
+
+def make_data(to, rows, tokens):
+    words = ["turn", "front", "rider", "line", "machine", "wind"]
+    lines = (" ".join(words[(i * 7 + j * j) % 6] for j in range(tokens)) for i in range(rows))
+    to.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+
+
+def descendants(pid):
+    found, todo = [], [pid]
+    while todo:
+        at = todo.pop()
+        try:
+            for task in os.listdir(f"/proc/{at}/task"):
+                todo += map(int, Path(f"/proc/{at}/task/{task}/children").read_text().split())
+        except OSError:
+            continue
+        found.append(at)
+    return found
+
+
+class Peaks(threading.Thread):
+    """Most resident bytes of every process of a run, and of which kind they were."""
+
+    def __init__(self, pid):
+        super().__init__(daemon=True)
+        self.pid, self.most, self.over = pid, {}, False
+
+    def run(self):
+        while not self.over:
+            for pid in descendants(self.pid):
+                try:
+                    fields = dict(line.split(":", 1) for line in
+                                  Path(f"/proc/{pid}/status").read_text().splitlines())
+                    self.most[pid] = int(fields["VmHWM"].split()[0]) << 10
+                except (OSError, KeyError, ValueError):
+                    continue
+            time.sleep(0.02)
+
+
+def train(paceline, home, model, data, steps, *more):
+    output = home / f"out-{time.monotonic_ns()}"
+    command = [paceline, "train", model, "--data", data, "--output", output, "--method", "full",
+               "--lr", "1e-3", "--steps", str(steps), "--local", "--json", "--threads", "1", *more]
+    child = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True,
+                             env={**os.environ, "PACELINE_HOME": str(home / "home")})
+    peaks = Peaks(child.pid)
+    peaks.start()
+    out = child.communicate()[0]
+    peaks.over = True
+    if child.returncode:
+        sys.exit(f"{command}: {child.returncode}")
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    ranks = {pid: most for pid, most in peaks.most.items() if pid != child.pid}
+    shutil.rmtree(output)
+    return {"digest": json.loads(out).get("digest"), "own": peaks.most.get(child.pid),
+            "ranks": sorted(ranks.values()), "metrics": metrics}
+
+
+def memory(args, home, model, data, numbers):
+    report = {}
+    for ranks in (1, 2, 3, 4):
+        more = ["--nodes", ranks, "--shard", "all"] if ranks > 1 else []
+        done = train(args.paceline, home, model, data, 4, "--batch", args.rows, *more)
+        most = max(done["ranks"], default=done["own"])
+        report[ranks] = {"digest": done["digest"], "MiB": most >> 20,
+                         "all_MiB": [bytes_ >> 20 for bytes_ in done["ranks"]]}
+        report[ranks]["over_one"] = round(report[ranks]["MiB"] / report[1]["MiB"], 3)
+        if ranks > 1:
+            sent = max(m["sent_bytes"] for m in done["metrics"] if m.get("sent_bytes"))
+            report[ranks]["over_zero"] = round(sent / (12 * numbers * (ranks - 1) / ranks), 3)
+    return report
+
+
+def stages(args, home, model, data, _):
+    report = {}
+    for name, more in (("one", []), ("two", ["--nodes", 2, "--stages", 2])):
+        done = train(args.paceline, home, model, data, 6, "--batch", args.rows, *more)
+        times = [m["step_s"] for m in done["metrics"]][1:]
+        report[name] = {"digest": done["digest"], "step_s": median(times)}
+    report["times"] = round(report["one"]["step_s"] / report["two"]["step_s"], 3)
+    return report
+
+
+def torch_seconds(model, data, rows, steps):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    torch.set_num_threads(1)
+    tokens = AutoTokenizer.from_pretrained(model)
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.0)
+    texts = [json.loads(line)["text"] for line in data.read_text().splitlines()][:rows]
+    ids = [torch.tensor([tokens(text)["input_ids"]]) for text in texts]
+    found = []
+    for _ in range(steps):
+        began = time.process_time()
+        optimiser.zero_grad()
+        for row in ids:
+            (net(row, labels=row).loss / len(ids)).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+        found.append(time.process_time() - began)
+    return median(found[1:])
+
+
+def torch(args, home, model, data, _):
+    spent = []
+    for steps in (2, 6):  # the difference is of steps alone
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        train(args.paceline, home, model, data, steps, "--batch", args.rows)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    own, theirs = (spent[1] - spent[0]) / 4, torch_seconds(model, data, args.rows, 5)
+    return {"own_s": own, "torch_s": theirs, "over": round(own / theirs, 3)}
+
+
+def main():
+    args = argparse.ArgumentParser(description=__doc__)
+    args.add_argument("paceline")
+    args.add_argument("bar", choices=["memory", "stages", "torch"])
+    args.add_argument("--rows", type=int, help="rows of a step, a leaf each")
+    args.add_argument("--tokens", type=int, help="words of a row")
+    args.add_argument("--layers", type=int, default=17)
+    args = args.parse_args()
+    args.rows = args.rows or (8 if args.bar == "memory" else 4)
+    args.tokens = args.tokens or (4 if args.bar == "memory" else 80)
+    with tempfile.TemporaryDirectory() as home:
+        home = Path(home)
+        model, data = home / "model", home / "data.jsonl"
+        numbers = make_model(model, args.layers)
+        make_data(data, args.rows, args.tokens)
+        bar = {"memory": memory, "stages": stages, "torch": torch}[args.bar]
+        print(json.dumps({"numbers": numbers, args.bar: bar(args, home, model, data, numbers)}))
+
+
+main()
