@@ -245,7 +245,7 @@ pub fn collect<E: From<RequestFailure>>(
                 continued += 1;
                 continue;
             }
-            Reply::Finished { text, reason } => {
+            Reply::Finished { text, reason, .. } => {
                 let end = StopReason::new(reason, tokens.len(), asked.max_tokens);
                 (text, Some(end))
             }

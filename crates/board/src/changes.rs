@@ -421,6 +421,7 @@ mod tests {
             split: "tensor".into(),
             predicted_tok_s: None,
             measured_tok_s: None,
+            drafts: None,
             restarts,
             n_changes,
             changes: (0..n_changes.min(8)).map(|n| n.to_string()).collect(),

@@ -3,6 +3,7 @@
 //! Commands are JSON in, JSON out. Programs reach them over the agent's local socket, the dashboard
 //! over HTTP.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
 use std::io;
@@ -12,10 +13,11 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
 use paceline_auth::keys::{self, KeyInfo, KeyRole, Keys};
+use paceline_base::{Bytes, CallbackError, KernelClass};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
 use paceline_cluster::nodes::pairing::Code;
-use paceline_engine::{EngineConfig, Service};
+use paceline_engine::{DraftCounts, EngineConfig, Service};
 use paceline_fleet::{AdapterFile, AdapterNaming, InstanceSpec};
 use paceline_model::Config;
 use paceline_node::context_size::{ContextBudget, KvMemory};
@@ -419,7 +421,16 @@ fn ask_using(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
 }
 
 fn ask_ps(fleet: &Fleet, upstreams: Vec<Value>) -> Result<Value, CommandError> {
-    let own = fleet.list().into_iter().map(|view| json!(view));
+    let measured = fleet.ready().into_iter().map(|(id, it)| (id, it.guesses()));
+    let measured: BTreeMap<String, DraftCounts> = measured.collect();
+    let own = fleet.list().into_iter().map(|view| {
+        let drafts = measured.get(&view.id).filter(|drafts| drafts.steps > 0);
+        let mut told = json!(view);
+        if let Some(drafts) = drafts {
+            told["drafts"] = json!(drafts);
+        }
+        told
+    });
     Ok(own.chain(upstreams).collect())
 }
 
@@ -456,7 +467,11 @@ fn sizes(path: &Path, config: &Config, wanted: &InstanceSpec) -> EngineConfig {
         max_running: parallel,
         max_waiting: WAITING_MAX,
         pace: pace.unwrap_or_default(),
-        drafts: wanted.options.drafts.map_or(DRAFTS, usize::from),
+        drafts: match wanted.options.drafts {
+            Some(most) => most.into(),
+            None if class.is_some_and(|class: KernelClass| class.is_mlx()) => 0, // not measured
+            None => DRAFTS,
+        },
         strict: wanted.options.strict,
         ..room.engine(&wanted.model)
     }

@@ -133,7 +133,7 @@ fn together((answers, tok_s): &(u32, f64)) -> MetricSample {
 }
 
 /// Verified and accepted draft tokens, and pipelined verification windows.
-fn guesses(guesses: DraftCounts) -> [MetricSample; 3] {
+fn guesses(guesses: DraftCounts) -> [MetricSample; 4] {
     let fact = |name, help, value: u64| MetricSample {
         name,
         help,
@@ -150,6 +150,11 @@ fn guesses(guesses: DraftCounts) -> [MetricSample; 3] {
             "guesses_right",
             "Guessed tokens that became tokens of answers since the workers started last",
             guesses.right,
+        ),
+        fact(
+            "guess_drafts",
+            "Drafts that steps checked since the workers started last",
+            guesses.steps,
         ),
         fact(
             "guess_windows",

@@ -113,6 +113,18 @@ impl SplitModel {
         Ok(())
     }
 
+    /// Uses the prediction layer of the model's own files, if they have one and there is no other
+    /// draft, on the CPU. Call before [`forecast`](Self::forecast).
+    ///
+    /// # Errors
+    /// An unusable layer.
+    pub fn set_own_draft(&mut self) -> Result<(), Error> {
+        if self.prepared.guess_with_own_layer()? {
+            self.draft = Some(self.path.clone());
+        }
+        Ok(())
+    }
+
     /// Keeps packed weights on disk below `folder` when [loaded here](Self::load_here).
     ///
     /// # Errors

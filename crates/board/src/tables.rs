@@ -114,6 +114,7 @@ pub fn instances(all: &Value) -> Vec<String> {
         lines = table(&without_layers);
     }
     lines.extend(all.as_array().into_iter().flatten().filter_map(degraded));
+    lines.extend(all.as_array().into_iter().flatten().filter_map(drafts));
     lines.extend(wires(all));
     lines
 }
@@ -143,6 +144,18 @@ pub(crate) fn counted(it: &Value) -> String {
         ranks => format!("{} x{ranks}", printable(node)),
     });
     told.collect::<Vec<_>>().join(", ")
+}
+
+/// How many draft tokens of an instance were accepted.
+fn drafts(it: &Value) -> Option<String> {
+    let count = |name: &str| it["drafts"][name].as_f64();
+    let [checked, right, steps] = [count("checked")?, count("right")?, count("steps")?];
+    Some(format!(
+        "{}: {:.2} draft tokens accepted a step, {:.0} % of those checked",
+        label(it),
+        right / steps.max(1.0),
+        100.0 * right / checked.max(1.0)
+    ))
 }
 
 /// Missing nodes of an instance that answers, and the nodes that stand in for them.

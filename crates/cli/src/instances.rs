@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 
 use crate::adapter;
 use crate::compute::context;
+use crate::draft_limit::DraftLimit;
 use crate::error::Error;
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
@@ -96,10 +97,11 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "NAME=FILE", value_parser = adapter::named)]
     #[serde(rename = "adapters")]
     adapter: Vec<(String, PathBuf)>,
-    /// Most tokens of an answer that are guessed, from its own text or by --draft, and checked in
-    /// one step, where that pays; 0 for none [default: 8]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
-    drafts: Option<u8>,
+    /// Most tokens of an answer that are guessed, by --draft, by a prediction layer in MODEL's own
+    /// files, or from its text, and checked in one step, where measured times say that it pays; 0
+    /// for none; auto: 8, and none on MLX
+    #[arg(long, value_name = "N", default_value_t)]
+    drafts: DraftLimit,
     /// Have machines that compute slower than before, because somebody uses them, give work to the
     /// others meanwhile
     #[arg(long)]

@@ -214,6 +214,15 @@ impl LocalModel {
         guessed.map_err(|error| in_model(path, error))
     }
 
+    /// Uses the model's own prediction layer as draft, if it has one and no other draft.
+    ///
+    /// # Errors
+    /// An unusable layer.
+    pub(crate) fn set_own_draft(&mut self) -> anyhow::Result<()> {
+        let set = self.0.set_own_draft();
+        set.map_err(|error| in_model(self.path(), error))
+    }
+
     /// Adds an adapter, which requests select by `name`.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ mod chaos;
 mod compute;
 mod compute_engines;
 mod doctor;
+mod draft_limit;
 mod engines;
 mod error;
 mod families;

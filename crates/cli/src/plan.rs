@@ -106,6 +106,7 @@ pub(crate) fn preview(model: &str, chosen: Option<&[String]>, as_json: bool) -> 
         workload: Workload::ONE,
         options: Options::default(),
         hosted_usd: None,
+        accepted: None,
         catalogue,
     };
     one(&question, false, as_json)
@@ -155,6 +156,9 @@ pub(crate) struct Args {
     /// months the machines have cost as little
     #[arg(long, value_name = "PRICE", requires = "cluster")]
     hosted: Option<f64>,
+    /// Also predict decoding with drafts of which so many tokens are accepted, as `ps` tells
+    #[arg(long, value_name = "TOKENS")]
+    accepted: Option<f64>,
     /// Also write the comparison as a picture
     #[arg(long, value_name = "FILE", visible_alias = "svg", requires = "compare")]
     plot: Option<PathBuf>,
@@ -301,5 +305,6 @@ fn question(
             ..Options::default()
         },
         hosted_usd: args.hosted,
+        accepted: args.accepted,
     })
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 use clap::builder::NonEmptyStringValueParser;
-use paceline_base::KernelClass;
+use paceline_base::{CallbackError, KernelClass};
 use paceline_board::commands::ProgramStarter;
 use paceline_board::host::HostProbes;
 use paceline_board::{
@@ -28,6 +28,7 @@ use serde_json::json;
 
 use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs, context};
+use crate::draft_limit::DraftLimit;
 use crate::home;
 use crate::instances::LoadProgress;
 use crate::interrupt::Signals;
@@ -110,10 +111,11 @@ pub(crate) struct Args {
     /// `auto`: 2.5 times of what it takes without them; `off`: prompts first
     #[arg(long, value_name = "MS", default_value_t = StepTimeTarget::Auto)]
     pace: StepTimeTarget,
-    /// Most tokens of an answer that are guessed, from its own text or by --draft, and checked in
-    /// one step, where that pays; 0 for none [default: 8 on one node or with --draft, 0 on several]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=16))]
-    drafts: Option<u8>,
+    /// Most tokens of an answer that are guessed, by --draft, by a prediction layer in MODEL's own
+    /// files, or from its text, and checked in one step, where measured times say that it pays; 0
+    /// for none; auto: 8, none on MLX, and on several nodes none from the text
+    #[arg(long, value_name = "N", default_value_t)]
+    drafts: DraftLimit,
     /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, a draft
     /// head (EAGLE-3), or MODEL itself with a prediction layer. The same answers in less time
     #[arg(long, visible_alias = "drafter", value_name = "MODEL")]

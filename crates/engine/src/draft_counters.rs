@@ -12,9 +12,33 @@ pub struct DraftCounts {
     pub checked: u64,
     /// Accepted draft tokens; each saved a step.
     pub right: u64,
+    /// Drafts that a step verified, of a sequence each.
+    #[serde(default)]
+    pub steps: u64,
     /// Speculation windows that followed an in-flight window of the same sequence in a pipeline.
     #[serde(default)]
     pub windows: u64,
+}
+
+impl DraftCounts {
+    /// Whether no draft was verified.
+    pub const fn is_none(&self) -> bool {
+        self.steps == 0
+    }
+
+    /// Adds the draft of a sequence in a step; nothing without draft tokens.
+    pub(crate) const fn add(&mut self, checked: usize, right: usize) {
+        if checked > 0 {
+            self.checked += checked as u64;
+            self.right += right as u64;
+            self.steps += 1;
+        }
+    }
+
+    /// Mean accepted tokens of a draft; `None` before the first.
+    pub fn accepted(&self) -> Option<f64> {
+        (self.steps > 0).then(|| self.right as f64 / self.steps as f64)
+    }
 }
 
 impl std::iter::Sum for DraftCounts {
@@ -22,6 +46,7 @@ impl std::iter::Sum for DraftCounts {
         all.fold(Self::default(), |a, b| Self {
             checked: a.checked + b.checked,
             right: a.right + b.right,
+            steps: a.steps + b.steps,
             windows: a.windows + b.windows,
         })
     }
@@ -35,11 +60,17 @@ pub struct DraftCounters(Arc<DraftTotals>);
 struct DraftTotals {
     checked: AtomicU64,
     right: AtomicU64,
+    steps: AtomicU64,
     windows: AtomicU64,
 }
 
 impl DraftCounters {
+    /// Counts the draft of a sequence in a step; nothing without draft tokens.
     pub(crate) fn add(&self, checked: usize, right: usize) {
+        if checked == 0 {
+            return;
+        }
+        self.0.steps.fetch_add(1, Ordering::Relaxed);
         self.0.checked.fetch_add(checked as u64, Ordering::Relaxed);
         self.0.right.fetch_add(right as u64, Ordering::Relaxed);
     }
@@ -54,6 +85,7 @@ impl DraftCounters {
         DraftCounts {
             checked: self.0.checked.load(Ordering::Relaxed),
             right: self.0.right.load(Ordering::Relaxed),
+            steps: self.0.steps.load(Ordering::Relaxed),
             windows: self.0.windows.load(Ordering::Relaxed),
         }
     }

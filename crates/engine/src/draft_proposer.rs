@@ -21,9 +21,10 @@
 //! [`chain`](crate::chain).
 //!
 //! **When it pays.** [`GainEstimate`] has measured times: of steps without drafts, of verifying
-//! steps by their rows, and of draft passes. With the acceptance rate they give the draft length
-//! with the most tokens per second, 0 if none gains [`LEAST_GAIN`]. A draft model without a gain is
-//! tried again from time to time, for at most [`TRIAL_SHARE`] of the time.
+//! steps by their rows, and of draft passes. With each sequence's acceptance they give its draft
+//! length with the most tokens per second, 0 if none gains [`LEAST_GAIN`]. A draft model without a
+//! gain is tried again from time to time, for at most [`TRIAL_SHARE`] of the time. Near classes
+//! have [fixed](Costs::fixed) times.
 
 mod gain_estimate;
 mod network;
@@ -37,7 +38,7 @@ use paceline_tensor::PAGE;
 use paceline_text::tokenizer::Tokenizer;
 
 use crate::chain::ProposerStats;
-use crate::ngram::{Costs, FIRST_GUESS, LEAST_GAIN, updated_acceptance};
+use crate::ngram::{Costs, DraftCandidate, FIRST_GUESS, LEAST_GAIN, updated_acceptance};
 use crate::pages::{Pages, SequencePages};
 use crate::proposer::{DraftLedger, DraftPart, DraftStep, Drafts, Proposer};
 use crate::sampling::{Sampler, SamplingInputs, Scratch};
@@ -70,15 +71,19 @@ const CATCH_UP_ROWS: usize = 128;
 /// answers are shorter.
 const LOOK_AHEAD: usize = 256;
 
-/// Fraction of step time for trials of a draft model without a gain. Such a model costs at most 5
+/// Fraction of step time for trials of a draft model without a gain. Such a model costs at most 3
 /// %, including the first drafts.
-const TRIAL_SHARE: f64 = 0.03;
+const TRIAL_SHARE: f64 = 0.02;
 
 /// Maximum saved trial time, in steps without drafts.
 const SAVED_STEPS: f64 = 8.0;
 
 /// Weight of the last pass in the time of a catch-up row.
 const ROW_WEIGHT: f64 = 0.5;
+
+/// Time that a head on the CPU takes for a byte of its weights, relative to that of its model on
+/// MLX. An estimate: 1 where both share a memory, about 10 for a card in a server.
+const HEAD_BYTE: f64 = 4.0;
 
 /// Maximum difference of the two vocabulary sizes, in tokens. Vocabularies are padded to multiples
 /// of 128 (Qwen 2.5 has 151,936 and 152,064). The bound is llama.cpp's.
@@ -107,6 +112,15 @@ pub enum DraftNetwork {
 }
 
 impl Draft {
+    /// Estimated time of a pass relative to a step of `model` without drafts, by bytes of weights.
+    fn share(&self, model: &dyn LoadedModel) -> f64 {
+        let bytes = match &self.network {
+            DraftNetwork::Model { model, .. } => model.weight_bytes().0 as f64,
+            DraftNetwork::Head(head) => HEAD_BYTE * head.weight_bytes().0 as f64,
+        };
+        bytes / (model.weight_bytes().0 as f64).max(1.0)
+    }
+
     /// Checks that the tokens of the `ngram` vocabulary have the same texts in `tokenizer`. Up to
     /// 128 may be missing at the end of one: vocabularies are padded.
     ///
@@ -300,7 +314,10 @@ impl DraftProposer {
             logits: vec![0.0; vocab],
             scratch: Scratch::new(vocab),
             acceptance: FIRST_ACCEPTANCE,
-            passes: Costs::default(),
+            passes: match model.class().is_mlx() {
+                true => Costs::fixed(draft.share(model)),
+                false => Costs::default(),
+            },
             row_s: None,
             allowance: 0.0,
             spent: Duration::ZERO,
@@ -347,9 +364,12 @@ impl DraftProposer {
     }
 
     /// Acceptance and maximum draft of a sequence; 0 if the draft model cannot read it.
-    fn chances(&self, wish: &DraftRequest<'_>) -> (f64, usize) {
+    fn chances(&self, wish: &DraftRequest<'_>) -> DraftCandidate {
         let Some(held) = self.states.get(&wish.sequence.id) else {
-            return (self.acceptance, 0);
+            return DraftCandidate {
+                acceptance: self.acceptance,
+                guesses: 0,
+            };
         };
         let tokens = &wish.sequence.tokens;
         let unread = tokens.get(held.computed..).unwrap_or_default();
@@ -358,8 +378,10 @@ impl DraftProposer {
         let is_read = !unread.is_empty()
             && unread.iter().all(|token| self.network.knows(*token))
             && (has_features || !self.network.is_head());
-        let room = if is_read { wish.room.min(fits) } else { 0 };
-        (held.ledger.acceptance, room)
+        DraftCandidate {
+            acceptance: held.ledger.acceptance,
+            guesses: if is_read { wish.room.min(fits) } else { 0 },
+        }
     }
 
     /// Maximum draft after `len` tokens, whether or not the last of these is a draft token.
@@ -424,13 +446,13 @@ impl DraftProposer {
         behind: usize,
         outlook: &GainEstimate<'_>,
     ) -> bool {
-        let (acceptance, room) = self.chances(wish);
-        if room == 0 {
+        let chances = self.chances(wish);
+        if chances.guesses == 0 {
             return false;
         }
         let row = self.row_s.unwrap_or(outlook.pass * FIRST_GUESS);
         let cost = behind as f64 * row;
-        let (gain, _) = outlook.best(&[(acceptance, room)]);
+        let (gain, _) = outlook.best(&[chances]);
         let rest = wish.sequence.tokens_left().min(LOOK_AHEAD) as f64;
         if gain > LEAST_GAIN && cost < outlook.plain * (1.0 - 1.0 / gain) * rest {
             return true;
@@ -451,16 +473,19 @@ impl DraftProposer {
         least: f64,
     ) -> Option<(f64, Vec<usize>)> {
         let ready = |wish: &DraftRequest<'_>| {
-            let (acceptance, room) = self.chances(wish);
+            let chances = self.chances(wish);
             let is_ready = self.behind(wish.sequence) <= FEW;
-            (acceptance, if is_ready { room } else { 0 })
+            DraftCandidate {
+                guesses: if is_ready { chances.guesses } else { 0 },
+                ..chances
+            }
         };
-        let each: Vec<(f64, usize)> = wishes.iter().map(ready).collect();
-        let (gain, depth) = outlook.best(&each);
+        let each: Vec<DraftCandidate> = wishes.iter().map(ready).collect();
+        let (gain, depths) = outlook.best(&each);
         if gain > least {
-            return Some((gain, outlook.depths(&each, depth)));
+            return Some((gain, depths));
         }
-        let tried = each.iter().position(|(_, room)| *room > 0)?;
+        let tried = each.iter().position(|of| of.guesses > 0)?;
         // No trials while the n-gram proposer has a gain.
         if least > LEAST_GAIN || outlook.trial() > self.allowance {
             return None;
@@ -616,7 +641,7 @@ impl DraftProposer {
     /// Records the time of a pass.
     fn measure(&mut self, rows: usize, took: Duration) {
         self.passes.record(rows, took);
-        if rows > FEW {
+        if rows > FEW && !self.passes.is_fixed() {
             let row = took.as_secs_f64() / rows as f64;
             self.row_s = Some(
                 self.row_s
@@ -722,7 +747,11 @@ impl Proposer for DraftProposer {
     fn record_step(&mut self, is_plain: bool, duration: Duration) -> Duration {
         let spent = std::mem::take(&mut self.spent);
         if is_plain {
-            let seconds = duration.saturating_sub(spent).as_secs_f64();
+            let own = match self.passes.is_fixed() {
+                true => duration,
+                false => duration.saturating_sub(spent),
+            };
+            let seconds = own.as_secs_f64();
             let most = SAVED_STEPS * seconds;
             self.allowance = (self.allowance + TRIAL_SHARE * seconds).min(most);
         }

@@ -109,13 +109,17 @@ impl Engine {
     ) -> Result<Self, Error> {
         config.check()?;
         let compute = Arc::clone(&model).reserve(config.batch_size(), config.cache_positions)?;
+        let (costs, intervals) = match model.class().is_mlx() {
+            true => (Costs::fixed(1.0), Costs::never()),
+            false => (Costs::default(), Costs::default()),
+        };
         Ok(Self {
             grammars: OnceLock::new(),
             scratch: Scratch::new(model.config().vocab),
             pages: Pages::new(compute.pages(), compute.windows()),
             prefill_budget: PrefillBudget::new(config.pace),
-            costs: Costs::default(),
-            intervals: Costs::default(),
+            costs,
+            intervals,
             proposers: vec![Box::new(TextProposer::default())],
             drafted_steps: 0,
             draft_counters: DraftCounters::default(),
@@ -486,8 +490,12 @@ impl Engine {
         let measures = std::mem::take(&mut self.measures);
         let is_whole = measures == StepTiming::Step;
         let is_plain = is_whole && step.prompt == 0 && step.drafted == 0 && step.decoding > 0;
+        let known = match self.costs.is_fixed() {
+            true => Duration::from_secs(1),
+            false => duration,
+        };
         let proposers = self.proposers.iter_mut();
-        let drafting = proposers.map(|proposer| proposer.record_step(is_plain, duration));
+        let drafting = proposers.map(|proposer| proposer.record_step(is_plain, known));
         let drafting = drafting.sum();
         let times = match measures {
             StepTiming::Step => &mut self.costs,
@@ -702,6 +710,13 @@ impl Engine {
                 let right = self.choose(part, logits_row, events);
                 let first = usize::from(part.is_behind); // its first row is a right draft token
                 self.draft_counters.add(part.guessed(), first + right);
+                let own = &mut self.running[part.index];
+                own.drafts.add(part.guessed(), first + right);
+                if let Some(Event::Finished { id, drafts, .. }) = events.last_mut()
+                    && *id == own.id
+                {
+                    *drafts = own.drafts; // with those of this step
+                }
             }
             self.keep(part.index);
             let last = events.last();

@@ -154,7 +154,7 @@ impl Proposer for TextProposer {
             }
         };
         let candidates: Vec<DraftCandidate> = step.parts.iter().map(candidate).collect();
-        let (mut gain, mut depths) = depths(&candidates, step.limits, step.costs);
+        let (mut gain, mut depths) = depths(&candidates, step.limits, step.costs, 0.0);
         if let ([only], Some(pipeline)) = (&candidates[..], step.pipeline) {
             let shape = pipeline.best(only.stats());
             if only.guesses > 0 && shape.windows > 1 && shape.gain > gain {
@@ -196,17 +196,6 @@ impl Proposer for TextProposer {
     }
 }
 
-/// Expected accepted tokens of a draft of `draft_counters` tokens. A token counts only if all
-/// before it are right; each is right with probability `acceptance`.
-pub(crate) fn expected(acceptance: f64, guesses: usize) -> f64 {
-    let mut chance = 1.0;
-    let of_one = |_| {
-        chance *= acceptance;
-        chance
-    };
-    (0..guesses).map(of_one).sum()
-}
-
 /// Moving average after one more draft token.
 pub(crate) fn updated_acceptance(acceptance: f64, is_right: bool, weight: f64) -> f64 {
     acceptance + weight * (f64::from(u8::from(is_right)) - acceptance)
@@ -217,19 +206,49 @@ pub(crate) fn updated_acceptance(acceptance: f64, is_right: bool, weight: f64) -
 pub(crate) struct Costs {
     /// Index `i` has the time of `i + 1` rows.
     seconds: Vec<Option<f64>>,
+    /// Whether the times never change. Near classes have such: a row has other bits beside others,
+    /// so drafts that followed clocks would make other answers in every run.
+    is_fixed: bool,
 }
 
 impl Default for Costs {
     fn default() -> Self {
         Self {
             seconds: vec![None; ROWS_KNOWN],
+            is_fixed: false,
         }
     }
 }
 
 impl Costs {
+    /// Fixed times: `first` seconds for one row, and the usual [estimate](FIRST_GUESS) for each
+    /// further one.
+    pub(crate) fn fixed(first: f64) -> Self {
+        let of = |further: usize| Some(first * (1.0 + FIRST_GUESS * further as f64));
+        Self {
+            seconds: (0..ROWS_KNOWN).map(of).collect(),
+            is_fixed: true,
+        }
+    }
+
+    /// Fixed, without a time.
+    pub(crate) fn never() -> Self {
+        Self {
+            is_fixed: true,
+            ..Self::default()
+        }
+    }
+
+    /// Whether [`record`](Self::record) has no effect.
+    pub(crate) const fn is_fixed(&self) -> bool {
+        self.is_fixed
+    }
+
     /// Records the time of a step of `rows` rows, 1 or more.
     pub(crate) fn record(&mut self, rows: usize, duration: Duration) {
+        if self.is_fixed {
+            return;
+        }
         let Some(known) = self.seconds.get_mut(rows - 1) else {
             return;
         };
@@ -275,11 +294,11 @@ impl Costs {
 
 /// A sequence with a possible draft.
 #[derive(Clone, Copy, Debug)]
-struct DraftCandidate {
+pub(crate) struct DraftCandidate {
     /// Probability that a draft token is right.
-    acceptance: f64,
+    pub(crate) acceptance: f64,
     /// Available draft tokens.
-    guesses: usize,
+    pub(crate) guesses: usize,
 }
 
 impl DraftCandidate {
@@ -303,35 +322,36 @@ pub(crate) struct DraftLimits {
 }
 
 /// Draft length of each candidate that maximises tokens per second, or 0 for all. The first value
-/// is the expected speed-up, [`LEAST_GAIN`] without drafts.
-fn depths(candidates: &[DraftCandidate], bounds: DraftLimits, costs: &Costs) -> (f64, Vec<usize>) {
-    let DraftLimits {
-        decoding,
-        most,
-        rows,
-    } = bounds;
-    let of_depth = |depth: usize| -> Vec<usize> {
-        let mut left = rows;
-        let one = |candidate: &DraftCandidate| {
-            let guesses = candidate.guesses.min(depth).min(left);
-            left -= guesses;
-            guesses
+/// is the expected speed-up, 1 without drafts. `pass` is the time that a proposer takes for a draft
+/// token of every sequence, relative to a step without drafts.
+///
+/// Draft tokens are added one by one, the likeliest first, and the best number of them is kept.
+pub(crate) fn depths(
+    candidates: &[DraftCandidate],
+    bounds: DraftLimits,
+    costs: &Costs,
+    pass: f64,
+) -> (f64, Vec<usize>) {
+    let (base, mut tokens) = (bounds.decoding as f64, 0.0);
+    let mut lengths = vec![0; candidates.len()];
+    // The probability that the next draft token of each is accepted.
+    let mut next: Vec<f64> = candidates.iter().map(|c| c.acceptance).collect();
+    let mut best = (1.0, lengths.clone());
+    for rows in 1..=bounds.rows {
+        let has_room = |i: &usize| lengths[*i] < candidates[*i].guesses.min(bounds.most);
+        let open = (0..next.len()).filter(has_room);
+        // The first among equals, which is the oldest.
+        let Some(i) = open.rev().max_by(|a, b| next[*a].total_cmp(&next[*b])) else {
+            break;
         };
-        candidates.iter().map(one).collect()
-    };
-    let gain = |depths: &[usize]| {
-        let more: usize = depths.iter().sum();
-        let each = candidates.iter().zip(depths);
-        let tokens: f64 = each.map(|(c, depth)| expected(c.acceptance, *depth)).sum();
-        let base = decoding as f64;
-        (base + tokens) / base / costs.relative(decoding, decoding + more)
-    };
-    let mut best = (LEAST_GAIN, vec![0; candidates.len()]);
-    for depth in (1..=most).filter(|depth| depth.is_power_of_two() || *depth == most) {
-        let depths = of_depth(depth);
-        let gain = gain(&depths);
+        tokens += next[i];
+        next[i] *= candidates[i].acceptance;
+        lengths[i] += 1;
+        let deepest = lengths.iter().copied().max().unwrap_or(0);
+        let seconds = costs.relative(bounds.decoding, bounds.decoding + rows);
+        let gain = (base + tokens) / base / (seconds + deepest as f64 * pass);
         if gain > best.0 {
-            best = (gain, depths);
+            best = (gain, lengths.clone());
         }
     }
     best
@@ -398,7 +418,8 @@ mod tests {
                 acceptance,
                 guesses: 8,
             };
-            depths(&[candidate], bounds(1, 8), costs).1[0]
+            let (gain, lengths) = depths(&[candidate], bounds(1, 8), costs, 0.0);
+            if gain > LEAST_GAIN { lengths[0] } else { 0 }
         };
         assert_eq!(of(trained(60, 0), &cheap), 8);
         assert_eq!(of(trained(60, 0), &dear), 0, "each row costs a step");
@@ -415,8 +436,26 @@ mod tests {
             acceptance: trained(60, 0),
             guesses: 16,
         }; 8];
-        let (_, depths) = depths(&candidates, bounds(8, 16), &costs);
+        let (_, depths) = depths(&candidates, bounds(8, 16), &costs, 0.0);
         assert_eq!(depths.iter().sum::<usize>(), DRAFT_ROWS, "{depths:?}");
+    }
+
+    #[test]
+    fn each_sequence_has_a_length_of_its_own() {
+        let of = |acceptance| DraftCandidate {
+            acceptance,
+            guesses: 8,
+        };
+        let costs = Costs::fixed(1.0);
+        let (gain, lengths) = depths(&[of(0.9), of(0.3), of(0.6)], bounds(3, 8), &costs, 0.0);
+        assert!(gain > 1.3, "{gain}");
+        assert!(
+            lengths[0] > lengths[2] && lengths[2] > lengths[1],
+            "{lengths:?}"
+        );
+        // Passes of a draft model: the longest draft counts.
+        let (_, fewer) = depths(&[of(0.9), of(0.3), of(0.6)], bounds(3, 8), &costs, 0.3);
+        assert!(fewer[0] < lengths[0], "{fewer:?}");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use paceline_text::detokenizer::StopMatcher;
 use paceline_text::grammar::Constraint;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, SamplingParams, SchedulingParams};
+use crate::{DraftCounts, Error, SamplingParams, SchedulingParams};
 
 /// Id of a sequence; never reused by the same engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -198,5 +198,7 @@ pub enum Event {
         /// Text that was held back and is now certain.
         text: String,
         reason: Finish,
+        /// Its verified draft tokens.
+        drafts: DraftCounts,
     },
 }

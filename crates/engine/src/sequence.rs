@@ -15,7 +15,8 @@ use crate::queue_order::QueueKey;
 use crate::sampling::logprobs::logprobs;
 use crate::sampling::{ChosenToken, Sampler, SamplingInputs, Scratch};
 use crate::{
-    Error, Event, Finish, GenerationRequest, SchedulingParams, SequenceId, Snapshot, TokenLogprobs,
+    DraftCounts, Error, Event, Finish, GenerationRequest, SchedulingParams, SequenceId, Snapshot,
+    TokenLogprobs,
 };
 
 /// Maximum forced tokens per step. Names and punctuation of an object's field are 3 to 10 tokens;
@@ -82,6 +83,8 @@ pub(crate) struct Sequence {
     pub(crate) course: u32,
     /// Number of the proposer of its last draft, while all of that may still be right.
     pub(crate) guesser: Option<usize>,
+    /// Its verified draft tokens.
+    pub(crate) drafts: DraftCounts,
     /// Whether it was removed or has ended, with rows still in flight.
     pub(crate) gone: bool,
     /// Tokens that may still be generated.
@@ -134,6 +137,7 @@ impl Sequence {
             ahead: Vec::new(),
             course: 0,
             guesser: None,
+            drafts: DraftCounts::default(),
             gone: false,
             logprobs: request.logprobs,
             scores: request.prompt_logprobs.then(Vec::new),
@@ -421,8 +425,12 @@ impl Sequence {
             return events.push(self.finish(Finish::EndOfText));
         }
         if let Some(which) = output.stopped {
-            let (text, reason) = (String::new(), Finish::Stop(which));
-            events.push(Event::Finished { id, text, reason });
+            events.push(Event::Finished {
+                id,
+                text: String::new(),
+                reason: Finish::Stop(which),
+                drafts: self.drafts,
+            });
         } else if self.tokens_left == 0 {
             events.push(self.finish(Finish::Length));
         }
@@ -486,6 +494,7 @@ impl Sequence {
             id: self.id,
             text,
             reason: output.stopped.map_or(reason, Finish::Stop),
+            drafts: self.drafts,
         }
     }
 
@@ -534,6 +543,7 @@ impl Sequence {
             ahead: Vec::new(),
             course: 0,
             guesser: None,
+            drafts: DraftCounts::default(),
             gone: false,
             tokens_left: snapshot.tokens_left,
             min_tokens: snapshot.min_tokens,

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Embedder, Error, Finish, GenerationRequest, TokenLogprobs};
+use crate::{DraftCounts, Embedder, Error, Finish, GenerationRequest, TokenLogprobs};
 
 /// Id of a request, from the server that takes it to the engine that computes it: no other request
 /// of a cluster has it. The low byte counts submissions, so that late replies to an earlier one are
@@ -148,6 +148,9 @@ pub enum Reply {
         /// Text that was held back and is now certain.
         text: String,
         reason: Finish,
+        /// Its draft tokens that were verified since it began, or continued on other ranks.
+        #[serde(default, skip_serializing_if = "DraftCounts::is_none")]
+        drafts: DraftCounts,
     },
     /// The answer will not be completed.
     Failed(RequestFailure),

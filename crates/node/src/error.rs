@@ -22,9 +22,11 @@ pub enum Error {
         /// The unsupported part of the model.
         part: &'static str,
     },
-    /// MLX computes few rows no faster than one by one, so draft tokens would cost and gain
-    /// nothing.
-    #[error("a draft model needs nodes that compute on the CPU, and MLX computes here")]
+    /// Steps on MLX give out no rows between layers, which a head reads.
+    #[error(
+        "a draft head needs nodes that compute on the CPU, and MLX computes here; a draft model \
+         works there"
+    )]
     DraftOnMlx,
     #[error(transparent)]
     Adapter(#[from] paceline_model::adapter::files::Error),

@@ -25,7 +25,8 @@ use std::time::{Duration, Instant};
 use paceline_base::{KernelClass, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{
-    EngineConfig, RequestFailure, Service, ServiceStatus, Sink, State, Submission, Ticket,
+    DraftCounts, EngineConfig, RequestFailure, Service, ServiceStatus, Sink, State, Submission,
+    Ticket,
 };
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split, numbers_name};
@@ -286,6 +287,8 @@ struct InstanceStatus {
     restarts: u64,
     continued: u64,
     measured: Option<f64>,
+    /// Draft tokens as measured last.
+    drafts: DraftCounts,
     n_changes: u32,
     facts: Vec<RankFacts>,
     changes: Vec<ChangeRecord>,
@@ -314,6 +317,7 @@ impl Instance {
             restarts: 0,
             continued: 0,
             measured: None,
+            drafts: DraftCounts::default(),
             n_changes: 0,
             facts: Vec::new(),
             changes: Vec::new(),

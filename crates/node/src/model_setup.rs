@@ -20,13 +20,14 @@ use paceline_engine::{
 };
 use paceline_model::trace::{RankTrace, Tracer};
 use paceline_model::{
-    ADAPTERS_MAX, Config, ExpertUses, ModelSource, Split, SplitKind, draft_captures,
+    ADAPTERS_MAX, Config, ExpertUses, ModelSource, NextTokenHead, Split, SplitKind, draft_captures,
     kv_transfer_plan, load_draft_head,
 };
 use paceline_model_mlx::{MlxPlaces, MlxRankBytes};
 use paceline_plan::prefill_offload::PrefillOffload;
 use paceline_tensor::{Kernels, KvType};
 use paceline_text::tokenizer::Tokenizer;
+use tracing::warn;
 
 use crate::classes::Classes;
 use crate::forecast::machines::exchanges;
@@ -317,18 +318,18 @@ impl PreparedModel {
     /// kept, because speeds then depend on the text. Reads both vocabularies.
     ///
     /// # Errors
-    /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] on MLX, and errors of the
-    /// draft's files.
+    /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] for a head on MLX, and errors
+    /// of the draft's files.
     pub fn guess_with(&mut self, source: Arc<ModelSource>) -> Result<(), Error> {
-        if !self.options.classes.on_cpu() {
-            return Err(Error::DraftOnMlx);
-        }
         let identity = identity(&source).map_err(|source| Error::System {
             what: "read the draft model's files",
             source,
         })?;
         let is_own = self.identity()? == identity;
         let captures = draft_captures(&source, &self.config, is_own)?;
+        if captures.is_some() && !self.options.classes.on_cpu() {
+            return Err(Error::DraftOnMlx);
+        }
         let tokenizer = match captures {
             Some(_) => None,
             None => Some(check_draft_model(&source, &self.source)?),
@@ -343,6 +344,25 @@ impl PreparedModel {
             captures: captures.unwrap_or_default(),
         });
         Ok(())
+    }
+
+    /// Uses the multi-token prediction layer of the model's own files, if they have one, there is no
+    /// other draft, and all ranks compute on the CPU. Returns whether it does.
+    ///
+    /// # Errors
+    /// As [`guess_with`](Self::guess_with).
+    pub fn guess_with_own_layer(&mut self) -> Result<bool, Error> {
+        let is_free = self.draft.is_none() && self.options.classes.on_cpu();
+        if !is_free || !NextTokenHead::is_in(&self.source, &self.config) {
+            return Ok(false);
+        }
+        self.guess_with(Arc::clone(&self.source))?;
+        Ok(true)
+    }
+
+    /// Whether it has a draft model or head.
+    pub const fn has_draft(&self) -> bool {
+        self.draft.is_some()
     }
 
     /// Layers whose input the draft reads.
@@ -680,21 +700,13 @@ impl PreparedModel {
         let (device, weights) = (model.device(), model.weight_bytes());
         let mut engine = Engine::new(model, tokenizer, self.engine.clone())?;
         if let Some(draft) = self.draft.take() {
-            let class = self.options.classes.first();
-            let network = match draft.tokenizer {
-                Some(tokenizer) => {
-                    let (source, sizes) = (&draft.source, &self.engine);
-                    let numbers = (class, None);
-                    let model = load_whole(source, numbers, sizes, mlx, kernels, |_, _| {})?;
-                    DraftNetwork::Model { model, tokenizer }
+            let loaded = self.load_draft(&draft, mlx, kernels);
+            match loaded {
+                Err(error) if Arc::ptr_eq(&draft.source, &self.source) => {
+                    warn!(%error, "the model's prediction layer is not used");
                 }
-                None => {
-                    let sources = (&*draft.source, &*self.source);
-                    DraftNetwork::Head(load_draft_head(sources.0, sources.1, class, kernels)?)
-                }
-            };
-            let now = Instant::now;
-            engine.set_draft_model(&Draft { network, now })?;
+                loaded => engine.set_draft_model(&loaded?)?,
+            }
         }
         Ok(self.serving(Computing::Here {
             tracer: engine.tracer().clone(),
@@ -703,6 +715,31 @@ impl PreparedModel {
             weights,
             device,
         }))
+    }
+
+    /// Loads a draft on the device of the first rank.
+    fn load_draft(
+        &self,
+        draft: &DraftModel,
+        mlx: &MlxPlaces,
+        kernels: Arc<Kernels>,
+    ) -> Result<Draft, Error> {
+        let class = self.options.classes.first();
+        let network = match &draft.tokenizer {
+            Some(tokenizer) => DraftNetwork::Model {
+                model: {
+                    let (source, numbers) = (&draft.source, (class, None));
+                    load_whole(source, numbers, &self.engine, mlx, kernels, |_, _| {})?
+                },
+                tokenizer: Arc::clone(tokenizer),
+            },
+            None => {
+                let (head, source) = (&*draft.source, &*self.source);
+                DraftNetwork::Head(load_draft_head(head, source, class, kernels)?)
+            }
+        };
+        let now = Instant::now;
+        Ok(Draft { network, now })
     }
 }
 

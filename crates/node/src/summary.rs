@@ -1,5 +1,6 @@
 //! Summary of an instance for the dashboard: each rank's part, predicted and measured speed.
 
+use paceline_engine::DraftCounts;
 use serde::Serialize;
 
 use crate::Instance;
@@ -18,6 +19,9 @@ pub struct InstanceSummary {
     /// Measured decode tokens a second of the last single answers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured_tok_s: Option<f64>,
+    /// Draft tokens since the workers started, as measured last; `None` without any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub drafts: Option<DraftCounts>,
     /// Restarts of the workers after a failure.
     pub restarts: u64,
     /// Changes of the split so far, refused ones included.
@@ -83,6 +87,7 @@ impl Instance {
             split: self.split().to_string(),
             predicted_tok_s: self.predicted(),
             measured_tok_s: self.measured(),
+            drafts: Some(self.drafts()).filter(|drafts| drafts.steps > 0),
             restarts: self.restarts(),
             n_changes: changes.len(),
             changes: changes[last..].iter().map(|change| change.line()).collect(),

@@ -26,7 +26,7 @@
 //! - [`model`] and [`cluster`]: facts.
 //! - [`placement`]: the decisions.
 //! - [`cost`]: seconds and bytes.
-//! - [`predict()`].
+//! - [`predict()`], and [`drafts`] for several tokens a step.
 //! - [`calibration`] and [`mod@fit`]: constants.
 //! - [`published`] and [`mod@validate`]: the check against reality.
 //! - [`solver`], [`advice`].
@@ -40,6 +40,7 @@ pub mod catalogue;
 mod check;
 pub mod cluster;
 pub mod cost;
+pub mod drafts;
 pub mod draw;
 mod error;
 pub mod fit;

@@ -13,6 +13,7 @@
 //!     workload: Workload::ONE,
 //!     options: Default::default(),
 //!     hosted_usd: None,
+//!     accepted: None,
 //!     catalogue,
 //! };
 //! let costs = question.costs(&question.clusters[0])?;
@@ -34,6 +35,7 @@ use serde_json::Value;
 
 use crate::advice::{Sensitivity, sensitivity as changes_of};
 use crate::catalogue::LinkKind;
+use crate::drafts::{Drafted, drafted};
 use crate::origin::PredictionBasis;
 use crate::solver::{
     Options, PlacementCandidate, PlacementFamily, SearchOutcome, solve, stream_from_disk,
@@ -61,6 +63,8 @@ pub struct PlanRequest {
     pub options: Options,
     /// Dollars that a hosted API asks for a million answer tokens.
     pub hosted_usd: Option<f64>,
+    /// Accepted tokens of a draft of 8, to predict decoding with drafts.
+    pub accepted: Option<f64>,
 }
 
 /// The best placement, others, and what would change it.
@@ -72,6 +76,8 @@ pub struct PlanReport {
     pub changes: Vec<Sensitivity>,
     /// The published runs that its speed rests on, where it was not measured here.
     pub origin: Option<PredictionBasis>,
+    /// Decoding with drafts, where that was asked.
+    pub drafted: Option<Drafted>,
 }
 
 impl PlanRequest {
@@ -100,10 +106,13 @@ impl PlanRequest {
         let changes = changes_of(costs, &self.calibration, &self.options, &outcome, &links)?;
         let placement = &outcome.best.placement;
         let origin = PredictionBasis::of(costs.cluster, placement, &self.calibration)?;
+        let with = |accepted| drafted(costs, &placement.replicas[0], accepted);
+        let drafted = self.accepted.map(with).transpose()?;
         Ok(PlanReport {
             outcome,
             changes,
             origin,
+            drafted,
         })
     }
 
@@ -274,6 +283,15 @@ fn figures(question: &PlanRequest, costs: &Costs<'_>, answer: &PlanReport) -> St
             "decode, all requests",
             format!("{:.1} tok/s", said.throughput_tok_s),
         ),
+    ];
+    rows.extend(answer.drafted.map(|with| {
+        let told = format!(
+            "{:.1} tok/s, {:.2} tokens a step with drafts of {}",
+            with.tok_s, with.per_step, with.depth
+        );
+        ("decode, with drafts", told)
+    }));
+    rows.extend([
         (
             "time to first token",
             format!("{} s", or_dash(said.ttft_s, 2)),
@@ -304,7 +322,7 @@ fn figures(question: &PlanRequest, costs: &Costs<'_>, answer: &PlanReport) -> St
             "price per tok/s",
             format!("{} USD", or_dash(said.usd_per_tok_s(), 0)),
         ),
-    ];
+    ]);
     if let Some(origin) = origin {
         let [low, high] = origin.range(said.decode_tok_s);
         let range = format!("{low:.1} to {high:.1} tok/s");

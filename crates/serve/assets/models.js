@@ -33,7 +33,7 @@ function updateInstance(node, it) {
   title.children[3].hidden = !state.status.may_manage || it.upstream;
   const since = it.since_unix_s ? ` since ${new Date(it.since_unix_s * 1000).toLocaleString()}` : "";
   attr(title.children[1], "title", `${it.state}${since}`);
-  text(about, [...(it.stand_ins || []), it.reason].filter(Boolean).join("; ") || it.upstream && it.nodes.join(", ") || `on ${ranks(it).join(", ")} · split ${portrait.split || it.split}${it.numbers && it.numbers !== "cpu" ? ` · ${it.numbers}` : ""}${it.epoch > 1 ? ` · epoch ${it.epoch}` : ""}`);
+  text(about, [...(it.stand_ins || []), it.reason].filter(Boolean).join("; ") || it.upstream && it.nodes.join(", ") || `on ${ranks(it).join(", ")} · split ${portrait.split || it.split}${it.numbers && it.numbers !== "cpu" ? ` · ${it.numbers}` : ""}${portrait.drafts ? ` · ${(portrait.drafts.right / portrait.drafts.steps).toFixed(2)} drafts accepted a step` : ""}${it.epoch > 1 ? ` · epoch ${it.epoch}` : ""}`);
   const [done, of] = it.progress || [];
   setMeter(progress, of > 0 && it.state !== "ready" ? done / of : undefined, of > 100000 ? `${bytes(done)} of ${bytes(of)}` : `${done} of ${of}`);
   keyed(shards, portrait.shards || [], (shard) => shard.rank, () => el("span", {}), (part, shard) => {

@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use paceline_engine::{Finish, Reply, TokenLogprobs};
+use paceline_engine::{DraftCounts, Finish, Reply, TokenLogprobs};
 
 use paceline_text::tools::{Event, ToolCallParser};
 
@@ -84,6 +84,8 @@ pub(crate) struct ChoiceState {
     pub(crate) reasoning_tokens: usize,
     /// Cached tokens of the prompt.
     pub(crate) reused: usize,
+    /// Its verified draft tokens; none before its end.
+    pub(crate) drafts: DraftCounts,
     /// When the prefill ended.
     pub(crate) read_at: Option<Instant>,
     held: Vec<ScoredToken>,
@@ -100,6 +102,7 @@ impl ChoiceState {
             tokens: 0,
             reasoning_tokens: 0,
             reused: 0,
+            drafts: DraftCounts::default(),
             read_at: None,
             held: Vec::new(),
             reader: reader.map(Box::new),
@@ -166,7 +169,14 @@ impl ChoiceState {
                 self.reasoning_tokens += usize::from(is_reasoning);
                 self.delta(pieces, None)
             }
-            Reply::Finished { text, reason } => self.finish(&text, reason),
+            Reply::Finished {
+                text,
+                reason,
+                drafts,
+            } => {
+                self.drafts = drafts;
+                self.finish(&text, reason)
+            }
         }
     }
 
@@ -297,8 +307,11 @@ mod tests {
     }
 
     fn finished(text: &str, reason: Finish) -> Reply {
-        let text = text.to_owned();
-        Reply::Finished { text, reason }
+        Reply::Finished {
+            text: text.to_owned(),
+            reason,
+            drafts: DraftCounts::default(),
+        }
     }
 
     /// Texts, tokens and the end of what the replies give.

@@ -794,6 +794,7 @@ impl Serving {
             false => Reply::Finished {
                 text: String::new(),
                 reason: Finish::Length,
+                drafts: paceline_engine::DraftCounts::default(),
             },
         };
         *count += 1;

@@ -51,7 +51,10 @@ impl RunSession {
         stays: bool,
     ) -> anyhow::Result<Self> {
         let mut opened = open(args, path, &args.split)?;
-        draft.map_or(Ok(()), |draft| opened.set_draft(draft))?;
+        match draft {
+            Some(draft) => opened.set_draft(draft)?,
+            None => opened.set_own_draft()?,
+        }
         let name = adapter.map(adapter::name_of);
         if let (Some(name), Some(adapter)) = (&name, adapter) {
             opened.add_adapter(name, adapter)?;

@@ -10,8 +10,6 @@ use paceline_engine::{EngineConfig, StepTimeTarget};
 use paceline_fleet::{AdapterNaming, InstanceOptions, MachineOptions};
 use paceline_model::ModelSource;
 use paceline_model::encoder::EncoderConfig;
-use paceline_node::DRAFTS;
-use paceline_node::classes::Classes;
 use paceline_node::fleet::LoadRequest;
 
 use super::{AdapterArg, Args};
@@ -142,10 +140,10 @@ impl Args {
             ..EngineConfig::single(one.given.to_owned(), 1)
         };
         let mut opened = LocalModel::new(&path, (self.compute, self.engine), &self.split, sizes)?;
-        self.check_drafts(&opened.options().classes)?;
         opened.check_engine()?;
-        if let Some(draft) = &self.draft {
-            opened.set_draft(&pull::ensure(draft, signals)?.path)?;
+        match &self.draft {
+            Some(draft) => opened.set_draft(&pull::ensure(draft, signals)?.path)?,
+            None => opened.set_own_draft()?,
         }
         let adapters = match one.fused {
             None => self.adapters(&mut opened, &one.names)?,
@@ -178,7 +176,7 @@ impl Args {
             options: InstanceOptions {
                 context: self.context,
                 parallel: self.parallel,
-                drafts: Some(self.drafts()),
+                drafts: self.drafts(opened.has_draft()),
                 follow: self.follow,
                 strict: self.engine.strict,
                 ..InstanceOptions::default()
@@ -239,12 +237,11 @@ impl Args {
         Ok(adapters)
     }
 
-    /// Maximum draft tokens. On several nodes the measured speed of answers selects the split, and
-    /// drafts would distort it.
-    fn drafts(&self) -> u8 {
-        let is_default = self.split.nodes == 1 || self.draft.is_some();
-        let default = if is_default { DRAFTS as u8 } else { 0 };
-        self.drafts.unwrap_or(default)
+    /// Maximum draft tokens; `None` for the default. On several nodes the measured speed of answers
+    /// selects the split, and drafts from the text would distort it.
+    fn drafts(&self, has_draft: bool) -> Option<u8> {
+        let is_default = self.split.nodes == 1 || has_draft;
+        self.drafts.0.or((!is_default).then_some(0))
     }
 
     /// Rejects a draft model unless there is one model with drafts.
@@ -254,25 +251,12 @@ impl Args {
     fn check_draft(&self, models: usize) -> Result<(), Error> {
         let wrong = match models {
             _ if self.draft.is_none() => None,
-            1 if self.drafts == Some(0) => Some("--drafts 0, which is for no guesses"),
+            1 if self.drafts.0 == Some(0) => Some("--drafts 0, which is for no guesses"),
             1 => None,
             0 => Some("no model"),
             _ => Some("several models"),
         };
         wrong.map_or(Ok(()), |with| Err(Error::DraftOf { with }))
-    }
-
-    /// Rejects drafts of answers on MLX, which verifies none: several rows are not faster there.
-    ///
-    /// # Errors
-    /// [`Error::CpuOnly`].
-    fn check_drafts(&self, classes: &Classes) -> Result<(), Error> {
-        let option = "--drafts";
-        match self.drafts {
-            None | Some(0) => Ok(()),
-            Some(_) if classes.on_cpu() => Ok(()),
-            Some(_) => Err(Error::CpuOnly { option }),
-        }
     }
 
     /// Request to load the encoder of `--embed`.

@@ -79,8 +79,8 @@ fn drafts_that_cannot_guess_are_refused() {
     for (more, told) in [
         (["--draft", &*model, "--drafts", "0"], "--drafts 0"),
         (
-            ["--engine", "mlx", "--drafts", "4"],
-            "--drafts is for the engine cpu, but --engine is mlx",
+            ["--engine", "cpu", "--drafts", "17"],
+            "auto, or a number from 0 to 16",
         ),
     ] {
         let (code, said) = refused(&[&["up", &*model][..], &more].concat());

@@ -1,7 +1,7 @@
 //! Estimates the gain of a draft length from measured times. Pure.
 
 use crate::chain::{Pipeline, ProposerStats};
-use crate::ngram::{Costs, DraftLimits, expected};
+use crate::ngram::{Costs, DraftCandidate, DraftLimits, depths};
 
 /// Measured times of a step.
 #[derive(Clone, Copy, Debug)]
@@ -18,39 +18,21 @@ pub(super) struct GainEstimate<'a> {
 }
 
 impl GainEstimate<'_> {
-    /// The largest speed-up and its draft length; 1 and 0 if no length gains. `each` has the
-    /// acceptance and the maximum draft of every sequence.
-    pub(super) fn best(&self, each: &[(f64, usize)]) -> (f64, usize) {
-        let mut best = (1.0, 0);
-        for depth in 1..=self.bounds.most {
-            let gain = self.gain(each, depth);
-            if gain > best.0 {
-                best = (gain, depth);
-            }
-        }
-        match (each, self.pipeline) {
-            (&[(acceptance, room)], Some(pipeline)) if room > 0 => {
-                let pass = self.pass;
-                let shape = pipeline.best(ProposerStats { acceptance, pass });
-                let is_better = shape.windows > 1 && shape.gain > best.0;
-                if is_better {
-                    best = (shape.gain, shape.rows - 1);
-                }
-                best
-            }
-            _ => best,
-        }
-    }
-
-    /// Draft length of each sequence: `depth`, bounded by its room.
-    pub(super) fn depths(&self, each: &[(f64, usize)], depth: usize) -> Vec<usize> {
-        let mut left = self.bounds.rows;
-        let one = |(_, room): &(f64, usize)| {
-            let guesses = depth.min(*room).min(left);
-            left -= guesses;
-            guesses
+    /// The largest speed-up and the draft length of each sequence; 1 and zeros if none gains.
+    pub(super) fn best(&self, each: &[DraftCandidate]) -> (f64, Vec<usize>) {
+        let best = depths(each, self.bounds, self.costs, self.pass / self.plain);
+        let (&[only], Some(pipeline)) = (each, self.pipeline) else {
+            return best;
         };
-        each.iter().map(one).collect()
+        let shape = pipeline.best(ProposerStats {
+            acceptance: only.acceptance,
+            pass: self.pass,
+        });
+        let is_better = only.guesses > 0 && shape.windows > 1 && shape.gain > best.0;
+        match is_better {
+            true => (shape.gain, vec![only.guesses.min(shape.rows - 1)]),
+            false => best,
+        }
     }
 
     /// Additional seconds of a step with one draft token.
@@ -58,20 +40,6 @@ impl GainEstimate<'_> {
         let decoding = self.bounds.decoding;
         let longer = self.costs.relative(decoding, decoding + 1) - 1.0;
         self.pass + self.plain * longer.max(0.0)
-    }
-
-    /// Speed-up of drafts up to `depth`.
-    fn gain(&self, each: &[(f64, usize)], depth: usize) -> f64 {
-        let depths = self.depths(each, depth);
-        let of =
-            |((acceptance, _), guesses): (&(f64, usize), &usize)| expected(*acceptance, *guesses);
-        let more: f64 = each.iter().zip(&depths).map(of).sum();
-        let (decoding, deepest) = (self.bounds.decoding, depths.iter().copied().max());
-        let rows: usize = depths.iter().sum();
-        let checked = self.costs.relative(decoding, decoding + rows);
-        let drafted = deepest.unwrap_or(0) as f64 * self.pass / self.plain;
-        let base = decoding as f64;
-        (base + more) / base / (checked + drafted)
     }
 }
 
@@ -103,7 +71,12 @@ mod tests {
             costs,
             pipeline: None,
         };
-        outlook.best(&[(acceptance, room)])
+        let guesses = room;
+        let (gain, depths) = outlook.best(&[DraftCandidate {
+            acceptance,
+            guesses,
+        }]);
+        (gain, depths[0])
     }
 
     #[test]

@@ -41,19 +41,18 @@ impl Engine {
     }
 
     /// Whether a step may verify drafts: all sequences decode, and no measuring step without drafts
-    /// is due. In MLX, several rows are not faster than one by one.
+    /// is due.
     fn drafts(&self) -> bool {
         self.may_guess() && !self.wants_plain_step()
     }
 
     fn may_guess(&self) -> bool {
-        let is_on = self.config.drafts > 0 && !self.model.class().is_mlx();
-        is_on && self.running.iter().all(Sequence::is_decoding)
+        self.config.drafts > 0 && self.running.iter().all(Sequence::is_decoding)
     }
 
     /// Whether the next step must have no drafts, to measure its time.
     pub(super) const fn wants_plain_step(&self) -> bool {
-        self.drafted_steps >= PLAIN_EVERY
+        self.drafted_steps >= PLAIN_EVERY && !self.costs.is_fixed()
     }
 
     /// Whether speculation windows may follow the planned rows: those of one sequence without a

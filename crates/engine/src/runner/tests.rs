@@ -6,7 +6,7 @@ mod real;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-use crate::{Finish, GenerationRequest, Reply, SamplingParams, Sink};
+use crate::{DraftCounts, Finish, GenerationRequest, Reply, SamplingParams, Sink};
 
 /// Generous for any machine; only a failing test waits this long.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -59,5 +59,6 @@ fn finished() -> Reply {
     Reply::Finished {
         text: String::new(),
         reason: Finish::Length,
+        drafts: DraftCounts::default(),
     }
 }

@@ -10,7 +10,8 @@ use super::Now;
 use super::core::{Core, EngineLoad};
 use super::driver::{EngineQuery, QueuedSequence, SequenceStart, SharedInbox, SnapshotSender};
 use crate::{
-    Error, Event, Reply, RequestFailure, ResumeOutcome, SequenceId, Sink, Snapshot, State, Ticket,
+    DraftCounts, Error, Event, Reply, RequestFailure, ResumeOutcome, SequenceId, Sink, Snapshot,
+    State, Ticket,
 };
 
 /// Contents of the inbox since the last step.
@@ -168,7 +169,11 @@ impl<C: Core> EngineWorker<C> {
             Ok(ResumeOutcome::Running(id)) => {
                 return drop(self.open.insert(id, OpenRequest { ticket, sink }));
             }
-            Ok(ResumeOutcome::Finished { text, reason }) => Reply::Finished { text, reason },
+            Ok(ResumeOutcome::Finished { text, reason }) => Reply::Finished {
+                text,
+                reason,
+                drafts: DraftCounts::default(),
+            },
             Err(error) => Reply::Failed(error.into()),
         };
         self.shared.lock().open.remove(&ticket);
@@ -265,7 +270,19 @@ fn reply(event: Event) -> (SequenceId, Reply) {
             (id, reply)
         }
         Event::Continued { id } => (id, Reply::Continued),
-        Event::Finished { id, text, reason } => (id, Reply::Finished { text, reason }),
+        Event::Finished {
+            id,
+            text,
+            reason,
+            drafts,
+        } => {
+            let finished = Reply::Finished {
+                text,
+                reason,
+                drafts,
+            };
+            (id, finished)
+        }
     }
 }
 

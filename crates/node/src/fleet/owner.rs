@@ -139,9 +139,10 @@ impl OwnedInstance {
             let path = inner.copies.find_right(model, CheckRange::All)?;
             return encoders::load(&path, &self.wanted).map(OwnerService::Encoder);
         };
-        if let Some(draft) = &draft {
-            guess_with(&mut prepared, draft)?;
-        }
+        let draft = match draft {
+            Some(path) => guess_with(&mut prepared, &path).map(|()| Some(path)),
+            None => self.own_layer(inner, &mut prepared),
+        }?;
         for (name, path) in &adapters {
             let adapted = prepared.adapt(name, path);
             adapted.map_err(|error| error.to_string())?;
@@ -180,7 +181,9 @@ impl OwnedInstance {
         prepared.succeed(self.successors());
         prepared.observe(inner.speed_observer(&self.wanted, &prepared));
         let crew = self.crew(inner, self.wanted.clone(), Arc::clone(&self.flaps));
-        let crew = crew.with_draft(self.wanted.of_draft().as_ref().map(name_of));
+        let of_draft = self.wanted.of_draft();
+        let of_draft = of_draft.or_else(|| prepared.has_draft().then(|| self.wanted.clone()));
+        let crew = crew.with_draft(of_draft.as_ref().map(name_of));
         let of_adapters = self.wanted.of_adapters();
         let crew = crew.with_adapters(of_adapters.map(|it| name_of(&it)).collect());
         let shape = (prepared.config().clone(), prepared.options().threads);
@@ -273,9 +276,29 @@ impl OwnedInstance {
             unused: Arc::default(), // ranks compute without a draft
             ..self.clone()
         };
+        if of_draft.wanted.sha256 == self.wanted.sha256 {
+            return path_of(inner, &of_draft.wanted).map(Some); // only the leader reads it
+        }
         let path = of_draft.own_file(inner)?;
         of_draft.share(inner, None)?;
         Ok(Some(path))
+    }
+
+    /// Uses the prediction layer in the model's own files as draft head, where they are whole here
+    /// and drafts are wanted. Gives their path then. The leader, which is on this node, reads it.
+    fn own_layer(
+        &self,
+        inner: &Inner,
+        prepared: &mut PreparedModel,
+    ) -> Result<Option<PathBuf>, String> {
+        let path = path_of(inner, &self.wanted).ok();
+        let path = path.filter(|_| self.wanted.options.drafts != Some(0));
+        let Some(path) = path else {
+            return Ok(None);
+        };
+        let is_used = prepared.guess_with_own_layer();
+        let is_used = is_used.map_err(|error| format!("{}: {error}", path.display()))?;
+        Ok(is_used.then_some(path))
     }
 
     /// Names of the adapters and their files on this node, once every node has them.

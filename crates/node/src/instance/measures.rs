@@ -68,6 +68,11 @@ impl Instance {
         ranks.into_iter().map(|rank| rank.guesses).sum()
     }
 
+    /// Draft tokens as the last measurement found them. Does not wait.
+    pub fn drafts(&self) -> DraftCounts {
+        lock(&self.shared.view).drafts
+    }
+
     /// Queries every rank for its measurements, in rank order; `None` if one is missing after
     /// `limit`. Waits for other callers first, so that answers are not mixed up.
     fn measure(&self, limit: Duration) -> Option<Vec<RankMeasurements>> {

@@ -120,6 +120,9 @@ impl Shell {
                         sent_to: sent_to.clone(),
                         guesses: *guesses,
                     };
+                    if guesses.steps > 0 {
+                        lock(&self.shared.view).drafts = *guesses; // of the leader
+                    }
                     self.measuring
                         .retain(|asker| asker.send((*rank, measured.clone())).is_ok());
                     return;

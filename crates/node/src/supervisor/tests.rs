@@ -422,6 +422,7 @@ impl SupervisorHarness {
             Reply::Finished {
                 text: String::new(),
                 reason: Finish::Length,
+                drafts: paceline_engine::DraftCounts::default(),
             }
         } else {
             Reply::Token {

@@ -1,6 +1,7 @@
 //! A plan as one JSON object.
 
 use crate::advice::Sensitivity;
+use crate::drafts::Drafted;
 use crate::origin::PredictionBasis;
 use crate::predict::{LinkUse, NodeUse};
 use crate::solver::PlacementCandidate;
@@ -26,11 +27,21 @@ pub(super) fn plan(question: &PlanRequest, costs: &Costs<'_>, answer: &PlanRepor
         "plan": candidate(costs, &outcome.best),
         "origin": answer.origin.as_ref().map(|it| origin(it, said)),
         "price_date": super::price_date(question, costs, said),
+        "drafts": answer.drafted.map(drafts),
         "hosted": question.hosted_usd.map(|usd| hosted::json(said, usd)),
         "alternatives": others.collect::<Vec<_>>(),
         "changes": answer.changes.iter().map(change).collect::<Vec<_>>(),
         "considered": outcome.considered,
         "exact": outcome.exact,
+    })
+}
+
+fn drafts(with: Drafted) -> Value {
+    json!({
+        "accepted": with.accepted,
+        "depth": with.depth,
+        "tokens_per_step": with.per_step,
+        "decode_tok_s": with.tok_s,
     })
 }
 

@@ -105,12 +105,16 @@ fn models() -> Value {
 }
 
 fn usage() -> Value {
+    let mut of_answer = object(json!({"reasoning_tokens": count()}));
+    for name in ["accepted_prediction_tokens", "rejected_prediction_tokens"] {
+        of_answer["properties"][name] = count();
+    }
     object(json!({
         "prompt_tokens": count(),
         "completion_tokens": count(),
         "total_tokens": count(),
         "prompt_tokens_details": object(json!({"cached_tokens": count()})),
-        "completion_tokens_details": object(json!({"reasoning_tokens": count()})),
+        "completion_tokens_details": of_answer,
     }))
 }
 

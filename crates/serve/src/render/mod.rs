@@ -16,7 +16,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paceline_engine::Reply;
+use paceline_engine::{DraftCounts, Reply};
 use serde_json::Value;
 
 use crate::choice::{ChoiceOutput, ChoiceState, Delta};
@@ -113,6 +113,8 @@ pub(crate) struct ResponseUsage {
     pub(crate) completion: usize,
     /// Of these, thinking.
     pub(crate) reasoning: usize,
+    /// Verified draft tokens of all choices that have ended.
+    pub(crate) drafts: DraftCounts,
     /// Time since the request.
     pub(crate) total: Duration,
     /// Time from the request to the end of prefill.
@@ -266,6 +268,7 @@ impl ResponseBuilder {
             cached: firsts.map(|choice| choice.reused).sum(),
             completion: sum(|choice| choice.tokens),
             reasoning: sum(|choice| choice.reasoning_tokens),
+            drafts: self.choices.iter().map(|choice| choice.drafts).sum(),
             total: since((self.now)()),
             reading: read_at.max().map_or(Duration::ZERO, since),
         }

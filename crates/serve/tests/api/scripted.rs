@@ -160,6 +160,7 @@ impl ScriptedService {
         let finished = |reason| Reply::Finished {
             text: String::new(),
             reason,
+            drafts: paceline_engine::DraftCounts::default(),
         };
         match script {
             Script::Say(tokens, reason) => {

@@ -139,6 +139,7 @@ impl Service for TableService {
             sink(Reply::Finished {
                 text: String::new(),
                 reason: Finish::EndOfText,
+                drafts: paceline_engine::DraftCounts::default(),
             });
         });
         Ok(())

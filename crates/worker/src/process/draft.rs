@@ -8,6 +8,7 @@ use paceline_engine::{Draft, DraftNetwork};
 use paceline_model::{ModelSource, load_draft_head};
 use paceline_model_mlx::MlxPlaces;
 use paceline_tensor::Kernels;
+use tracing::warn;
 
 use super::{check_file, parse};
 use crate::messages::{DraftJob, RankAssignment};
@@ -28,7 +29,8 @@ struct DraftKey {
 pub(super) struct DraftCache(Option<(DraftKey, DraftNetwork)>);
 
 impl DraftCache {
-    /// The draft of an assignment, cached or loaded; `None` if it has none.
+    /// The draft of an assignment, cached or loaded; `None` if it has none, or the prediction layer
+    /// in the model's own files is invalid.
     ///
     /// # Errors
     /// Its files are invalid; [`Error::OtherModel`] if they were replaced.
@@ -47,7 +49,13 @@ impl DraftCache {
         let key = DraftKey { of, stamp, class };
         let network = match self.0.take().filter(|kept| kept.0 == key) {
             Some(kept) => kept.1,
-            None => load(&key, job, (model, kernels), mlx)?,
+            None => match load(&key, job, (model, kernels), mlx) {
+                Err(error) if key.of.model == job.model => {
+                    warn!(%error, "the model's prediction layer is not used");
+                    return Ok(None);
+                }
+                loaded => loaded?,
+            },
         };
         self.0 = Some((key, network.clone()));
         let now = Instant::now;

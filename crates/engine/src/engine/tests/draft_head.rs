@@ -8,7 +8,7 @@ use paceline_model::{DraftHead, DraftHeadCompute, Error, HeadRows, Model};
 use paceline_tensor::{Kernels, PAGE};
 
 use super::draft_model::frozen;
-use super::drafts::{CONTEXT, babble, eager, run, sizes};
+use super::drafts::{CONTEXT, babble, eager, held, run, sizes};
 use super::requests::mixed;
 use super::rig::{SequenceOutcome, alone};
 use super::tiny::TinyModel;
@@ -128,6 +128,7 @@ fn a_head_changes_no_answer() {
     let (tiny, draft) = with_head();
     let mut requests = mixed(&tiny);
     requests.extend((0..4).map(babble));
+    requests.extend((0..3).map(held));
     let expected: Vec<SequenceOutcome> =
         requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
     for drafts in [1, 3, 8] {

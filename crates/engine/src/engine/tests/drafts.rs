@@ -68,7 +68,7 @@ pub(super) fn babble(seed: u64) -> GenerationRequest {
 }
 
 /// Constrained by a grammar that forces much text, with several possible spellings.
-fn held(seed: u64) -> GenerationRequest {
+pub(super) fn held(seed: u64) -> GenerationRequest {
     let sampling = SamplingParams {
         temperature: 2.0,
         seed,

@@ -1,6 +1,7 @@
 //! The engine on MLX: tokens that the device draws, and pages in a store.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use paceline_model_mlx::MlxModel;
 use paceline_tensor::PAGE;
@@ -8,7 +9,7 @@ use paceline_tensor::PAGE;
 use super::page_store::Shelf;
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, SequenceOutcome};
-use super::tiny::TinyModel;
+use super::tiny::{END, TinyModel};
 use crate::{Engine, EngineConfig, GenerationRequest, SamplingParams};
 
 const TOKENS: usize = 60;
@@ -64,9 +65,12 @@ impl OnMlx {
         })
     }
 
-    /// The outcome of a request in an engine of its own, and the tokens that it did not compute.
-    fn answer(&self, request: &GenerationRequest, store: Option<&Shelf>) -> (SequenceOutcome, u64) {
-        let config = EngineConfig::single("tiny", 256);
+    /// An engine of its own.
+    fn rig(&self, drafts: usize, store: Option<&Shelf>) -> Rig {
+        let config = EngineConfig {
+            drafts,
+            ..EngineConfig::single("tiny", 256)
+        };
         let mut rig = Rig::new(&self.tiny, config.clone());
         let tokenizer = Arc::clone(&self.tiny.tokenizer);
         let mut engine = Engine::new(Arc::clone(&self.model) as _, tokenizer, config).unwrap();
@@ -74,6 +78,12 @@ impl OnMlx {
             engine = engine.with_store(Box::new(store.clone()));
         }
         rig.engine = engine;
+        rig
+    }
+
+    /// The outcome of a request in an engine of its own, and the tokens that it did not compute.
+    fn answer(&self, request: &GenerationRequest, store: Option<&Shelf>) -> (SequenceOutcome, u64) {
+        let mut rig = self.rig(0, store);
         let id = rig.submit(request);
         rig.drain();
         (rig.outcomes.remove(&id).unwrap(), rig.engine.n_reused())
@@ -102,6 +112,39 @@ fn mlx_draws_the_tokens_that_the_host_samples() {
         // All but the first, and those behind the end of a page.
         let ahead = counts.steps_ahead - before.steps_ahead;
         assert!(ahead >= TOKENS as u64 - 4, "{ahead}");
+    }
+}
+
+/// Drafts of near classes follow accepted tokens and no clock, so that a run repeats its bits.
+#[test]
+fn drafts_on_mlx_repeat_and_change_no_token() {
+    let Some(mlx) = OnMlx::new("drafts on mlx") else {
+        return;
+    };
+    let circle = SamplingParams {
+        logit_bias: vec![(5, 100.0), (END, -100.0)],
+        ..SamplingParams::default()
+    };
+    let circle = request(prompt(20, 7), TOKENS, circle);
+    for request in requests().into_iter().chain([circle.clone()]) {
+        let run = |drafts, step_ms| {
+            let mut rig = mlx.rig(drafts, None);
+            let id = rig.submit(&request);
+            while !rig.engine.is_idle() {
+                rig.step();
+                rig.engine.record_duration(Duration::from_millis(step_ms));
+            }
+            let counts = rig.engine.draft_counters().totals();
+            (rig.outcomes.remove(&id).unwrap(), counts)
+        };
+        let (plain, drafted) = (run(0, 1), run(8, 1));
+        assert_eq!(drafted, run(8, 1000));
+        assert_eq!(drafted.0.tokens, plain.0.tokens);
+        assert!(
+            request.sampling != circle.sampling || drafted.1.right > 30,
+            "{:?}",
+            drafted.1
+        );
     }
 }
 

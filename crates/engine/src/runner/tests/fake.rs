@@ -8,8 +8,8 @@ use super::super::core::{Core, EngineLoad, RequestLimits};
 use super::super::driver::Driver;
 use super::{PATIENCE, Replies, finished, request, sink, token};
 use crate::{
-    Error, Event, Finish, GenerationRequest, Reply, RequestFailure, ResumeOutcome, SequenceId,
-    ServiceStatus, Sink, Snapshot, State, Submission, Ticket,
+    DraftCounts, Error, Event, Finish, GenerationRequest, Reply, RequestFailure, ResumeOutcome,
+    SequenceId, ServiceStatus, Sink, Snapshot, State, Submission, Ticket,
 };
 
 /// A command to the engine for a step.
@@ -100,6 +100,7 @@ impl Core for Fake {
                     id,
                     text: text.clone(),
                     reason,
+                    drafts: DraftCounts::default(),
                 };
                 let events = ids.map(end).collect();
                 self.sequences.clear();

@@ -77,7 +77,16 @@ fn reply(event: Event) -> Reply {
             logprobs,
         },
         Event::Continued { .. } => Reply::Continued,
-        Event::Finished { text, reason, .. } => Reply::Finished { text, reason },
+        Event::Finished {
+            text,
+            reason,
+            drafts,
+            ..
+        } => Reply::Finished {
+            text,
+            reason,
+            drafts,
+        },
     }
 }
 

@@ -92,6 +92,7 @@ fn waits(resume: bool) -> Vec<u128> {
             let reply = Reply::Finished {
                 text: String::new(),
                 reason: Finish::Length,
+                drafts: paceline_engine::DraftCounts::default(),
             };
             let ticket = Ticket(1);
             failing.said(FromWorker::Reply {
@@ -319,6 +320,7 @@ fn a_slow_split_is_left_within_a_step_and_near_numbers_between_answers() {
         let finished = instance.said(said(Reply::Finished {
             text: String::new(),
             reason: Finish::Length,
+            drafts: paceline_engine::DraftCounts::default(),
         }));
         assert_eq!(leaves(&finished), near);
     }

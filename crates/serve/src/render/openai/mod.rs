@@ -145,14 +145,21 @@ impl OpenAi {
     }
 }
 
-/// OpenAI's `usage`.
+/// OpenAI's `usage`. Its fields for predictions by the client have the draft tokens, where some
+/// were verified.
 fn usage(usage: &ResponseUsage) -> Value {
+    let mut of_answer = json!({"reasoning_tokens": usage.reasoning});
+    if !usage.drafts.is_none() {
+        let accepted = usage.drafts.right;
+        of_answer["accepted_prediction_tokens"] = json!(accepted);
+        of_answer["rejected_prediction_tokens"] = json!(usage.drafts.checked - accepted);
+    }
     json!({
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "completion_tokens_details": of_answer,
     })
 }
 
