@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::Kernels;
+use serde_json::Value;
 
 use crate::{Config, EagleHead, Error, HeadConfig, ModelSource, NextTokenHead};
 
@@ -61,8 +62,47 @@ pub fn draft_captures(
         let has_layer = is_own && NextTokenHead::is_in(draft, model);
         has_layer.then(|| vec![model.layers.len()])
     };
-    let head = HeadConfig::of(draft, model)?;
-    Ok(head.map(|head| head.captures).or_else(own))
+    if let Some(head) = HeadConfig::of(draft, model)? {
+        return Ok(Some(head.captures));
+    }
+    let other = match draft {
+        ModelSource::Hf(folder) => other_head(folder.config()),
+        ModelSource::Gguf(_) => None,
+    };
+    match other {
+        None => Ok(own()),
+        Some(got) => Err(Error::Value {
+            field: "draft head",
+            got,
+            expected: "EAGLE-3, a prediction layer of the model, or a small model".into(),
+        }),
+    }
+}
+
+/// Parts of the names of heads that are not computed, in small letters: DFlash and DSpark draft
+/// blocks at once, EAGLE 1 and 2 and Medusa read the last layer, the assistants of Gemma 4 read
+/// keys and values of the model.
+const OTHER_HEADS: [&str; 6] = [
+    "dflash",
+    "dspark",
+    "eagle",
+    "medusa",
+    "assistant",
+    "speculator",
+];
+
+/// The name of a head's architecture that is not computed.
+fn other_head(config: &Value) -> Option<String> {
+    let names = config["architectures"].as_array().into_iter().flatten();
+    let names = names.chain([&config["speculators_model_type"], &config["model_type"]]);
+    let mut names = names.filter_map(Value::as_str);
+    let is_other = |name: &&str| {
+        let name = name.to_lowercase();
+        OTHER_HEADS.iter().any(|part| name.contains(part))
+    };
+    names
+        .find(is_other)
+        .map(|name| name.chars().take(100).collect())
 }
 
 /// Loads the draft head in `draft` for the model in `model`: an EAGLE-3 head, or the prediction
@@ -124,4 +164,27 @@ pub trait DraftHeadCompute: fmt::Debug + Send {
     /// The output of the last row of sequence `i` of the last pass, `(C,)`. It is the feature of
     /// the token after that row.
     fn output(&self, i: usize) -> &[f32];
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn heads_of_other_forms_are_found_by_their_names() {
+        for (config, found) in [
+            (json!({ "architectures": ["DFlashDraftModel"] }), true),
+            (json!({ "model_type": "gemma4_assistant" }), true),
+            (json!({ "speculators_model_type": "eagle" }), true),
+            (
+                json!({ "architectures": ["LlamaForCausalLM"], "model_type": "llama" }),
+                false,
+            ),
+            (json!({}), false),
+        ] {
+            assert_eq!(other_head(&config).is_some(), found, "{config}");
+        }
+    }
 }

@@ -21,7 +21,7 @@ use paceline_weights::tensor::Tensor;
 use crate::model::Model;
 use crate::step::{Batch, BatchSequence, BatchSize, Logits, Workspace, embed_token};
 use crate::weights;
-use crate::{Config, DraftHead, DraftHeadCompute, Error, HeadRows, ModelSource};
+use crate::{Config, DraftHead, DraftHeadCompute, Error, HeadRows, ModelSource, Role};
 
 /// Names of the tensors that are not of the layer itself, without `.weight`.
 struct TensorNames {
@@ -29,7 +29,8 @@ struct TensorNames {
     mix: String,
     token_norm: String,
     feature_norm: String,
-    output_norm: String,
+    /// The model's if the file lacks it.
+    output_norm: Option<String>,
     /// `(vocabulary, C)`; the model's output head if the file lacks it.
     output: Option<String>,
 }
@@ -41,7 +42,7 @@ impl TensorNames {
             mix,
             token_norm: format!("{stem}{token}"),
             feature_norm: format!("{stem}{feature}"),
-            output_norm: format!("{stem}{output_norm}"),
+            output_norm: Some(format!("{stem}{output_norm}")).filter(|name| has(source, name)),
             output: Some(format!("{stem}{output}")).filter(|name| has(source, name)),
         };
         const NAMES: [&str; 4] = ["enorm", "hnorm", "shared_head.norm", "shared_head.head"];
@@ -122,15 +123,19 @@ impl NextTokenHead {
         config.layers.push(shape); // the prediction layer is like the last one
         config.check_layers()?;
         let c = config.width;
-        let norm = |stem: &str| {
-            let mut norm = weights::vector(&tensor(source, stem, &[c])?, c)?;
+        let centred = |tensor: &Tensor| {
+            let mut norm = weights::vector(tensor, c)?;
             norm.iter_mut().for_each(|w| *w += config.norm_offset);
             Ok::<_, Error>(norm)
         };
+        let norm = |stem: &str| centred(&tensor(source, stem, &[c])?);
         let pack = |stem: &str, rows, cols| pack(source, stem, [rows, cols], (class, &kernels));
         let (mix, token_norm) = (pack(&names.mix, c, 2 * c)?, norm(&names.token_norm)?);
         let feature_norm = norm(&names.feature_norm)?;
-        let output_norm = norm(&names.output_norm)?;
+        let output_norm = match &names.output_norm {
+            Some(stem) => norm(stem)?,
+            None => centred(&source.weight(config.family, Role::OutputNorm)?)?,
+        };
         let output = match &names.output {
             Some(stem) => Some(pack(stem, config.vocab, c)?),
             None => None,

@@ -1,8 +1,8 @@
 //! Qwen3-Next and Qwen 3.5 to 3.8, text only. Every fourth layer is attention with gated heads and
 //! partial rotation; the others are gated delta nets. The feed-forward is dense, or experts with a
-//! shared one. Multi-token prediction and vision are not supported. Source: Yang, Kautz and
-//! Hatamizadeh 2024; `src/models/qwen3next.cpp` and `qwen35.cpp` of llama.cpp,
-//! `modeling_qwen3_next.py` and `modeling_qwen3_5.py` of transformers.
+//! shared one. Vision is not supported. Source: Yang, Kautz and Hatamizadeh 2024;
+//! `src/models/qwen3next.cpp` and `qwen35.cpp` of llama.cpp, `modeling_qwen3_next.py` and
+//! `modeling_qwen3_5.py` of transformers.
 
 use paceline_tensor::RopePairs;
 

@@ -1,6 +1,7 @@
 //! Prediction layers of tiny models against `transformers`' layers.
 //!
-//! `scripts/golden/mtp_tiny.py` made the models and their golden values.
+//! `scripts/golden/mtp_tiny.py` made the models and their golden values, `mtp_gguf.py` beside it the
+//! same layers as GGUF files.
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
@@ -16,8 +17,12 @@ use crate::{Config, DraftHead as _, ModelSource};
 
 #[test]
 fn prediction_layers_give_the_logits_of_transformers() {
-    for name in ["deepseek-v3-bf16", "glm4moe-bf16", "qwen3next-bf16"] {
-        let source = ModelSource::open(&golden(&format!("{name}-mtp"))).unwrap();
+    let names = ["deepseek-v3-bf16", "glm4moe-bf16", "qwen3next-bf16"];
+    for (name, end) in names
+        .into_iter()
+        .flat_map(|name| [(name, ""), (name, ".gguf")])
+    {
+        let source = ModelSource::open(&golden(&format!("{name}-mtp{end}"))).unwrap();
         let config = Config::read(&source).unwrap();
         let kernels = Arc::new(Kernels::new(2).unwrap());
         let head = NextTokenHead::load(&source, KernelClass::CpuF32, kernels).unwrap();
