@@ -1,74 +1,207 @@
 #!/usr/bin/env python3
-"""Bars of draft heads: bar61.py PACELINE MODEL OUT [--minutes N] [--requests N]
+"""Issue 61: a draft head trained here, its acceptance, its speed, equal answers. PACELINE names the binary.
 
-Trains an EAGLE-3 head for MODEL (SmolLM2) on invitations, one narrow kind of text, and measures it
-on held-out prompts: accepted drafts a step, speed beside plain decoding, equal tokens. OUT keeps
-prompts, the head and report.json; a second run continues it.
+    bar61.py [BAR..]         without names all but stages; --out keeps prompts, the head and answers (/tmp/drafter-61)
+    train   [--minutes 90]   trains a head for SmolLM2 on one narrow kind of text, or continues; reports accepted drafts
+    speed   [--runs 20]      one node: decode of held-out prompts over plain, by what was accepted
+    random  [--runs 6]       text that the head does not know: decode over plain
+    stages  [--runs 6]       four stages with 25 ms one way (root, TAP: delay_net.py; --ms): decode over plain
+    equal   [--requests 500] random requests, several at once: greedy, sampled, grammars, stop texts, penalties, logprobs
+
+The kind of text: a Python class with three fields. Prompts of train and of the others differ.
 """
-
-import argparse
-import itertools
-import json
 import random
-import subprocess
-import time
-from pathlib import Path
+import common31
+import chosen
+from common32 import *
 
-NAMES = "Anna Ben Clara David Emma Felix Grace Henry Iris Jack Karen Leo Maria Noah Olivia Paul".split()
-EVENTS = ["a birthday party", "a picnic", "a team dinner", "a film night", "a book club meeting",
-          "a garden party", "a board game evening", "a farewell lunch", "a concert", "a hike"]
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-
-
-def prompts(n):
-    every = list(itertools.product(NAMES, EVENTS, DAYS))
-    random.Random(61).shuffle(every)
-    return [f"Write a short email that invites {name} to {event} on {day}."
-            for name, event, day in every[:n]]
+CLASSES = ("Car Book House Dog Cat Student Teacher Phone Computer Song Movie Player Game Ticket Order Invoice Customer "
+           "Product Plane Train Ship Bicycle Recipe Planet City Country River Doctor Patient Hotel").split()
+FIELDS = ("name color price size weight height width age speed year title author owner brand rating date "
+          "status number city country language length level score").split()
+TRAINED = 500  # prompts; those after them are held out
+RANDOM = ["Essay on the habits of sea birds in winter,", "A letter from the moon:", "The third day of the storm was",
+          "Dear diary, today", "In the year 2190", "The recipe begins with"]
 
 
-def ask(paceline, model, prompt, *more):
+def prompts():
+    """All prompts, in an order that a seed fixes."""
+    draw, seen = random.Random(61), set()
+    while True:
+        name, fields = draw.choice(CLASSES), draw.sample(FIELDS, 3)
+        text = (f"Write a Python class {name} with the fields {fields[0]}, {fields[1]} and {fields[2]}, with a constructor "
+                "and a getter for each field.")
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def held_out(n):
+    every = prompts()
+    return [next(every) for _ in range(TRAINED + n)][TRAINED:]
+
+
+def head():
+    path = f"{a.out}/head"
+    if not os.path.exists(f"{path}/model.safetensors"):
+        sys.exit(f"{path} has no head: run `bar61.py train` first")
+    return path
+
+
+def train():
+    os.makedirs(a.out, exist_ok=True)
+    data, out, every = f"{a.out}/prompts.jsonl", f"{a.out}/head", prompts()
+    with open(data, "w") as file:
+        file.writelines(json.dumps({"prompt": next(every), "completion": "."}) + "\n" for _ in range(TRAINED))
+    again = ["--resume"] if os.path.exists(f"{out}/run.json") else []
     began = time.monotonic()
-    out = subprocess.run([paceline, "run", model, prompt, "--json", *more], check=True,
-                         capture_output=True, text=True).stdout
-    return json.loads(out), time.monotonic() - began
+    child = start([BINARY, "train", SMOLLM2, "--drafter", "--data", data, "--output", out, "--max-tokens-per-row", 256,
+                   "--draft-vocab", 2000, "--batch", 8, "--lr", 1e-3, "--warmup", 10, "--steps", a.steps, "--eval-every", 50,
+                   "--save-every", 25, "--threads", a.threads, "--json", *again], stdout=subprocess.PIPE, text=True)
+    try:
+        said, _ = child.communicate(timeout=60 * a.minutes)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGINT)  # it saves a checkpoint
+        child.communicate(timeout=60)
+        sys.exit(f"not ready within {a.minutes} minutes; again with `bar61.py train`")
+    report = json.loads(said)
+    told("train, minutes of this part", (time.monotonic() - began) / 60)
+    print("  " + json.dumps(report), flush=True)
+    bar("train, accepted drafts a step on held-out answers", report["accepted"], "", 2.0)
 
 
-def main():
-    args = argparse.ArgumentParser(description=__doc__)
-    args.add_argument("paceline")
-    args.add_argument("model")
-    args.add_argument("out", type=Path)
-    args.add_argument("--prompts", type=int, default=400)
-    args.add_argument("--steps", type=int, default=150)
-    args.add_argument("--requests", type=int, default=20)
-    args.add_argument("--threads", default="2")
-    args = args.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    texts = prompts(args.prompts + args.requests)
-    data, head = args.out / "prompts.jsonl", args.out / "head"
-    lines = (json.dumps({"prompt": text, "completion": "."}) for text in texts[:args.prompts])
-    data.write_text("".join(line + "\n" for line in lines))
-    resume = ["--resume"] if (head / "run.json").exists() else []
-    began = time.monotonic()
-    out = subprocess.run(
-        [args.paceline, "train", args.model, "--drafter", "--data", data, "--output", head,
-         "--max-tokens-per-row", "320", "--draft-vocab", "2000", "--batch", "8", "--lr", "1e-3",
-         "--warmup", "10", "--steps", str(args.steps), "--eval-every", "25", "--json",
-         "--threads", args.threads, *resume], check=True, stdout=subprocess.PIPE, text=True).stdout
-    report = {"train": json.loads(out), "train_wall_s": time.monotonic() - began, "answers": []}
-    fixed = ["--max-tokens", "200", "--threads", args.threads]
-    for number, text in enumerate(texts[args.prompts:]):
-        sampling = (["--temperature", "0"] if number % 2 == 0
-                    else ["--temperature", "0.7", "--seed", str(number)])
-        plain, _ = ask(args.paceline, args.model, text, *fixed, *sampling)
-        drafted, _ = ask(args.paceline, args.model, text, *fixed, *sampling, "--drafter", str(head))
-        assert plain["tokens"] == drafted["tokens"], text
-        report["answers"].append({"prompt": text, "n": len(plain["tokens"]),
-                                  "plain": plain, "drafted": drafted})
-    (args.out / "report.json").write_text(json.dumps(report, indent=1))
-    print(json.dumps(report["train"]))
+def rates(ways, ask, texts):
+    """The rates of each text with each way, in turn, and whether all answers are equal."""
+    found, equal = [], True
+    for n, text in enumerate(texts):
+        order = list(ways) if n % 2 else list(ways)[::-1]
+        one = {way: ask(way, text) for way in order}
+        equal &= len({of["text"] for of in one.values()}) == 1
+        found.append(one)
+    return found, equal
 
 
-if __name__ == "__main__":
-    main()
+def accepted(usage):
+    """Accepted drafts a step, without the token that each step gives anyway."""
+    right = usage["completion_tokens_details"].get("accepted_prediction_tokens", 0)
+    return right / max(usage["completion_tokens"] - right, 1)
+
+
+def chat(text, **more):
+    return {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": a.tokens or 160, **more}
+
+
+def one_node():
+    common = ["--threads", a.threads, "--parallel", 4, "--context", 2048, "--prefix-cache", "off"]
+    return {"plain": Up(SMOLLM2, *common, "--drafts", 0), "head": Up(SMOLLM2, *common, "--drafter", head())}
+
+
+def speed():
+    servers = one_node()
+
+    def ask(way, text):
+        return stream(servers[way].port, {"model": servers[way].model, **chat(text)}, path="/v1/chat/completions")
+    rates(servers, ask, held_out(3))  # times of steps are measured
+    found, equal = rates(servers, ask, held_out(3 + (a.runs or 20))[3:])
+    ratios = [(accepted(one["head"]["usage"]), one["head"]["rate"] / one["plain"]["rate"]) for one in found]
+    bar("speed, accepted drafts a step", [n for n, _ in ratios], "", 2.0)
+    bar("speed, decode over plain where 2 are accepted", [ratio for n, ratio in ratios if n >= 2], "x", 1.0)
+    bar("speed, decode over plain where 3 are accepted", [ratio for n, ratio in ratios if n >= 3], "x", 1.2)
+    bar("speed, same answers", int(equal), "", 1)
+    [server.end() for server in servers.values()]
+
+
+def random_text():
+    servers = one_node()
+
+    def ask(way, text):
+        body = {"model": servers[way].model, "prompt": text, "max_tokens": 256, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+        return stream(servers[way].port, body)
+    rates(servers, ask, RANDOM[:2])
+    found, equal = rates(servers, ask, (RANDOM * 9)[:a.runs or len(RANDOM)])
+    bar("random, decode over plain", [one["head"]["rate"] / one["plain"]["rate"] for one in found], "x", 0.97)
+    bar("random, same answers", int(equal), "", 1)
+    [server.end() for server in servers.values()]
+
+
+def stages():
+    from delay_net import DelayNet
+    here, net, machines = folder(), DelayNet(4, a.ms), []
+    ways = {"plain": ["--drafts", 0], "head": ["--drafter", head()]}
+    program = ("import json, sys\nsys.path.insert(0, sys.argv[1])\nimport common32\n"
+               "f = common32.stream(52415, json.loads(sys.stdin.read()), path='/v1/chat/completions', timeout=170)\n"
+               "print(json.dumps({n: f[n] for n in ('rate', 'text', 'usage')}))")
+    try:
+        machines = [common31.Machine(BINARY, net, n) for n in range(4)]
+        [machine.up() for machine in machines]
+        common31.form(machines)
+        time.sleep(10)  # paths are measured
+        for name, how in ways.items():
+            another_name(SMOLLM2, f"{here}/{name}.gguf")  # the same model again would be a replica
+            machines[0].told("load", f"{here}/{name}.gguf", "--nodes", "n0,n1,n2,n3", "--split", "pipeline", "--threads", 1,
+                             "--parallel", 1, "--context", 2048, "--spare", 0, "--weights", "whole", *how)
+        listed = [m["id"] for m in machines[0].get("/v1/models")["data"]]
+
+        def ask(way, text):
+            model = next(i for i in listed if i.endswith(f"/{way}.gguf"))
+            command = ["ip", "netns", "exec", net.hosts[0], sys.executable, "-c", program, os.path.dirname(os.path.abspath(__file__))]
+            child = subprocess.run(command, input=json.dumps({"model": model, **chat(text)}), text=True, capture_output=True, timeout=180)
+            if child.returncode:
+                sys.exit(f"{way}: {child.stderr[-600:]}")
+            return json.loads(child.stdout)
+        rates(ways, ask, held_out(2))
+        found, equal = rates(ways, ask, held_out(2 + (a.runs or 6))[2:])
+        told("stages, accepted drafts a step", [accepted(one["head"]["usage"]) for one in found])
+        bar(f"stages, four with {a.ms:g} ms one way, decode over plain", [one["head"]["rate"] / one["plain"]["rate"] for one in found], "x", 2.5)
+        bar("stages, same answers", int(equal), "", 1)
+        told_by = machines[0].told("ps")
+        print("  " + told_by.replace("\n", "\n  "), flush=True)
+    finally:
+        [machine.end() for machine in machines]
+        net.end()
+
+
+def drawn_request(draw, text):
+    body = chat(text, max_tokens=draw.randint(8, 64))
+    if draw.random() < 0.6:
+        body |= {"temperature": draw.choice([0.5, 1.0, 1.5]), "seed": draw.randrange(1 << 30), "top_p": draw.choice([0.8, 1.0])}
+    if draw.random() < 0.3:
+        body["stop"] = draw.sample(["self", "\n\n", "return", "price", "```"], 2)
+    if draw.random() < 0.3:
+        body |= {"logprobs": True, "top_logprobs": draw.randint(0, 3)}
+    if draw.random() < 0.3:
+        body |= {"frequency_penalty": 0.5, "presence_penalty": 0.3}
+    if draw.random() < 0.15:
+        body["response_format"] = {"type": "json_object"}
+    return body
+
+
+def equal():
+    servers, draw = one_node(), random.Random(500)
+    known = held_out(40)
+    texts = [draw.choice(known if draw.random() < 0.7 else RANDOM) for _ in range(a.requests)]
+    bodies = [drawn_request(draw, text) for text in texts]
+    differ, right, checked = [], 0, 0
+
+    def ask(way, body):
+        return servers[way].call("POST", "/v1/chat/completions", {"model": servers[way].model, **body})
+    for first in range(0, len(bodies), 4):
+        answers = {way: together(*[lambda body=body: ask(way, body) for body in bodies[first:first + 4]]) for way in servers}
+        for body, one, other in zip(bodies[first:], answers["plain"], answers["head"]):
+            of = other["usage"]["completion_tokens_details"]
+            right += of.get("accepted_prediction_tokens", 0)
+            checked += of.get("accepted_prediction_tokens", 0) + of.get("rejected_prediction_tokens", 0)
+            if one["choices"] != other["choices"]:
+                differ.append(body)
+    told("equal, draft tokens checked", checked)
+    told("equal, of these accepted", right)
+    for body in differ[:3]:
+        print("  differs: " + json.dumps(body)[:600], flush=True)
+    bar("equal, answers that differ", len(differ), "", 0, at_least=False)
+    [server.end() for server in servers.values()]
+
+
+BARS = {"train": (train, 5500), "speed": (speed, 900), "random": (random_text, 900), "stages": (stages, 1800), "equal": (equal, 1800)}
+parser = arguments(__doc__, runs=0, ms=25.0, tokens=0, requests=500, minutes=90.0, steps=400, threads=2, out="/tmp/drafter-61")
+a = chosen.parsed(parser, BARS, ["stages"])
+chosen.play(a.bars, BARS)
