@@ -461,7 +461,8 @@ fn sizes(path: &Path, config: &Config, wanted: &InstanceSpec) -> EngineConfig {
     let machine = wanted.machine.as_ref();
     let kv = machine.and_then(|it| it.kv.as_ref()?.parse().ok());
     let pace = machine.and_then(|it| it.pace.parse().ok());
-    let memory = KvMemory::of_machine(class.unwrap_or_default(), kv);
+    let (form, available) = KvMemory::of_machine(class.unwrap_or_default(), kv);
+    let memory = (form, wanted.options.memory.map(Bytes).or(available));
     let room = ContextBudget::of((path, config), memory, wanted.options.context, parallel);
     EngineConfig {
         max_running: parallel,

@@ -22,7 +22,7 @@ use crate::draft_limit::DraftLimit;
 use crate::error::Error;
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
-use crate::{home, member, plan, pull};
+use crate::{home, mapreduce, member, plan, pull};
 
 /// Poll interval of `load`.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -82,6 +82,10 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N", default_value_t = InstanceOptions::default().parallel,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
+    /// Most memory of each machine for the model and its conversations, such as 8G. Weights that do
+    /// not fit are read from its disk while it computes, with the same answers; on the CPU
+    #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
+    memory: Option<u64>,
     /// Standby copies of each machine's part, packed on another one. An answer whose machine is
     /// lost continues without loading [default: 1 where half of a machine's memory has room for
     /// all, once the model has answered for half a minute]
@@ -536,7 +540,7 @@ mod tests {
         let asked = request(
             "--nodes a,b --replicas auto --split 2x1 --threads 3 --context 512 --parallel 2 \
              --spare 1 --draft d --adapter poet=/p --drafts 5 --follow --strict \
-             --weights shard --prefill-nodes c --prefill-class mlx --no-wait --json",
+             --weights shard --memory 8G --prefill-nodes c --prefill-class mlx --no-wait --json",
         );
         let expected = LoadRequest {
             nodes: vec!["a".to_owned(), "b".to_owned()],
@@ -548,6 +552,7 @@ mod tests {
             options: InstanceOptions {
                 context: Some(512),
                 parallel: 2,
+                memory: Some(8 << 30),
                 drafts: Some(5),
                 follow: true,
                 grows: true,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
-use paceline_base::{Bytes, KernelClass};
+use paceline_base::{Bytes, BytesError, KernelClass};
 use paceline_board::engines::keep_published;
 use paceline_board::member::{ApiKeys, facts};
 pub(crate) use paceline_board::member::{cluster, host_name};
@@ -17,6 +17,8 @@ use paceline_cluster::nodes::agent::{
     self, Agent, Config, DEFAULT_PORT, Discovery, NodeFacts, local,
 };
 use paceline_cluster::nodes::discovery::listen_address;
+use paceline_fleet::memory;
+use paceline_node::context_size;
 use serde_json::Value;
 
 use crate::output::print_err;
@@ -75,8 +77,9 @@ pub(crate) struct NodeArgs {
     /// machines
     #[arg(long)]
     durable: bool,
-    /// Memory that models are placed by, such as 12G: a fifth is left to other programs [default:
-    /// what this machine has]
+    /// Memory that models are placed by, such as 12G: a fifth is left to other programs. Weights of
+    /// MODEL that do not fit are read from disk while they are computed with [default: what this
+    /// machine has]
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
     memory: Option<u64>,
     /// Folder of arrays whose files other machines of the cluster may read, by `paceline mapreduce
@@ -97,7 +100,7 @@ pub(crate) struct NodeArgs {
 pub(crate) struct PrefixCacheSize(Option<u64>);
 
 /// Parses `off` or a number of bytes.
-fn prefix_cache(text: &str) -> Result<PrefixCacheSize, String> {
+fn prefix_cache(text: &str) -> Result<PrefixCacheSize, BytesError> {
     match text {
         "off" => Ok(PrefixCacheSize(None)),
         size => mapreduce::memory(size).map(|bytes| PrefixCacheSize(Some(bytes))),
@@ -204,6 +207,13 @@ impl NodeArgs {
         self.disk_budget
     }
 
+    /// Memory for the model at `path`, if `--memory` is given and has no room for all of it.
+    pub(crate) fn limit_of(&self, path: &Path) -> Option<u64> {
+        let room = self.memory? as f64 * memory::USABLE;
+        let whole = context_size::bytes_at(path) as f64 * memory::WEIGHTS;
+        (whole > room).then_some(room as u64)
+    }
+
     /// Whether open answers are kept on disk.
     pub(crate) const fn is_durable(&self) -> bool {
         self.durable
@@ -235,9 +245,7 @@ impl NodeArgs {
             let made = cache.make();
             folders.extend(made.ok().map(|()| cache.folder));
         }
-        if self.packed {
-            folders.extend(home::make_packed()?);
-        }
+        folders.extend(home::make_packed()?); // a model may be loaded with a limit of memory
         Ok(folders)
     }
 

@@ -25,7 +25,7 @@ use crate::instance_choice::{self, InstanceRequest};
 use crate::interrupt::Signals;
 use crate::local_model::{NodeTransport, SplitArgs};
 use crate::output::{print, print_err, show};
-use crate::pull;
+use crate::{mapreduce, pull};
 use sampling::SamplingArgs;
 use session::RunSession;
 
@@ -84,6 +84,10 @@ pub(crate) struct Args {
     /// starts. They take as much as the model besides
     #[arg(long)]
     packed: bool,
+    /// Most memory for the model and its conversations, such as 8G. Weights that do not fit are
+    /// read from disk while they are computed with, as with --packed; the answers are the same
+    #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
+    memory: Option<u64>,
     #[command(flatten)]
     compute: ComputeArgs,
     #[command(flatten)]
@@ -213,6 +217,7 @@ impl Args {
             ("--class", compute.class.is_some()),
             ("--kv", compute.kv.is_some()),
             ("--packed", self.packed),
+            ("--memory", self.memory.is_some()),
             ("--pin", compute.pin),
             ("--threads", compute.threads.is_some()),
             ("--shares", !self.split.shares.is_empty()),

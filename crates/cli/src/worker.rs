@@ -48,7 +48,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         mlx: home::mlx_places()?,
         ports,
         disk,
-        packed: args.packed.then(home::packed).transpose()?,
+        packed: home::packed().ok(),
+        keeps_packed: args.packed,
         halted,
     };
     match paceline_worker::process::run(kernels, wire, settings) {

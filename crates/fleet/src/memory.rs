@@ -24,9 +24,20 @@ pub fn weight_bytes(wanted: &InstanceSpec) -> u64 {
 }
 
 /// Bytes that each of `ranks` ranks needs for its weights, keys and values, as if all parts were
-/// equal. Previews, loads, placements and admissions compare them with [`room`].
+/// equal. Previews, loads, placements and admissions compare them with [`room`]. At most what the
+/// instance may have of a node's memory.
 pub fn part_bytes(wanted: &InstanceSpec, ranks: usize) -> u64 {
-    (weight_bytes(wanted) + wanted.cache_bytes) / ranks.max(1) as u64
+    within_limit(wanted, whole_bytes(wanted) / ranks.max(1) as u64)
+}
+
+/// Bytes of all ranks for weights, keys and values, in memory or on disk.
+fn whole_bytes(wanted: &InstanceSpec) -> u64 {
+    weight_bytes(wanted) + wanted.cache_bytes
+}
+
+/// Of a part's bytes those in memory; the rest is read from disk.
+fn within_limit(wanted: &InstanceSpec, part: u64) -> u64 {
+    part.min(wanted.options.memory.unwrap_or(u64::MAX))
 }
 
 /// A node has too little memory for a part of a model.
@@ -108,7 +119,8 @@ pub fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
     let all = shares.sum::<Option<u32>>().filter(|all| *all > 0);
     match (all, wanted.shares.get(&id)) {
         (Some(all), Some(share)) => {
-            (part_bytes(wanted, 1) as f64 * f64::from(*share) / f64::from(all)) as u64
+            let part = whole_bytes(wanted) as f64 * f64::from(*share) / f64::from(all);
+            within_limit(wanted, part as u64)
         }
         _ => part_bytes(wanted, wanted.nodes.len()),
     }

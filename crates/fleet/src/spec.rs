@@ -134,6 +134,9 @@ pub struct InstanceOptions {
     pub context: Option<u32>,
     /// Answers computed concurrently.
     pub parallel: u16,
+    /// Most bytes of each node's memory for it. Weights that do not fit are read from disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<u64>,
     /// Most draft tokens verified in a step; `None` for the default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drafts: Option<u8>,
@@ -157,6 +160,7 @@ impl Default for InstanceOptions {
         Self {
             context: None,
             parallel: 4, // a step reads the weights once for all
+            memory: None,
             drafts: None,
             follow: false,
             grows: false,

@@ -17,6 +17,7 @@ use paceline_tensor::{Kernels, KvCache};
 use crate::links::STEPS_MAX;
 use crate::page_store::PersistentCache;
 use crate::step::{Batch, BatchSize, Workspace};
+use crate::streaming::{ProcessMemory, Streamer};
 use crate::{
     AdapterId, Config, Error, ExpertUses, FollowOutcome, Links, Model, PageStore, PersistedPage,
     Shard, WindowPool,
@@ -286,6 +287,10 @@ impl LoadedModel for Model {
     }
 
     fn unlinked(self: Arc<Self>) -> Option<Arc<dyn LoadedModel>> {
+        // After a failed read, another load writes the packed file again.
+        if self.streamer().is_some_and(Streamer::is_failed) {
+            return None;
+        }
         Some(Arc::new(Arc::into_inner(self)?.unlink()))
     }
 
@@ -299,11 +304,15 @@ impl LoadedModel for Model {
         positions: usize,
     ) -> Result<Box<dyn Compute>, Error> {
         self.config().check_context(size.context)?;
+        let streamer = self.streamer();
+        let before = streamer.and_then(|_| ProcessMemory::now());
         let cache = self.new_cache(size, positions)?;
+        let workspace = Workspace::new(&self, size);
+        streamer.map_or(Ok(()), |streamer| streamer.fit(before, cache.bytes()))?;
         Ok(Box::new(CpuCompute {
             windows: self.kinds().windows(cache.pool_pages()),
             cache,
-            workspace: Workspace::new(&self, size),
+            workspace,
             kept: PersistentCache::default(),
             announced: 0,
             model: self,

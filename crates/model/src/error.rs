@@ -25,8 +25,30 @@ pub enum Error {
     /// Weights could not be kept on the disk, or read from it.
     #[error("cannot read weights from {}: {reason}", path.display())]
     Streaming { path: PathBuf, reason: String },
+    /// There is no file to read weights from: the model's files are still fetched.
+    #[error("a model can be larger than memory once all of its files are on this machine")]
+    StreamPlace,
+    /// The backend keeps all of its weights in memory.
+    #[error(
+        "engine {engine} keeps all weights in memory, since its kernels take arrays of its own: a \
+         limit of memory is for engine cpu"
+    )]
+    StreamEngine { engine: &'static str },
+    /// Weights that would stay on the disk cannot be written there.
     #[error(transparent)]
     Packed(#[from] PackedFault),
+    /// A process may have too little memory to compute even one layer at a time.
+    #[error(
+        "{given} of memory are too little: {needed} are needed, of them {units} for the largest \
+         layer and expert, and the rest for the program, its cache and its steps"
+    )]
+    StreamMemory {
+        /// The most memory of the process.
+        given: Bytes,
+        needed: Bytes,
+        /// Of the largest layer and expert.
+        units: Bytes,
+    },
     /// An architecture that paceline does not support.
     #[error("model architecture {architecture:?} is not supported, expected one of {supported}")]
     Architecture {

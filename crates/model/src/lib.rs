@@ -77,9 +77,9 @@ pub use progress::{ComputeTime, ProgressSnapshot, StepActivity, StepProgress};
 pub use role::{LayerRole, Nth, Role};
 pub use rope::{LongContext, LongFrequencies, Rope};
 pub use source::ModelSource;
-pub use streaming::StreamCounts;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};
 pub use step::{
     Batch, BatchSequence, BatchSize, ForbiddenTokens, Logits, TokenDraw, TopLogits, WindowPages,
     Workspace,
 };
+pub use streaming::{MemoryLimit, StreamCounts, disk_rate};

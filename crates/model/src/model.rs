@@ -12,7 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
-use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision};
+use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision, memory};
 
 use crate::adapter::{Adapter, AdapterId, Adapters};
 use crate::config;
@@ -24,7 +24,7 @@ use crate::plan::StepPlan;
 use crate::split::{Shard, Split};
 use crate::step::halves::{self, HALVES_FROM, HalfSchedule, HalfTurn};
 use crate::step::{Batch, BatchSequence, BatchSize, ForwardStep, PlanLimits, Workspace};
-use crate::streaming::{StreamCounts, StreamUnit, Streamer};
+use crate::streaming::{MemoryLimit, StreamCounts, StreamUnit, Streamer};
 use crate::trace::{Kind, SECOND_HALF, Tracer};
 use crate::weights::{
     self, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor, WeightReader,
@@ -161,7 +161,7 @@ impl Model {
     ///
     /// # Errors
     /// As [`load`](Self::load); [`Error::Packed`] where `packed` cannot be written or read,
-    /// [`Error::Streaming`] if `memory` is too small.
+    /// [`Error::StreamMemory`] if units do not fit, [`Error::Streaming`].
     ///
     /// # Panics
     /// As [`load_shard`](Self::load_shard).
@@ -169,23 +169,23 @@ impl Model {
         source: &ModelSource,
         part: (&Split, Rank),
         (options, packed): (LoadOptions, PackedFile),
-        memory: Bytes,
+        limit: MemoryLimit,
         kernels: Arc<Kernels>,
         progress: impl FnMut(usize, usize),
     ) -> Result<Self, Error> {
         let (config, packed) = (Config::read(source)?, packed.streamed());
         let options = (options, Some(&packed));
+        memory::use_small_pages();
         let mut model = Self::load_part(source, config, part, options, kernels, progress)?;
         packed.finish();
         if let Some(fault) = packed.take_fault() {
             return Err(fault.into());
         }
-        let (streamed, path) = packed.take_streamed();
-        let on_disk: usize = streamed.iter().map(|matrix| matrix.memory.size()).sum();
-        let stays = model.weight_bytes().0.saturating_sub(on_disk as u64);
-        let layers = (model.shard.layers.start, model.shard.layers.end);
-        let budget = Bytes(memory.0.saturating_sub(stays));
-        model.streamer = Some(Streamer::new((streamed, path), layers, budget)?);
+        let streamer = Streamer::new(packed.take_streamed(), limit)?;
+        if matches!(limit, MemoryLimit::Units(_)) {
+            streamer.fit(None, Bytes(0))?;
+        }
+        model.streamer = Some(streamer);
         Ok(model)
     }
 
@@ -234,6 +234,9 @@ impl Model {
             layers.push(loader.layer(i)?);
             progress(layers.len(), n + 1);
         }
+            if let Some(fault) = packed.and_then(PackedFile::streaming_fault) {
+                return Err(fault.into());
+            }
         let tied = loader.names.is_tied()?;
         let head = || Ok::<_, Error>((loader.output_norm()?, loader.output(tied)?));
         let head = shard.has_head().then(head).transpose()?;
@@ -601,7 +604,7 @@ impl Model {
         let progress = self.links.as_ref().map(|links| &links.progress);
         let _step = progress.map(|it| it.step(batch.rows(), self.layers.len()));
         match ws.second.take() {
-            // Halves are in different layers.
+            // Halves are in different layers, so that a streamed model has none.
             Some(mut second) if batch.rows() >= HALVES_FROM && self.streamer.is_none() => {
                 let rows = self.halves(batch, [ws, &mut second], &cache);
                 ws.second = Some(second);

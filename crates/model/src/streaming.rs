@@ -1,26 +1,32 @@
 //! Weights that do not fit: read from the packed file when a step needs them.
 //!
 //! ```text
-//! step      | layer 0 | layer 1 | layer 2 | ..       needs a unit: waits until it is read
+//! step      | layer 0 | layer 1 | layer 2 | ..       waits until its unit is read
 //! readers   |     layer 2, then layer 3, ..          16 threads, pieces of 1 MiB, past the cache
 //! memory    layers that stay | a window | experts, the least recently used goes
 //! ```
 //!
 //! A *unit* is read and dropped as a whole: a layer without its routed experts, or one expert.
-//! Every matrix has addresses of its own for as long as the model lives. A unit that is dropped
-//! gives its memory back to the system, so that kernels need not know where weights are.
+//! Every matrix has addresses of its own for as long as the model lives. A dropped unit gives its
+//! memory back to the system, so that kernels need not know where weights are.
 //!
-//! Layers that fit stay; of the others, the two behind the one that computes are read ahead. All
-//! experts that a layer's rows were routed to are asked for before the first of them computes.
-//! Every read is checked by the hashes of the packed file. After a failed or damaged read the step
-//! ends with an error that names the file, and so does every later one.
+//! Layers that fit stay. Of the others, the next two are read while one computes. All experts that
+//! a layer's rows were routed to are requested together; those in memory compute first. A layer's
+//! expert is kept from its request until it has computed, so a step reads it at most once.
+//!
+//! The budget is what a process may have in memory, less what it has before its first step and
+//! what its steps reserve. Every read is checked by the hashes of the packed file. A failed or
+//! damaged read ends the step with an error that names the file, and every later one. The file is
+//! removed then, so that the next load writes another.
 
 use std::collections::{HashMap, VecDeque};
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -38,6 +44,13 @@ const AHEAD: usize = 2;
 /// Longest wait for a unit. A slow disk reads 100 MB/s, a layer of 405B in 4 bits has 1.6 GB.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Part of a process's memory that is left free, for what it allocates after its first step. Reads
+/// of embeddings, stacks and the allocator took 0.4 to 0.9 % of 2 GB.
+const MARGIN: u64 = 64;
+
+/// Assumed memory of a process where the system does not report it: the planner's figure.
+const PROGRAM: u64 = 256_000_000;
+
 /// What is read and dropped together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum StreamUnit {
@@ -47,16 +60,28 @@ pub(crate) enum StreamUnit {
     Expert(usize, usize),
 }
 
-/// Counters of a [`Streamer`].
+/// The most memory of a model that streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryLimit {
+    /// Of its whole process: program, cache and steps too.
+    Process(Bytes),
+    /// Of the layers and experts alone.
+    Units(Bytes),
+}
+
+/// Counters of a streamed model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamCounts {
     /// Bytes read from the disk.
     pub read: u64,
-    /// Units that a step found in memory, and those it waited for.
+    /// Units that a step found in memory.
     pub hits: u64,
+    /// Units that a step waited for.
     pub misses: u64,
     /// Most bytes of units in memory at a time.
     pub most: u64,
+    /// The bytes of units that may be in memory.
+    pub budget: u64,
 }
 
 /// Reads the units of a model within a budget.
@@ -64,8 +89,7 @@ pub struct StreamCounts {
 pub(crate) struct Streamer {
     shared: Arc<Shared>,
     readers: Vec<thread::JoinHandle<()>>,
-    /// First layer of this rank, and behind its last.
-    layers: (usize, usize),
+    limit: MemoryLimit,
 }
 
 #[derive(Debug)]
@@ -74,29 +98,41 @@ struct Shared {
     path: PathBuf,
     matrices: Vec<StreamedMatrix>,
     state: Mutex<State>,
-    /// A unit was read or failed, or there is work.
-    changed: Condvar,
+    /// There is work for readers.
+    work: Condvar,
+    /// A unit was read, or a read failed.
+    arrived: Condvar,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
     units: HashMap<StreamUnit, UnitState>,
+    /// Layers that do not stay, in their order.
+    passing: Vec<usize>,
     queue: VecDeque<Piece>,
-    budget: u64,
-    used: u64,
+    layers: Pool,
+    experts: Pool,
     clock: u64,
     counts: StreamCounts,
     failed: Option<String>,
     closed: bool,
 }
 
+/// Bytes for units of one kind.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pool {
+    budget: u64,
+    used: u64,
+}
+
 #[derive(Debug)]
 struct UnitState {
     /// Range in [`Shared::matrices`].
-    matrices: std::ops::Range<usize>,
+    matrices: Range<usize>,
     bytes: u64,
     stays: bool,
-    held: bool,
+    /// A step uses it or will.
+    pinned: bool,
     last: u64,
     at: Place,
 }
@@ -120,62 +156,39 @@ struct Piece {
     nth: usize,
 }
 
-const fn pieces(bytes: usize) -> usize {
-    bytes.div_ceil(PIECE)
-}
-
 impl Streamer {
-    /// For `matrices` of the file at `path`, with at most `budget` bytes of them in memory.
+    /// For `matrices` of the file at `path`. Nothing is read before [`fit`](Self::fit).
     ///
     /// # Errors
-    /// [`Error::Streaming`] if the file cannot be opened, or the budget is too small for a layer
-    /// and the experts of one row. The error says how much suffices.
+    /// [`Error::Streaming`] if the file cannot be opened, [`Error::Thread`].
     pub(crate) fn new(
         (mut matrices, path): (Vec<StreamedMatrix>, PathBuf),
-        layers: (usize, usize),
-        budget: Bytes,
+        limit: MemoryLimit,
     ) -> Result<Self, Error> {
-        let failed = |reason: String| Error::Streaming {
-            path: path.clone(),
-            reason,
-        };
-        let file = open_direct(&path).map_err(|error| failed(error.to_string()))?;
+        let file = open_direct(&path).map_err(|error| failed(&path, error.to_string()))?;
         matrices.sort_by_key(|matrix| matrix.unit);
-        let mut units = units_of(&matrices);
-        let least = plan(&mut units, budget.0);
-        if least > budget.0 {
-            let (least, budget) = (Bytes(least), budget);
-            return Err(failed(format!(
-                "needs {least} in memory, of which {budget} are left"
-            )));
-        }
+        let state = State {
+            units: units_of(&matrices),
+            ..State::default()
+        };
         let shared = Arc::new(Shared {
             file,
-            path: path.clone(),
+            path,
             matrices,
-            state: Mutex::new(State {
-                units,
-                queue: VecDeque::new(),
-                budget: budget.0,
-                used: 0,
-                clock: 0,
-                counts: StreamCounts::default(),
-                failed: None,
-                closed: false,
-            }),
-            changed: Condvar::new(),
+            state: Mutex::new(state),
+            work: Condvar::new(),
+            arrived: Condvar::new(),
         });
         let reader = |i: usize| {
             let shared = Arc::clone(&shared);
             let thread = thread::Builder::new().name(format!("read-{i}"));
-            thread
-                .spawn(move || shared.read_on())
-                .map_err(Error::Thread)
+            let started = thread.spawn(move || shared.read_on());
+            started.map_err(Error::Thread)
         };
         Ok(Self {
             readers: (0..READERS).map(reader).collect::<Result<_, _>>()?,
-            shared: Arc::clone(&shared),
-            layers,
+            shared,
+            limit,
         })
     }
 
@@ -183,56 +196,108 @@ impl Streamer {
         lock(&self.shared.state).counts
     }
 
+    /// Whether a read failed, so that no step will succeed.
+    pub(crate) fn is_failed(&self) -> bool {
+        lock(&self.shared.state).failed.is_some()
+    }
+
+    /// Sets the budget, between steps. `before` is this process's memory before memory for steps
+    /// was reserved; `reserved` are bytes of the cache, used where the system does not report.
+    ///
+    /// # Errors
+    /// [`Error::StreamMemory`] if a layer and an expert do not fit.
+    pub(crate) fn fit(&self, before: Option<ProcessMemory>, reserved: Bytes) -> Result<(), Error> {
+        let mut state = lock(&self.shared.state);
+        let used = state.layers.used + state.experts.used;
+        let (limit, others) = match self.limit {
+            MemoryLimit::Units(bytes) => (bytes.0, 0),
+            MemoryLimit::Process(bytes) => {
+                let now = before.zip(ProcessMemory::now());
+                let taken = now.map_or(PROGRAM + reserved.0, |(before, now)| {
+                    let grown = now.data.saturating_sub(before.data);
+                    before.resident.saturating_sub(used) + grown
+                });
+                (bytes.0, taken + bytes.0 / MARGIN)
+            }
+        };
+        let least = state.set_budget(limit.saturating_sub(others), &self.shared.matrices);
+        if others + least > limit {
+            return Err(Error::StreamMemory {
+                given: Bytes(limit),
+                needed: Bytes(others + least),
+                units: Bytes(least),
+            });
+        }
+        Ok(())
+    }
+
     /// Waits for layer `index`, and has the next ones read.
     ///
     /// # Errors
     /// [`Error::Streaming`].
     pub(crate) fn enter(&self, index: usize) -> Result<(), Error> {
-        self.need(StreamUnit::Layer(index))?;
-        let (first, end) = self.layers;
-        let n = end - first;
-        for ahead in 1..=AHEAD.min(n - 1) {
-            self.want(StreamUnit::Layer(first + (index - first + ahead) % n));
+        let (own, shared) = (StreamUnit::Layer(index), &*self.shared);
+        let mut is_hit = true;
+        let (mut state, ()) = shared.wait(|state| {
+            if !state.is_on_its_way(own) {
+                state.release_passing(); // a step that failed may have left some
+            }
+            if state.pin(own, &shared.matrices) {
+                shared.work.notify_all();
+            }
+            let is_there = state.is_there(own);
+            is_hit &= is_there;
+            is_there.then_some(())
+        })?;
+        state.count(own, is_hit);
+        let next = state.passing.partition_point(|layer| *layer <= index);
+        let n = state.passing.len();
+        let mut has_asked = false;
+        for ahead in 0..AHEAD {
+            let first = StreamUnit::Layer(index + 1 + ahead); // in the first step only
+            if state.units.get(&first).is_some_and(|own| own.stays) {
+                has_asked |= state.pin(first, &shared.matrices);
+            }
+            if ahead < n {
+                let layer = StreamUnit::Layer(state.passing[(next + ahead) % n]);
+                has_asked |= layer != own && state.pin(layer, &shared.matrices);
+            }
+        }
+        if has_asked {
+            shared.work.notify_all();
         }
         Ok(())
     }
 
-    /// Has a unit read soon, if there is room.
-    pub(crate) fn want(&self, unit: StreamUnit) {
-        let mut state = lock(&self.shared.state);
-        if state.request(unit, &self.shared.matrices) {
-            self.shared.changed.notify_all();
-        }
-    }
-
-    /// Waits until a unit is in memory, where it stays until it is [left](Self::leave).
+    /// Waits until one of the experts `left` of a layer is in memory, and gives its place in
+    /// `left`. Requests those that are not, as far as there is room.
     ///
     /// # Errors
     /// [`Error::Streaming`].
-    pub(crate) fn need(&self, unit: StreamUnit) -> Result<(), Error> {
-        let (until, mut asked) = (Instant::now() + PATIENCE, false);
-        let mut state = lock(&self.shared.state);
-        loop {
-            if let Some(reason) = &state.failed {
-                return Err(self.shared.failed(reason.clone()));
+    pub(crate) fn next_expert(&self, layer: usize, left: &[usize]) -> Result<usize, Error> {
+        let shared = &*self.shared;
+        let mut is_hit = true;
+        let (mut state, place) = shared.wait(|state| {
+            let unit = |expert: &usize| StreamUnit::Expert(layer, *expert);
+            let units = || left.iter().map(unit);
+            // What is there must not make room for what is not.
+            units().for_each(|unit| state.keep(unit));
+            let mut has_asked = false;
+            for unit in units() {
+                has_asked |= state.pin(unit, &shared.matrices);
+                if !state.is_on_its_way(unit) {
+                    break; // no room
+                }
             }
-            if state.hold(unit, asked) {
-                return Ok(());
+            if has_asked {
+                shared.work.notify_all();
             }
-            asked = true;
-            if state.request(unit, &self.shared.matrices) {
-                self.shared.changed.notify_all();
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let limit = PATIENCE.as_secs();
-                return Err(self
-                    .shared
-                    .failed(format!("{unit:?} was not read in {limit} s")));
-            }
-            let waited = self.shared.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
+            let there = units().position(|unit| state.is_there(unit));
+            is_hit &= there.is_some();
+            there
+        })?;
+        state.count(StreamUnit::Expert(layer, left[place]), is_hit);
+        Ok(place)
     }
 
     /// Ends the use of a unit. A layer that does not stay is dropped at once: it is needed again
@@ -242,7 +307,7 @@ impl Streamer {
         let Some(own) = state.units.get_mut(&unit) else {
             return;
         };
-        own.held = false;
+        own.pinned = false;
         if matches!(unit, StreamUnit::Layer(_)) && !own.stays {
             state.drop_unit(unit, &self.shared.matrices);
         }
@@ -252,7 +317,7 @@ impl Streamer {
 impl Drop for Streamer {
     fn drop(&mut self) {
         lock(&self.shared.state).closed = true;
-        self.shared.changed.notify_all();
+        self.shared.work.notify_all();
         for reader in self.readers.drain(..) {
             let _ = reader.join(); // a panic was reported as a failed read
         }
@@ -260,89 +325,222 @@ impl Drop for Streamer {
 }
 
 impl State {
-    /// Holds a unit that is in memory. Units without matrices always are.
-    fn hold(&mut self, unit: StreamUnit, asked: bool) -> bool {
-        self.clock += 1;
-        let Some(own) = self.units.get_mut(&unit) else {
-            return true;
-        };
-        if own.at != Place::Memory {
-            return false;
+    const fn pool(&mut self, unit: StreamUnit) -> &mut Pool {
+        match unit {
+            StreamUnit::Layer(_) => &mut self.layers,
+            StreamUnit::Expert(..) => &mut self.experts,
         }
-        (own.held, own.last) = (true, self.clock);
-        match asked {
-            true => self.counts.misses += 1,
-            false => self.counts.hits += 1,
-        }
-        true
     }
 
-    /// Queues the reads of a unit, if it is on the disk only and there is room. Says whether it
-    /// did.
-    fn request(&mut self, unit: StreamUnit, matrices: &[StreamedMatrix]) -> bool {
+    /// Whether a unit is in memory. Units without matrices always are.
+    fn is_there(&self, unit: StreamUnit) -> bool {
+        let own = self.units.get(&unit);
+        own.is_none_or(|own| own.at == Place::Memory)
+    }
+
+    fn is_on_its_way(&self, unit: StreamUnit) -> bool {
+        let own = self.units.get(&unit);
+        own.is_none_or(|own| own.at != Place::Disk)
+    }
+
+    /// Lets layers go that were read ahead.
+    fn release_passing(&mut self) {
+        for layer in &self.passing {
+            if let Some(own) = self.units.get_mut(&StreamUnit::Layer(*layer)) {
+                own.pinned = false;
+            }
+        }
+    }
+
+    /// Pins a unit that is not on the disk only.
+    fn keep(&mut self, unit: StreamUnit) {
+        self.clock += 1;
+        let clock = self.clock;
+        if let Some(own) = self.units.get_mut(&unit)
+            && own.at != Place::Disk
+        {
+            (own.pinned, own.last) = (true, clock);
+        }
+    }
+
+    /// Pins a unit, and queues its reads if it is on the disk only and there is room. Says whether
+    /// it queued them.
+    fn pin(&mut self, unit: StreamUnit, matrices: &[StreamedMatrix]) -> bool {
+        self.keep(unit);
         let Some(own) = self.units.get(&unit).filter(|own| own.at == Place::Disk) else {
             return false;
         };
         let (bytes, range) = (own.bytes, own.matrices.clone());
-        while self.used + bytes > self.budget {
-            let free = |(_, own): &(&StreamUnit, &UnitState)| {
-                own.at == Place::Memory && !own.held && !own.stays
-            };
-            let oldest = self
-                .units
-                .iter()
-                .filter(free)
-                .min_by_key(|(_, own)| own.last);
-            let Some(oldest) = oldest.map(|(unit, _)| *unit) else {
-                return false;
-            };
-            self.drop_unit(oldest, matrices);
+        if !self.make_room(unit, bytes, matrices) {
+            return false;
         }
         let mut n = 0;
         for matrix in range {
-            for i in 0..pieces(matrices[matrix].memory.size()) {
+            for at in (0..matrices[matrix].memory.size()).step_by(PIECE) {
+                let nth = n;
                 self.queue.push_back(Piece {
                     unit,
                     matrix,
-                    at: i * PIECE,
-                    nth: n,
+                    at,
+                    nth,
                 });
                 n += 1;
             }
         }
-        self.clock += 1;
-        self.used += bytes;
-        self.counts.most = self.counts.most.max(self.used);
-        let clock = self.clock;
+        self.pool(unit).used += bytes;
+        let used = self.layers.used + self.experts.used;
+        self.counts.most = self.counts.most.max(used);
         if let Some(own) = self.units.get_mut(&unit) {
-            own.last = clock;
             own.at = Place::Reading(n, vec![[0; 32]; n]);
+            own.pinned = true;
+            own.last = self.clock;
         }
         true
     }
 
-    /// Gives the memory of a unit back.
-    fn drop_unit(&mut self, unit: StreamUnit, matrices: &[StreamedMatrix]) {
-        if let Some(own) = self
-            .units
-            .get_mut(&unit)
-            .filter(|own| own.at == Place::Memory)
-        {
-            own.at = Place::Disk;
-            self.used -= own.bytes;
-            for matrix in &matrices[own.matrices.clone()] {
-                // SAFETY: no step holds the unit, and it is read before one does.
-                unsafe { matrix.memory.discard() };
+    /// Drops units of the kind of `unit`, the least recently used first, until `bytes` fit.
+    fn make_room(&mut self, unit: StreamUnit, bytes: u64, matrices: &[StreamedMatrix]) -> bool {
+        let kind = std::mem::discriminant(&unit);
+        loop {
+            let pool = *self.pool(unit);
+            if pool.used + bytes <= pool.budget {
+                return true;
             }
+            let free = |(unit, own): &(&StreamUnit, &UnitState)| {
+                let is_kind = std::mem::discriminant(*unit) == kind;
+                is_kind && own.at == Place::Memory && !own.pinned && !own.stays
+            };
+            let units = self.units.iter().filter(free);
+            let Some((oldest, _)) = units.min_by_key(|(_, own)| own.last) else {
+                return false;
+            };
+            self.drop_unit(*oldest, matrices);
+        }
+    }
+
+    /// Gives the memory of a unit back, if it is there.
+    fn drop_unit(&mut self, unit: StreamUnit, matrices: &[StreamedMatrix]) {
+        let own = self.units.get_mut(&unit);
+        let Some(own) = own.filter(|own| own.at == Place::Memory) else {
+            return;
+        };
+        own.at = Place::Disk;
+        for matrix in &matrices[own.matrices.clone()] {
+            // SAFETY: no step uses the unit, and it is read before one does.
+            unsafe { matrix.memory.discard() };
+        }
+        let bytes = own.bytes;
+        self.pool(unit).used -= bytes;
+    }
+
+    fn count(&mut self, unit: StreamUnit, is_hit: bool) {
+        if self.units.contains_key(&unit) {
+            match is_hit {
+                true => self.counts.hits += 1,
+                false => self.counts.misses += 1,
+            }
+        }
+    }
+
+    /// Divides `budget` among layers and experts, decides which layers stay, and drops the rest.
+    /// Gives the bytes that are needed in any case.
+    fn set_budget(&mut self, budget: u64, matrices: &[StreamedMatrix]) -> u64 {
+        let (mut layers, mut expert, mut experts) = (Vec::new(), 0, 0);
+        for (unit, own) in &self.units {
+            match unit {
+                StreamUnit::Layer(index) => layers.push((*index, own.bytes)),
+                StreamUnit::Expert(..) => {
+                    expert = own.bytes.max(expert);
+                    experts += own.bytes;
+                }
+            }
+        }
+        layers.sort_unstable();
+        let division = Division::of(&layers, (expert, experts), budget);
+        (self.layers.budget, self.experts.budget) = (division.layers, division.experts);
+        self.passing.clear();
+        for (place, (index, _)) in layers.iter().enumerate() {
+            let stays = place < division.stay;
+            if !stays {
+                self.passing.push(*index);
+            }
+            if let Some(own) = self.units.get_mut(&StreamUnit::Layer(*index)) {
+                own.stays = stays;
+            }
+        }
+        self.counts.budget = budget;
+        let idle = self.units.iter().filter(|(_, own)| !own.stays);
+        let idle: Vec<StreamUnit> = idle.map(|(unit, _)| *unit).collect();
+        idle.iter().for_each(|unit| {
+            if let Some(own) = self.units.get_mut(unit) {
+                own.pinned = false;
+            }
+            self.drop_unit(*unit, matrices);
+        });
+        division.least
+    }
+}
+
+/// Bytes for layers and for experts.
+#[derive(Debug, PartialEq, Eq)]
+struct Division {
+    layers: u64,
+    experts: u64,
+    /// How many layers stay, from the first on.
+    stay: usize,
+    /// Bytes that are needed in any case.
+    least: u64,
+}
+
+impl Division {
+    /// Every token needs all layers, but few experts. So layers come first, as long as a quarter of
+    /// the budget is left for experts.
+    fn of(layers: &[(usize, u64)], (expert, experts): (u64, u64), budget: u64) -> Self {
+        let all: u64 = layers.iter().map(|(_, bytes)| bytes).sum();
+        let largest = layers.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
+        let some = experts.min((budget / 4).max(expert));
+        let for_layers = all.min(budget.saturating_sub(some));
+        let window = largest * (AHEAD as u64 + 1);
+        let (mut stay, mut kept) = (0, 0);
+        for (_, bytes) in layers {
+            kept += bytes;
+            if for_layers < all && kept + window > for_layers {
+                break;
+            }
+            stay += 1;
+        }
+        Self {
+            layers: for_layers,
+            experts: budget.saturating_sub(for_layers).min(experts),
+            stay,
+            least: largest + expert,
         }
     }
 }
 
 impl Shared {
-    fn failed(&self, reason: String) -> Error {
-        Error::Streaming {
-            path: self.path.clone(),
-            reason,
+    /// Waits until `ready` gives something, and keeps the state locked.
+    fn wait<T>(
+        &self,
+        mut ready: impl FnMut(&mut State) -> Option<T>,
+    ) -> Result<(MutexGuard<'_, State>, T), Error> {
+        let until = Instant::now() + PATIENCE;
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(reason) = &state.failed {
+                return Err(failed(&self.path, reason.clone()));
+            }
+            if let Some(ready) = ready(&mut state) {
+                return Ok((state, ready));
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let reason = format!("no answer in {} s", PATIENCE.as_secs());
+                state.failed = Some(reason.clone());
+                return Err(failed(&self.path, reason));
+            }
+            let waited = self.arrived.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -351,18 +549,23 @@ impl Shared {
         let mut state = lock(&self.state);
         while !state.closed {
             let Some(piece) = state.queue.pop_front() else {
-                let waited = self.changed.wait(state);
+                let waited = self.work.wait(state);
                 state = waited.unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             drop(state);
             let read = self.read(piece);
             state = lock(&self.state);
-            match read {
-                Ok((hash, bytes)) => self.arrived(&mut state, piece, hash, bytes),
-                Err(error) => state.failed = Some(error.to_string()),
+            let taken = match read {
+                Ok((hash, bytes)) => self.take(&mut state, piece, hash, bytes),
+                Err(error) => Err(error.to_string()),
+            };
+            if let Err(reason) = taken {
+                let _ = fs::remove_file(&self.path); // the next load writes another
+                state.failed = Some(reason);
+                state.queue.clear();
             }
-            self.changed.notify_all();
+            self.arrived.notify_all();
         }
     }
 
@@ -371,7 +574,7 @@ impl Shared {
         let matrix = &self.matrices[piece.matrix];
         let end = matrix.memory.size().min(piece.at + PIECE);
         let offset = matrix.start + piece.at as u64;
-        // SAFETY: each piece is read by one thread, and no step holds the unit.
+        // SAFETY: each piece is read by one thread, and no step uses the unit yet.
         let out = unsafe { matrix.memory.part(piece.at..end) };
         let whole = out.len() / BLOCK * BLOCK;
         self.file.read_exact_at(&mut out[..whole], offset)?;
@@ -387,37 +590,68 @@ impl Shared {
     }
 
     /// Takes a piece that was read; the last one of a unit checks all of it.
-    fn arrived(&self, state: &mut State, piece: Piece, hash: Hash, bytes: u64) {
+    fn take(&self, state: &mut State, piece: Piece, hash: Hash, bytes: u64) -> Result<(), String> {
         state.counts.read += bytes;
         let Some(own) = state.units.get_mut(&piece.unit) else {
-            return;
+            return Ok(());
         };
         let Place::Reading(left, hashes) = &mut own.at else {
-            return;
+            return Ok(());
         };
         hashes[piece.nth] = hash;
         *left -= 1;
         if *left > 0 {
-            return;
+            return Ok(());
         }
         let mut first = 0;
         for matrix in &self.matrices[own.matrices.clone()] {
-            let n = pieces(matrix.memory.size());
+            let n = matrix.memory.size().div_ceil(PIECE);
             let sum = blake3::hash(hashes[first..first + n].as_flattened());
             if *sum.as_bytes() != matrix.sum {
                 let unit = piece.unit;
-                state.failed = Some(format!("{unit:?} has other bytes than were written"));
-                return;
+                return Err(format!("{unit:?} has other bytes than were written"));
             }
             first += n;
         }
         own.at = Place::Memory;
+        Ok(())
     }
 }
 
+fn failed(path: &Path, reason: String) -> Error {
+    let path = path.to_owned();
+    Error::Streaming { path, reason }
+}
+
 /// A block at an address that direct reads take.
+#[derive(Clone, Copy)]
 #[repr(align(4096))]
 struct Aligned([u8; BLOCK]);
+
+/// Memory of this process in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ProcessMemory {
+    /// Now, including file pages.
+    resident: u64,
+    /// Allocated, touched or not.
+    data: u64,
+}
+
+impl ProcessMemory {
+    /// `None` if the system does not report it.
+    pub(crate) fn now() -> Option<Self> {
+        let text = fs::read_to_string("/proc/self/status").ok()?;
+        let field = |name: &str| -> Option<u64> {
+            let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+            let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+            Some(kib << 10)
+        };
+        Some(Self {
+            resident: field("VmRSS:")?,
+            data: field("VmData:")?,
+        })
+    }
+}
 
 /// The units of `matrices`, whose matrices follow one another.
 fn units_of(matrices: &[StreamedMatrix]) -> HashMap<StreamUnit, UnitState> {
@@ -429,7 +663,7 @@ fn units_of(matrices: &[StreamedMatrix]) -> HashMap<StreamUnit, UnitState> {
             matrices: first..first + run.len(),
             bytes: bytes.map(|n| n.next_multiple_of(BLOCK) as u64).sum(),
             stays: false,
-            held: false,
+            pinned: false,
             last: 0,
             at: Place::Disk,
         };
@@ -439,36 +673,34 @@ fn units_of(matrices: &[StreamedMatrix]) -> HashMap<StreamUnit, UnitState> {
     units
 }
 
-/// Decides which layers stay, and gives the bytes that are needed in any case. Layers stay from the
-/// first on, as long as a window of [`AHEAD`] and one more, and a few experts, fit besides.
-fn plan(units: &mut HashMap<StreamUnit, UnitState>, budget: u64) -> u64 {
-    let (mut layers, mut experts) = (Vec::new(), 0);
-    for (unit, own) in &*units {
-        match unit {
-            StreamUnit::Layer(_) => layers.push((*unit, own.bytes)),
-            StreamUnit::Expert(..) => experts = own.bytes.max(experts),
-        }
-    }
-    layers.sort_unstable();
-    let all: u64 = layers.iter().map(|(_, bytes)| bytes).sum();
-    let largest = layers.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
-    let window = |layers: usize| layers as u64 * largest + 2 * experts;
-    let mut kept = 0;
-    for (unit, bytes) in layers {
-        let room = if all + 2 * experts <= budget {
-            0
-        } else {
-            window(AHEAD + 1)
-        };
-        if kept + bytes + room > budget {
-            break;
-        }
-        kept += bytes;
-        if let Some(own) = units.get_mut(&unit) {
-            own.stays = true;
-        }
-    }
-    window(1).min(all + 2 * experts)
+/// Bytes a second at which a disk reads the file at `path`, or a folder's largest file, as streamed
+/// weights are read. Takes a tenth of a second on an NVMe disk. `None` for a small or unreadable
+/// file.
+pub fn disk_rate(path: &Path) -> Option<f64> {
+    /// Enough for some rounds of all readers.
+    const SAMPLE: u64 = 128 << 20;
+    let files = fs::read_dir(path).ok().into_iter().flatten().flatten();
+    let files = files.map(|entry| entry.path());
+    let size = |path: &PathBuf| fs::metadata(path).map_or(0, |facts| facts.len());
+    let path = files.chain([path.to_owned()]).max_by_key(size)?;
+    let pieces = size(&path).min(SAMPLE) / PIECE as u64;
+    let file = open_direct(&path).ok().filter(|_| pieces >= READERS as u64)?;
+    let (next, began) = (AtomicU64::new(0), Instant::now());
+    let read = || {
+        let mut blocks = vec![Aligned([0; BLOCK]); PIECE / BLOCK];
+        // SAFETY: blocks follow one another without gaps, and are bytes.
+        let out = unsafe { std::slice::from_raw_parts_mut(blocks.as_mut_ptr().cast(), PIECE) };
+        let piece = || next.fetch_add(1, Ordering::Relaxed);
+        std::iter::repeat_with(piece)
+            .take_while(|piece| *piece < pieces)
+            .all(|piece| file.read_exact_at(out, piece * PIECE as u64).is_ok())
+    };
+    let are_read = thread::scope(|scope| {
+        let readers: Vec<_> = (0..READERS).map(|_| scope.spawn(read)).collect();
+        let ended = readers.into_iter().map(|reader| reader.join());
+        ended.fold(true, |all, own| all && own.unwrap_or(false))
+    });
+    are_read.then(|| (pieces * PIECE as u64) as f64 / began.elapsed().as_secs_f64())
 }
 
 /// Opens a file to be read past the system's cache, where the file system can.
@@ -482,5 +714,38 @@ fn open_direct(path: &Path) -> io::Result<File> {
             return Ok(file);
         }
     }
-    File::open(path)
+    let file = File::open(path)?;
+    #[cfg(target_vendor = "apple")]
+    let _ = rustix::fs::fcntl_nocache(&file, true); // refused: it takes cache
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_is_divided_between_layers_and_experts() {
+        let layers: Vec<(usize, u64)> = (0..8).map(|index| (index, 10)).collect();
+        for (experts, budget, expected) in [
+            // Dense: all fit; a window of three besides those that stay; not even a window.
+            ((0, 0), 80, (80, 0, 8, 10)),
+            ((0, 0), 55, (55, 0, 2, 10)),
+            ((0, 0), 10, (10, 0, 0, 10)),
+            // Experts: all; some; as many as leave three quarters for layers.
+            ((2, 100), 200, (80, 100, 8, 12)),
+            ((2, 100), 120, (80, 40, 8, 12)),
+            ((2, 100), 80, (60, 20, 3, 12)),
+            ((2, 100), 12, (9, 3, 0, 12)),
+        ] {
+            let (layer_bytes, expert_bytes, stay, least) = expected;
+            let division = Division {
+                layers: layer_bytes,
+                experts: expert_bytes,
+                stay,
+                least,
+            };
+            assert_eq!(Division::of(&layers, experts, budget), division, "{budget}");
+        }
+    }
 }

@@ -9,8 +9,8 @@ use crate::common::runner::Runner;
 use crate::common::tiny::Tiny;
 use paceline_base::{BlockType, Bytes, KernelClass, Rank};
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, Error, LoadOptions, Logits, Model, ModelFamily,
-    ModelSource, PackedFile, Split, Workspace,
+    Batch, BatchSequence, BatchSize, Config, Error, LoadOptions, Logits, MemoryLimit, Model,
+    ModelFamily, ModelSource, PackedFile, Split, Workspace,
 };
 
 fn load(home: &Path, memory: Option<Bytes>) -> Result<Model, Error> {
@@ -29,7 +29,7 @@ fn load(home: &Path, memory: Option<Bytes>) -> Result<Model, Error> {
         &source,
         part,
         (options, packed),
-        memory,
+        MemoryLimit::Units(memory),
         kernels(),
         |_, _| {},
     )
@@ -74,7 +74,7 @@ fn a_damaged_file_and_too_little_memory_are_named() {
     let tiny = Tiny::new(ModelFamily::Llama, BlockType::Q8_0);
     tiny.write(&home.path().join("model.gguf"));
     let error = load(home.path(), Some(Bytes(1))).unwrap_err().to_string();
-    assert!(error.contains("needs"), "{error}");
+    assert!(error.contains("are needed"), "{error}");
     let folder = fs::read_dir(home.path().join("packed")).unwrap().next();
     let folder = folder.unwrap().unwrap().path();
     let files = fs::read_dir(folder)

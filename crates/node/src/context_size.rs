@@ -135,7 +135,7 @@ impl ContextBudget {
 }
 
 /// Bytes of a file, or of the files of a folder; for a split model those of all parts.
-fn bytes_at(path: &Path) -> u64 {
+pub fn bytes_at(path: &Path) -> u64 {
     let size = |path: &Path| std::fs::metadata(path).map_or(0, |facts| facts.len());
     let is_part = path
         .to_str()

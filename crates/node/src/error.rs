@@ -17,7 +17,7 @@ pub enum Error {
         a: KernelClass,
         b: KernelClass,
     },
-    #[error("an instance computes one pipeline of layers in memory, and this placement has {part}")]
+    #[error("an instance computes one pipeline of layers, and this placement has {part}")]
     Placement {
         /// The unsupported part of the model.
         part: &'static str,

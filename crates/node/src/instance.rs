@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use paceline_base::{KernelClass, Rank, lock};
+use paceline_base::{Bytes, KernelClass, Rank, lock};
 use paceline_comm::Backend;
 use paceline_engine::{
     DraftCounts, EngineConfig, RequestFailure, Service, ServiceStatus, Sink, State, Submission,
@@ -98,6 +98,8 @@ pub struct InstanceConfig {
     pub threads: usize,
     /// Type of keys and values, if not that of the class; not on MLX.
     pub kv: Option<KvType>,
+    /// Most memory of each machine for workers and their caches; not on MLX.
+    pub memory: Option<Bytes>,
     /// Transport between the ranks.
     pub backend: Backend,
     /// Sizes of the engine.
@@ -225,6 +227,10 @@ impl InstanceConfig {
             threads: self.threads,
             first_core: post.first_core,
             kv: self.kv.map(|kv| kv.name().to_owned()),
+            memory: self.memory.map(|Bytes(all)| match is_here {
+                true => all / u64::from(self.ranks()),
+                false => all,
+            }),
             engine: self.engine.clone(),
             group: meeting.group,
             key: (!is_here && !plain).then(|| meeting.key.clone()),

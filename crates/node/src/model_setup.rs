@@ -31,7 +31,7 @@ use tracing::warn;
 
 use crate::classes::Classes;
 use crate::forecast::machines::exchanges;
-use crate::forecast::{Forecast, Setting};
+use crate::forecast::{Forecast, Setting, StreamFacts};
 use crate::instance::SpeedObserver;
 use crate::instance::prefill::{GroupEventSender, group_events};
 use crate::instance::rebalancing::lighter;
@@ -141,6 +141,8 @@ pub struct PreparedModel {
     unlike: Option<UnlikePrefill>,
     /// Where this process keeps packed weights.
     packed: Option<PackedPlace>,
+    /// Most memory of each machine for workers and their caches.
+    memory: Option<Bytes>,
 }
 
 /// The draft model of another one.
@@ -188,6 +190,7 @@ impl PreparedModel {
             prompts_from: None,
             unlike: None,
             packed: None,
+            memory: None,
         })
     }
 
@@ -200,6 +203,19 @@ impl PreparedModel {
             return Err(Error::PackedOnMlx);
         }
         self.packed = Some(place);
+        Ok(())
+    }
+
+    /// Limits the memory of each machine for its workers, their weights and caches. Weights that do
+    /// not fit are read from packed ones on disk while steps compute.
+    ///
+    /// # Errors
+    /// [`Error::Model`] where a node computes on MLX.
+    pub fn limit_memory(&mut self, memory: Bytes) -> Result<(), Error> {
+        if !self.options.classes.on_cpu() {
+            return Err(paceline_model::Error::StreamEngine { engine: "mlx" }.into());
+        }
+        self.memory = Some(memory);
         Ok(())
     }
 
@@ -290,6 +306,7 @@ impl PreparedModel {
             prompts_from: None,
             unlike,
             packed: None,
+            memory: None,
         }));
         Ok(())
     }
@@ -472,6 +489,10 @@ impl PreparedModel {
         let forecast = Forecast::new(home, setting, nodes, kernels).ok();
         self.forecast = forecast.map(|forecast| Arc::new(Mutex::new(forecast)));
         self.steers = nodes > 1 && self.options.kind == SplitKind::Auto;
+        let forecast = forecast.map(|mut forecast| {
+            self.stream().map(|facts| forecast.stream(facts));
+            forecast
+        });
         let cuts = self.cuts();
         self.cut = cuts[best(&cuts)].clone();
         self.steers &= self.draft.is_none() && !self.follows;
@@ -479,6 +500,15 @@ impl PreparedModel {
 
     /// Replaces the initial split by another of `predicted` where answers show that it is slower.
     /// Each has its decode tokens a second; without the initial split among them nothing changes.
+    /// The memory of each rank, all on this machine, and the rate of the disk with the model.
+    fn stream(&self) -> Option<StreamFacts> {
+        let Bytes(all) = self.memory?;
+        Some(StreamFacts {
+            memory: Bytes(all / u64::from(self.options.nodes.max(1))),
+            disk: paceline_model::disk_rate(&self.packed.as_ref()?.model)?,
+        })
+    }
+
     /// A split with more exchanges is no candidate: slow networks and busy machines make it slower
     /// still, against any prediction. Prefill nodes and draft models fix the split.
     pub fn steer_among(&mut self, predicted: &[(SplitKind, f64)]) {
@@ -555,6 +585,12 @@ impl PreparedModel {
         for cut in &mut cuts {
             cut.placement.successors.clone_from(&self.successors);
         }
+            if let Some(streamed) = forecast
+                .as_ref()
+                .and_then(|it| it.streamed(&self.config, cut))
+            {
+                cut.placement = streamed;
+            }
         cuts
     }
 
@@ -631,6 +667,7 @@ impl PreparedModel {
             kv: self.options.kv,
             backend: self.options.backend,
             engine: self.engine.clone(),
+            memory: self.memory,
             cuts,
             first,
             forecast: self.forecast.clone(),
@@ -697,6 +734,7 @@ impl PreparedModel {
             packed: self.packed.as_ref(),
         };
         let model = wanted.load(None, Arc::clone(&kernels), progress)?;
+            memory: self.memory,
         let (device, weights) = (model.device(), model.weight_bytes());
         let mut engine = Engine::new(model, tokenizer, self.engine.clone())?;
         if let Some(draft) = self.draft.take() {

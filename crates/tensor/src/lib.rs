@@ -48,7 +48,7 @@ pub mod kernels;
 pub mod kv;
 pub mod limits;
 pub mod matmul;
-mod memory;
+pub mod memory;
 pub mod meter;
 pub mod naive;
 mod packing;
@@ -71,8 +71,8 @@ pub use kernels::{
     Unavailable,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
-pub use meter::{Meter, Metered};
 pub use memory::MatrixMemory;
+pub use meter::{Meter, Metered};
 pub use packing::{PACKING, PackOptions, PackedMatrix, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};
 pub use storage::units::UNIT;

@@ -171,7 +171,22 @@ impl MatrixMemory {
                 self.region.map.unchecked_advise_range(advice, start, len)
             }; // refused: they stay
         }
+        #[cfg(target_vendor = "apple")]
+        // SAFETY: as above; each matrix has a mapping of its own.
+        let _ = unsafe {
+            let advice = memmap2::UncheckedAdvice::Free;
+            self.region
+                .map
+                .unchecked_advise_range(advice, self.start, self.len)
+        }; // refused: they stay
     }
+}
+
+/// Has this process get no huge pages from now on. A part of one that is given back stays in memory
+/// until the system splits it, and a read may bring back more than was asked for.
+pub fn use_small_pages() {
+    #[cfg(target_os = "linux")]
+    let _ = rustix::thread::disable_transparent_huge_pages(true); // refused: more memory
 }
 
 impl HugeMap {

@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use paceline_base::{KernelClass, Rank};
+use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_engine::EngineConfig;
 use paceline_model::{
-    Adapter, BatchSize, Config, Error, Links, LoadOptions, LoadedModel, Model, ModelSource,
-    PackedFile, Split,
+    Adapter, BatchSize, Config, Error, Links, LoadOptions, LoadedModel, MemoryLimit, Model,
+    ModelSource, PackedFile, Split,
 };
 use paceline_model_mlx::{MlxModel, MlxOptions, MlxPlaces, MlxRankBytes};
 use paceline_tensor::{Kernels, KvType};
@@ -26,10 +26,14 @@ pub struct PackedPlace {
 
 impl PackedPlace {
     /// The file of a shard; `None` if the model's files cannot be looked at.
-    fn open(&self, shard: &str) -> Option<PackedFile> {
+    fn open(&self, shard: &str, streams: bool) -> Option<PackedFile> {
         let stamp = WeightsStamp::read(&self.model).ok()?;
         let stamp = format!("{stamp:?}");
-        Some(PackedFile::open(&self.folder, &self.model, shard, &stamp))
+        let open = match streams {
+            true => PackedFile::open_streamed,
+            false => PackedFile::open,
+        };
+        Some(open(&self.folder, &self.model, shard, &stamp))
     }
 }
 
@@ -52,6 +56,9 @@ pub struct ShardSpec<'a> {
     pub captures: &'a [usize],
     /// Where packed weights are kept; not on MLX.
     pub packed: Option<&'a PackedPlace>,
+    /// Most memory of this process. Weights that do not fit are then read from `packed` while steps
+    /// compute; not on MLX.
+    pub memory: Option<Bytes>,
 }
 
 impl ShardSpec<'_> {
@@ -64,6 +71,9 @@ impl ShardSpec<'_> {
     ) -> Result<Arc<dyn LoadedModel>, Error> {
         let (split, rank, class) = (self.split, self.rank, self.class);
         if class.is_mlx() {
+            if self.memory.is_some() {
+                return Err(Error::StreamEngine { engine: "mlx" });
+            }
             if !self.adapters.is_empty() {
                 return Err(Error::AdapterEngine { engine: "mlx" });
             }
@@ -89,19 +99,28 @@ impl ShardSpec<'_> {
         let options = LoadOptions { class };
         let shard = || Ok::<_, Error>(split.shard(&Config::read(self.source)?, rank));
         let packed = match self.packed {
-            Some(place) => place.open(&format!("{class} {:?}", shard()?)),
+            Some(place) => place.open(&format!("{class} {:?}", shard()?), self.memory.is_some()),
             None => None,
         };
-        let model = match &packed {
-            Some(packed) => {
-                let part = (split, rank);
-                Model::load_packed(self.source, part, (options, packed), kernels, progress)?
+        let part = (split, rank);
+        let model = match (packed, self.memory) {
+            (Some(packed), Some(memory)) => {
+                let (options, limit) = ((options, packed), MemoryLimit::Process(memory));
+                Model::load_streamed(self.source, part, options, limit, kernels, progress)?
             }
-            None => Model::load_shard(self.source, split, rank, options, kernels, progress)?,
+            (None, Some(_)) => return Err(Error::StreamPlace),
+            (Some(packed), None) => {
+                let options = (options, &packed);
+                let model = Model::load_packed(self.source, part, options, kernels, progress)?;
+                if let Some(fault) = packed.take_fault() {
+                    warn!(rank = rank.0, "{fault}");
+                }
+                model
+            }
+            (None, None) => {
+                Model::load_shard(self.source, split, rank, options, kernels, progress)?
+            }
         };
-        if let Some(fault) = packed.and_then(|packed| packed.take_fault()) {
-            warn!(rank = rank.0, "{fault}");
-        }
         let model = model.with_adapters(self.source, self.adapters)?;
         let model = model.with_captures(self.captures.to_vec());
         let model = match self.kv {
@@ -156,6 +175,55 @@ pub fn load_whole(
         adapters: &[],
         captures: &[],
         packed: None,
+        memory: None,
     };
     wanted.load(None, kernels, progress)
+}
+
+#[cfg(test)]
+mod tests {
+    use paceline_model::AdapterId;
+
+    use super::*;
+
+    /// Without MLX: what it refuses is known before it is opened.
+    #[test]
+    fn what_mlx_does_not_load_is_refused_by_name() {
+        let folder = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../tests-data/golden/hf/llama-tied"
+        );
+        let source = Arc::new(ModelSource::open(folder).unwrap());
+        let split = Split::whole(&Config::read(&source).unwrap());
+        let adapter = Adapter {
+            id: AdapterId {
+                name: "a".to_owned(),
+                digest: [0; 32],
+            },
+            scale: 1.0,
+            pairs: Vec::new(),
+        };
+        let told = "engine mlx adds no adapters to its weights: fuse them";
+        for (adapters, memory, told) in [
+            (&[adapter][..], None, told),
+            (&[], Some(Bytes(1)), "engine mlx keeps all weights in memory"),
+        ] {
+            let wanted = ShardSpec {
+                source: &source,
+                split: &split,
+                rank: Rank(0),
+                class: KernelClass::Mlx,
+                kv: None,
+                engine: &EngineConfig::single("llama", 64),
+                mlx: &MlxPlaces::default(),
+                adapters,
+                captures: &[],
+                packed: None,
+                memory,
+            };
+            let kernels = Arc::new(Kernels::new(1).unwrap());
+            let error = wanted.load(None, kernels, |_, _| {}).err().unwrap();
+            assert!(error.to_string().starts_with(told), "{error}");
+        }
+    }
 }

@@ -108,6 +108,9 @@ pub struct RankAssignment {
     pub first_core: Option<usize>,
     /// Name of the type of keys and values, if not that of the class.
     pub kv: Option<String>,
+    /// Most bytes of the worker's process. Weights that do not fit are read while steps compute.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<u64>,
     pub engine: EngineConfig,
     /// Id of the group, so that no stray connection joins it; new for each epoch.
     pub group: [u8; 16],

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use paceline_base::{KernelClass, Rank};
+use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_cluster::{Control, EXIT_CODE_PARENT_GONE};
 use paceline_comm::provider::Provider;
 use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
@@ -65,8 +65,10 @@ pub struct WorkerSettings {
     pub ports: Option<RangeInclusive<u16>>,
     /// The prefix cache on disk, if there is one.
     pub disk: Option<DiskCache>,
-    /// Folder of packed weights on disk, if they are kept.
+    /// Folder of packed weights on disk.
     pub packed: Option<PathBuf>,
+    /// Whether weights that fit into memory are kept there too.
+    pub keeps_packed: bool,
     /// Once set, the rank hangs at its next layer: an injected fault, to test the watchdog.
     pub halted: Arc<AtomicBool>,
 }
@@ -89,6 +91,7 @@ pub fn run(
         ports,
         disk,
         packed,
+        keeps_packed,
         halted,
     } = settings;
     let channel = Control::from_stdin()?;
@@ -102,6 +105,7 @@ pub fn run(
         ports,
         disk,
         packed,
+        keeps_packed,
         halted,
         number: 0,
         packings: 0,
@@ -135,6 +139,7 @@ struct Identity {
     stamp: WeightsStamp,
     class: String,
     kv: Option<String>,
+    memory: Option<u64>,
     threads: usize,
     first_core: Option<usize>,
     shard: Shard,
@@ -150,8 +155,9 @@ struct RankWorker<'a> {
     ports: Option<RangeInclusive<u16>>,
     /// The prefix cache on disk, if there is one.
     disk: Option<DiskCache>,
-    /// Folder of packed weights on disk, if they are kept.
+    /// See [`WorkerSettings`], as `keeps_packed`.
     packed: Option<PathBuf>,
+    keeps_packed: bool,
     /// See [`WorkerSettings::halted`].
     halted: Arc<AtomicBool>,
     /// Number of the last epoch.
@@ -275,6 +281,7 @@ impl RankWorker<'_> {
             stamp: WeightsStamp::of(&job.model)?,
             class: job.class.clone(),
             kv: job.kv.clone(),
+            memory: job.memory,
             threads: job.threads,
             first_core: job.first_core,
             shard: job.split.shard(&config, Rank(job.rank)),
@@ -419,6 +426,9 @@ impl RankWorker<'_> {
         kernels: Arc<Kernels>,
         links: Option<Links>,
     ) -> Result<Arc<dyn LoadedModel>, Error> {
+        if self.keeps_packed && class.is_mlx() {
+            return Err(paceline_model::Error::PackedEngine { engine: "mlx" }.into());
+        }
         self.announce(job, source)?;
         let progress = |done, of| {
             // If the instance is lost, the reader of the channel ends this process.
@@ -426,6 +436,7 @@ impl RankWorker<'_> {
         };
         // Files that are still fetched change until they are complete.
         let folder = self.packed.as_ref();
+        let folder = folder.filter(|_| self.keeps_packed || job.memory.is_some());
         let folder = folder.filter(|_| !partial_source::is_partial(&job.model));
         let packed = folder.map(|folder| PackedPlace {
             folder: folder.clone(),
@@ -442,6 +453,7 @@ impl RankWorker<'_> {
             adapters: &read_all(&job.adapters, &Config::read(source)?)?,
             captures: &job.captures,
             packed: packed.as_ref(),
+            memory: job.memory.map(Bytes),
         };
         let weights = wanted.load(links, kernels, progress)?;
         self.packings += 1;

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
+use paceline_base::Bytes;
 use paceline_board::answer::AnswerStats;
 use paceline_board::session::{self, SessionOptions};
 use paceline_engine::{EngineConfig, RequestFailure, SamplingParams};
@@ -53,14 +54,18 @@ impl RunSession {
         let mut opened = open(args, path, &args.split)?;
         match draft {
             Some(draft) => opened.set_draft(draft)?,
-            None => opened.set_own_draft()?,
+            None if args.memory.is_none() => opened.set_own_draft()?,
+            None => {}
         }
         let name = adapter.map(adapter::name_of);
         if let (Some(name), Some(adapter)) = (&name, adapter) {
             opened.add_adapter(name, adapter)?;
         }
-        if args.packed {
+        if args.packed || args.memory.is_some() {
             opened.keep_packed()?;
+        }
+        if let Some(memory) = args.memory {
+            opened.limit_memory(Bytes(memory))?;
         }
         opened.forecast();
         if stays {
@@ -157,7 +162,8 @@ impl RunSession {
 fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<LocalModel> {
     let sizes = |config: &Config| {
         warn_of_context(args.context, config);
-        let memory = args.compute.kv_memory(args.engine);
+        let (form, available) = args.compute.kv_memory(args.engine);
+        let memory = (form, args.memory.map(Bytes).or(available));
         let room = ContextBudget::of((path, config), memory, args.context, 1);
         EngineConfig {
             strict: args.engine.strict,

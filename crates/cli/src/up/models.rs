@@ -178,6 +178,7 @@ impl Args {
                 parallel: self.parallel,
                 drafts: self.drafts(opened.has_draft()),
                 follow: self.follow,
+                memory: self.node.limit_of(&path),
                 strict: self.engine.strict,
                 ..InstanceOptions::default()
             },

@@ -17,11 +17,11 @@ use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, PackedMatrix, Product, vector};
 
 use super::{activations, add_bias};
+use crate::Error;
 use crate::config::{
     self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,
 };
 use crate::expert_usage::LayerUses;
-use crate::Error;
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::streaming::{StreamUnit, Streamer};
@@ -53,6 +53,10 @@ pub(super) struct ExpertBuffers {
     shared_scores: RegisteredMemory<f32>,
     /// `(T, k + 1)`, by expert.
     choices: Vec<ExpertRoute>,
+    /// `(E + 1,)`: whether a row was routed to it.
+    is_chosen: Vec<bool>,
+    /// Chosen experts of this rank that have not computed yet, in ascending order.
+    left: Vec<usize>,
     /// Rows routed to one expert.
     members: Vec<usize>,
     /// `(T, C)`: rows of one expert.
@@ -93,6 +97,8 @@ impl ExpertBuffers {
             weights: memory(rows * of.count),
             shared_scores: memory(rows),
             choices: vec![ExpertRoute::default(); rows * each],
+            is_chosen: vec![false; of.count + 1],
+            left: Vec::with_capacity(of.count + 1),
             members: Vec::with_capacity(rows),
             x: activations(model, rows, width, inputs),
             gate: memory(rows * wide),
@@ -133,31 +139,32 @@ impl ExpertBuffers {
         self.choose(kernels, weights, x);
         let chosen = self.choices[..x.rows() * Self::each(self.of)].iter();
         uses.count(chosen.clone().map(|choice| choice.expert));
-        if let Some((streamer, layer)) = streamer {
-            // In the order in which they compute; what finds no room is read when it is needed.
-            let own = weights.first..weights.first + weights.experts.len();
-            let is_chosen = |e: &usize| chosen.clone().any(|choice| choice.expert == *e);
-            let ahead = own.filter(is_chosen);
-            ahead.for_each(|e| streamer.want(StreamUnit::Expert(layer, e)));
-        }
-        let mut slot = 0;
-        kernels.meter().experts(|| {
-            for (index, expert) in (weights.first..).zip(&weights.experts) {
+        self.is_chosen.fill(false);
+        chosen.for_each(|choice| self.is_chosen[choice.expert] = true);
+        let mut left = std::mem::take(&mut self.left);
+        left.clear();
+        let own = weights.first..weights.first + weights.experts.len();
+        left.extend(own.filter(|expert| self.is_chosen[*expert]));
+        let computed = kernels.meter().experts(|| {
+            let mut slot = 0;
+            while !left.is_empty() {
+                // Slots, and so results, do not depend on the order.
+                let place = match streamer {
+                    Some((streamer, layer)) => streamer.next_expert(layer, &left)?,
+                    None => 0,
+                };
+                let index = left.remove(place);
                 self.gather(index, slot, x.rows());
-                if !self.members.is_empty() {
-                    let unit = |layer| StreamUnit::Expert(layer, index);
-                    if let Some((streamer, layer)) = streamer {
-                        streamer.need(unit(layer))?;
-                    }
-                    self.expert(kernels, expert, x, slot);
-                    if let Some((streamer, layer)) = streamer {
-                        streamer.leave(unit(layer));
-                    }
+                self.expert(kernels, &weights.experts[index - weights.first], x, slot);
+                if let Some((streamer, layer)) = streamer {
+                    streamer.leave(StreamUnit::Expert(layer, index));
                 }
                 slot += self.members.len();
             }
             Ok::<_, Error>(())
-        })?;
+        });
+        self.left = left;
+        computed?;
         let n = x.rows() * x.cols();
         for (root, out) in cut.own_roots().zip(out.chunks_exact_mut(n)) {
             self.sum(kernels, root.leaves(cut.leaves), x.cols(), out);

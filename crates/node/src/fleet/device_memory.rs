@@ -103,7 +103,8 @@ impl Inner {
             return sizes;
         }
         let rooms = self.rooms_beside(Some(id), wanted);
-        let room = |id: &NodeId| rooms.get(id).copied().unwrap_or(u64::MAX);
+        let limit = wanted.options.memory.unwrap_or(u64::MAX);
+        let room = |id: &NodeId| rooms.get(id).copied().unwrap_or(u64::MAX).min(limit);
         let rooms: Vec<u64> = wanted.nodes.iter().map(room).collect();
         let shares = wanted.nodes.iter().map(|id| wanted.shares.get(id).copied());
         let shares: Option<Vec<u32>> = shares.collect();

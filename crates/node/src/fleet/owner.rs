@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use paceline_base::{KernelClass, UnknownKernelClass, lock};
+use paceline_base::{Bytes, KernelClass, UnknownKernelClass, lock};
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::member::Life;
 use paceline_comm::Backend;
@@ -376,6 +376,10 @@ impl OwnedInstance {
         };
         let prepared = PreparedModel::new(Arc::new(source), options, sizes);
         let mut prepared = prepared.map_err(|error| error.to_string())?;
+        if let Some(memory) = self.wanted.options.memory {
+            let limited = prepared.limit_memory(Bytes(memory));
+            limited.map_err(|error| error.to_string())?;
+        }
         if let Some(options) = machine {
             one_machine::read_prompts(&mut prepared, options)?;
         }
@@ -487,7 +491,9 @@ impl OwnedInstance {
         let wanted = &self.wanted;
         let is_signed = || roots::of(&inner.agent.map(), &wanted.sha256).is_ok();
         let is_encoder = || path_of(inner, wanted).is_ok_and(|path| encoders::is_encoder(&path));
-        wanted.options.weights.in_parts(wanted.bytes) && is_signed() && !is_encoder()
+        // Weights that are read while steps compute are of complete files.
+        let stays = wanted.options.memory.is_none();
+        stays && wanted.options.weights.in_parts(wanted.bytes) && is_signed() && !is_encoder()
     }
 
     /// Makes the first live successor fetch all of the model, so that the loss of this node loses
