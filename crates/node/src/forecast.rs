@@ -24,9 +24,10 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use paceline_base::{KernelClass, Rank};
+use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
 use paceline_model::{Config, Experts, ModelSource, Shard, Split, SplitKind, StageKind, shape};
+use paceline_plan::cost::memory::{Ends, least_streamed};
 use paceline_plan::split_selection::KEYS;
 use paceline_plan::{
     Costs, ModelShape, Pipeline, PipelineStage, Placement, StageMember, Workload, predict,
@@ -141,9 +142,60 @@ pub struct Forecast {
     together: BTreeMap<u32, GroupCost>,
     shape: ModelShape,
     threads: usize,
+    /// Set where a rank may have less memory than its weights need.
+    stream: Option<StreamFacts>,
+}
+
+/// What reading of weights while steps compute depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamFacts {
+    /// Memory of each rank.
+    pub memory: Bytes,
+    /// Bytes a second that the disk reads.
+    pub disk: f64,
 }
 
 impl Forecast {
+    /// Predicts speeds of ranks that read what does not fit into memory.
+    /// Measured answers correct these alone.
+    pub fn stream(&mut self, facts: StreamFacts) {
+        self.key += &format!(", within {}", facts.memory.0);
+        self.stream = Some(facts);
+    }
+
+    /// The placement of a split whose ranks stream; `None` without a limit of memory.
+    pub fn streamed(&self, config: &Config, cut: &PlannedSplit) -> Option<Placement> {
+        let workload = Workload {
+            prompt: KEYS,
+            output: 1,
+            concurrency: 1,
+            context: KEYS + 1,
+        };
+        self.stream?;
+        Some(self.placement(config, &cut.split, &workload))
+    }
+
+    /// The placement of `split`, with the layers that each rank must stream.
+    fn placement(&self, config: &Config, split: &Split, workload: &Workload) -> Placement {
+        let mut pipeline = pipeline(config, split);
+        let Some(StreamFacts { memory, .. }) = self.stream else {
+            return Placement::single(pipeline);
+        };
+        let last = pipeline.stages.len().saturating_sub(1);
+        for (place, stage) in pipeline.stages.iter_mut().enumerate() {
+            let (first, last) = (place == 0, place == last);
+            let limit = (Ends { first, last }, memory.0 as f64);
+            let of = |member: &StageMember| {
+                least_streamed(&self.shape, workload, stage, member, limit)
+            };
+            let streamed: Vec<u32> = stage.members.iter().map(of).collect();
+            for (member, streamed) in stage.members.iter_mut().zip(streamed) {
+                member.streamed = streamed;
+            }
+        }
+        Placement::single(pipeline)
+    }
+
     /// Loads the measurements for this model and these threads from `home`, or takes them; takes
     /// them again if a run contradicted them.
     ///
@@ -205,6 +257,7 @@ impl Forecast {
             together,
             shape: shape::of(setting.source, setting.config),
             threads: setting.threads,
+            stream: None,
         }
     }
 

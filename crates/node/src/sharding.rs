@@ -129,12 +129,8 @@ fn executed(placement: &Placement) -> Result<&Pipeline, Error> {
     let [pipeline] = &placement.replicas[..] else {
         return refuse("another number of replicas");
     };
-    let members = || pipeline.stages.iter().flat_map(|stage| &stage.members);
     if placement.prefill.is_some() {
         return refuse("a node for prompts alone");
-    }
-    if members().any(|member| member.streamed > 0) {
-        return refuse("layers that are read from disk for every token");
     }
     Ok(pipeline)
 }
@@ -195,18 +191,12 @@ mod tests {
             let pipeline = Pipeline::group(4, sharing, &[0, 1]);
             assert!(executed(&Placement::single(pipeline)).is_ok());
         }
-        let streamed = || {
-            let mut pipeline = Pipeline::even(4, &[0, 1]);
-            pipeline.stages[1].members[0].streamed = 1;
-            pipeline
-        };
         for (placement, part) in [
             (Placement::new(vec![one(), one()], None), "replicas"),
             (
                 Placement::new(vec![one()], Some(one())),
                 "for prompts alone",
             ),
-            (Placement::single(streamed()), "read from disk"),
         ] {
             let error = executed(&placement).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");

@@ -9,11 +9,11 @@ use paceline_plan::cost::moe::touched;
 use paceline_plan::split_selection::KEYS;
 use paceline_plan::{
     Backend as Engine, Calibration, Cluster, ClusterNode, Costs, LinkTransport, NodeLink,
-    Placement, Rates, STEPS_MAX, Workload, predict,
+    Rates, STEPS_MAX, Workload, predict,
 };
 
 use super::ranks::{GroupCost, LinkCost};
-use super::{Forecast, Result, RowCost, cores, pipeline};
+use super::{Forecast, Result, RowCost, cores};
 
 impl Forecast {
     /// Decode tokens a second from measurements alone, without corrections.
@@ -59,7 +59,7 @@ impl Forecast {
             context: keys + 1,
         };
         let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
-        let placement = Placement::single(pipeline(config, split));
+        let placement = self.placement(config, split, &workload);
         let answers = f64::from(answers);
         let round = answers / predict(&costs, &placement)?.throughput_tok_s;
         // Followers sleep until the leader announces a step. In a pipeline the hop back already
@@ -183,7 +183,7 @@ impl Forecast {
                 expert: expert / crowd,
                 attention: attention / crowd,
             }),
-            disk: None,
+            disk: self.stream.map(|stream| stream.disk),
             idle_w: None,
             load_w: None,
             price_usd: None,

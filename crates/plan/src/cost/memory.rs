@@ -50,6 +50,26 @@ pub fn usage(
     }
 }
 
+/// The fewest layers of `member`'s part that must be streamed for it to have at most `memory`
+/// bytes; all if even that is too much.
+pub fn least_streamed(
+    model: &ModelShape,
+    workload: &Workload,
+    stage: &PipelineStage,
+    member: &StageMember,
+    (ends, memory): (Ends, f64),
+) -> u32 {
+    let layers = stage.layers.end - stage.layers.start;
+    let fits = |streamed: &u32| {
+        let member = StageMember {
+            streamed: *streamed,
+            ..member.clone()
+        };
+        usage(model, workload, stage, &member, ends).total() <= memory
+    };
+    (0..layers).find(fits).unwrap_or(layers)
+}
+
 /// The ends of the model that a stage has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ends {

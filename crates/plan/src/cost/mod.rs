@@ -48,6 +48,8 @@ pub struct PipelineTime {
     pub hops: f64,
     /// The longest that any node reads from disk.
     pub disk: f64,
+    /// Reads that nothing hides: an expert is known once its layer's rows are routed.
+    pub waits: f64,
 }
 
 impl StageTime {
@@ -58,10 +60,11 @@ impl StageTime {
 }
 
 impl PipelineTime {
-    /// From the first stage's start to the token's return. Disk reads overlap with everything else.
+    /// From the first stage's start to the token's return. Reads of layers overlap with everything
+    /// else.
     pub fn total(&self) -> f64 {
         let stages: f64 = self.stages.iter().map(StageTime::total).sum();
-        (stages + self.hops).max(self.disk)
+        (stages + self.hops + self.waits).max(self.disk)
     }
 
     /// The part that is exchanges and boundaries.
@@ -72,7 +75,7 @@ impl PipelineTime {
     /// The slowest stage: what limits a full pipeline.
     pub fn slowest(&self) -> f64 {
         let stages = self.stages.iter().map(StageTime::total);
-        stages.fold(self.disk, f64::max)
+        stages.fold(self.disk, f64::max) + self.waits
     }
 }
 
@@ -317,7 +320,9 @@ impl<'a> Costs<'a> {
         let mut time = PipelineTime::default();
         for stage in &pipeline.stages {
             time.stages.push(self.stage(stage, rows)?);
-            time.disk = time.disk.max(self.disk(stage)?);
+            let [disk, waits] = self.disk(stage)?;
+            time.disk = time.disk.max(disk);
+            time.waits += waits;
         }
         for pair in pipeline.stages.windows(2) {
             let (from, to) = (pair[0].nodes(), pair[1].nodes());
@@ -332,36 +337,46 @@ impl<'a> Costs<'a> {
         Ok(time)
     }
 
-    /// Seconds that a stage's nodes read from disk for every step.
-    fn disk(&self, stage: &PipelineStage) -> Result<f64, Error> {
-        let mut worst: f64 = 0.0;
+    /// Seconds that a stage's nodes read from disk for every step, and those of them for experts. A
+    /// layer's experts that stay are as likely as others.
+    fn disk(&self, stage: &PipelineStage) -> Result<[f64; 2], Error> {
+        let mut worst = [0.0_f64; 2];
         for member in stage.members.iter().filter(|m| m.streamed > 0) {
             let node = &self.cluster.nodes[member.node];
             let rate = node.disk.ok_or_else(|| Error::MissingFact {
                 node: node.name.clone(),
                 fact: "disk rate",
             })?;
-            let end = stage.layers.start + member.streamed;
-            let bytes: f64 = (stage.layers.start..end)
-                .map(|i| self.streamed_bytes(i))
-                .sum();
-            worst = worst.max(bytes / rate);
+            let layers = || stage.layers.start..stage.layers.start + member.streamed;
+            let (common, routed) = match stage.split {
+                Split::Whole => (1.0, 1.0),
+                Split::Tensor => (member.share, member.share),
+                Split::Expert => (1.0, member.share),
+            };
+            let all: f64 = layers().map(|i| self.streamed_bytes(i)).sum();
+            let experts: f64 = layers().map(|i| self.streamed_experts(i)).sum();
+            let bytes = (all - experts) * common + experts * routed;
+            for (worst, bytes) in worst.iter_mut().zip([bytes, experts * routed]) {
+                *worst = worst.max(bytes / rate);
+            }
         }
         Ok(worst)
     }
 
     /// Bytes of a streamed layer that one token touches: of experts only the active ones.
     pub fn streamed_bytes(&self, index: u32) -> f64 {
-        let routed = self
-            .model
-            .moe
-            .filter(|_| self.model.is_moe(index))
-            .map_or(0.0, |moe| {
-                let rows = f64::from(self.workload.concurrency);
-                let touched = moe::touched(f64::from(moe.experts), f64::from(moe.active), rows);
-                touched * self.model.expert_params() * self.model.bits.experts / 8.0
-            });
-        self.model.common_params(index) * self.model.bits.rest / 8.0 + routed
+        let common = self.model.common_params(index) * self.model.bits.rest / 8.0;
+        common + self.streamed_experts(index)
+    }
+
+    /// Bytes of a streamed layer's experts that one token touches.
+    fn streamed_experts(&self, index: u32) -> f64 {
+        let moe = self.model.moe.filter(|_| self.model.is_moe(index));
+        moe.map_or(0.0, |moe| {
+            let rows = f64::from(self.workload.concurrency);
+            let touched = moe::touched(f64::from(moe.experts), f64::from(moe.active), rows);
+            touched * self.model.expert_params() * self.model.bits.experts / 8.0
+        })
     }
 
     /// A decode step of `batch` sequences.
