@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = ["llama-tied", "llama-rope3-sharded", "qwen2-f16", "qwen3-bf16", "gemma3-linear-bf16",
           "qwen3moe-bf16", "mixtral", "qwen2moe-bf16", "gpt-oss-bf16", "deepseek-v2",
-          "deepseek-v3-bf16"]
+          "deepseek-v3-bf16", "qwen35-bf16"]
 BALANCED, BALANCE = "qwen3moe-bf16", 0.5  # with the routers' auxiliary loss, times this
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Else peft makes adapters of experts out of these names, and changes those of dense layers.
@@ -77,7 +77,8 @@ def adapted(name, dtype):
     for layer in range(model.config.num_hidden_layers):
         for target in TARGETS:
             block = "self_attn" if target in TARGETS[:4] else "mlp"
-            if target == "q_proj" and hasattr(model.config, "kv_lora_rank"):
+            plain = not (hasattr(model.config, "kv_lora_rank") or name.startswith("qwen35"))
+            if target in TARGETS[:3] and not plain:
                 continue  # ours has none there; peft's begins as 0
             for half in "AB":
                 key = f"base_model.model.model.layers.{layer}.{block}.{target}.lora_{half}"

@@ -3,9 +3,11 @@
 //! Letters: T tokens, C width, H query heads, K KV heads, D their size, F feed-forward, r rank.
 
 mod attention;
+mod delta;
 mod experts;
 mod latent;
 mod linear;
+mod mixer;
 
 use paceline_model::{Activation, Config};
 use paceline_tensor::Kernels;
@@ -16,9 +18,8 @@ use crate::error::Error;
 use crate::ops::{self, Gate, Norm};
 use crate::pool;
 use crate::weights::{StageWeights, VectorParameter};
-use attention::LeafAttention;
 use experts::RoutedRows;
-use latent::{LatentKept, LatentLayer};
+use mixer::MixerKept;
 
 /// Computes layers on this machine's threads.
 pub(crate) struct Cpu<'a> {
@@ -38,13 +39,8 @@ pub(crate) struct Cpu<'a> {
 pub(crate) struct Activations {
     /// (T, C) after the norm before attention.
     normed: Vec<f32>,
-    /// (T, H D) and (T, K D) before norms of heads, if there are any.
-    raw: Option<(Vec<f32>, Vec<f32>)>,
-    latent: Option<LatentKept>,
-    query: Vec<f32>,
-    key: Vec<f32>,
-    value: Vec<f32>,
-    /// (T, H D)
+    mixer: MixerKept,
+    /// (T, H E)
     attended: Vec<f32>,
     /// (T, C) before the norm after attention, if there is one.
     attention_delta: Option<Vec<f32>>,
@@ -88,18 +84,7 @@ impl LayerEngine for Cpu<'_> {
     ) -> Result<(Vec<f32>, Activations), Error> {
         let w = self.weights.layer(layer);
         let normed = self.norm(&w.attention_norm, params, x);
-        let attention = self.attention(layer, params, rows);
-        let ([query, key, value], raw, latent) = match self.latent_layer(layer, rows) {
-            Some(at) => {
-                let (inputs, latent) = self.latent(at, params, &normed);
-                (inputs, None, Some(latent))
-            }
-            None => {
-                let (inputs, raw) = self.heads((layer, &attention), params, &normed);
-                (inputs, raw, None)
-            }
-        };
-        let attended = attention.forward(&query, &key, &value);
+        let (attended, mixer) = self.mix((layer, rows), params, &normed);
         let delta = self.linear(&w.matrices[OUT], params, &attended);
         let (delta, attention_delta) = self.after(w.post_attention_norm.as_ref(), params, delta);
         let middle = self.plus(x, &delta);
@@ -109,11 +94,7 @@ impl LayerEngine for Cpu<'_> {
         let y = self.plus(&middle, &delta);
         let kept = Activations {
             normed,
-            raw,
-            latent,
-            query,
-            key,
-            value,
+            mixer,
             attended,
             attention_delta,
             middle,
@@ -138,7 +119,6 @@ impl LayerEngine for Cpu<'_> {
         };
         let w = self.weights.layer(layer);
         let (kept, d_middle) = self.backward_ffn(params, layer, kept, dy, grads);
-        let attention = self.attention(layer, params, rows);
         let post = w.post_attention_norm.as_ref();
         let d_delta = self.before(
             post,
@@ -150,15 +130,8 @@ impl LayerEngine for Cpu<'_> {
         let mut d_attended = vec![0.0; kept.attended.len()];
         let out = (&w.matrices[OUT], kept.attended.as_slice());
         self.linear_back(out, params, &d_delta, (&mut d_attended, false), grads);
-        let inputs = [&*kept.query, &*kept.key, &*kept.value];
-        let d_sinks = w.sinks.as_ref().and_then(|sinks| sinks.grads(grads));
-        let d = attention.backward(inputs, &d_attended, d_sinks);
-        let d_normed = match (self.latent_layer(layer, rows), &kept.latent) {
-            (Some(at), Some(latent)) => {
-                self.latent_back(at, params, (&kept.normed, latent), d, grads)
-            }
-            _ => self.heads_back((layer, &attention), params, &kept, d, grads),
-        };
+        let at = (kept.normed.as_slice(), kept.mixer);
+        let d_normed = self.mix_back((layer, rows), params, at, d_attended, grads);
         let mut dx = d_middle;
         self.norm_back(&w.attention_norm, params, (x, &d_normed), &mut dx, grads);
         Ok(dx)
@@ -257,82 +230,6 @@ impl Cpu<'_> {
             grads,
         );
         (kept, d_middle)
-    }
-
-    /// x (T, C) -> q (T, H D), k, v (T, K D), and the first two before norms of heads.
-    #[allow(clippy::type_complexity, reason = "two pairs of one call")]
-    fn heads(
-        &self,
-        (layer, attention): (usize, &LeafAttention<'_>),
-        params: &[f32],
-        x: &[f32],
-    ) -> ([Vec<f32>; 3], Option<(Vec<f32>, Vec<f32>)>) {
-        let w = self.weights.layer(layer);
-        let mut query = self.linear(&w.matrices[QUERY], params, x);
-        let mut key = self.linear(&w.matrices[KEY], params, x);
-        let value = self.linear(&w.matrices[VALUE], params, x);
-        let mut raw = None;
-        if let (Some(q), Some(k)) = (&w.query_norm, &w.key_norm) {
-            let (q, k) = (self.norm(q, params, &query), self.norm(k, params, &key));
-            raw = Some((
-                std::mem::replace(&mut query, q),
-                std::mem::replace(&mut key, k),
-            ));
-        }
-        attention.rotate(&mut query, &mut key, false);
-        ([query, key, value], raw)
-    }
-
-    /// Gradients of q, k and v -> dx (T, C)
-    fn heads_back(
-        &self,
-        (layer, attention): (usize, &LeafAttention<'_>),
-        params: &[f32],
-        kept: &Activations,
-        [mut dq, mut dk, dv]: [Vec<f32>; 3],
-        grads: &mut [f32],
-    ) -> Vec<f32> {
-        let w = self.weights.layer(layer);
-        attention.rotate(&mut dq, &mut dk, true);
-        if let (Some(q), Some(k), Some(raw)) = (&w.query_norm, &w.key_norm, &kept.raw) {
-            let zeros = |like: &[f32]| vec![0.0; like.len()];
-            let (mut before_q, mut before_k) = (zeros(&dq), zeros(&dk));
-            self.norm_back(q, params, (&raw.0, &dq), &mut before_q, grads);
-            self.norm_back(k, params, (&raw.1, &dk), &mut before_k, grads);
-            (dq, dk) = (before_q, before_k);
-        }
-        let mut d_normed = vec![0.0; kept.normed.len()];
-        for (n, d) in [(QUERY, &dq), (KEY, &dk), (VALUE, &dv)] {
-            let at = (&w.matrices[n], kept.normed.as_slice());
-            self.linear_back(at, params, d, (&mut d_normed, n != QUERY), grads);
-        }
-        d_normed
-    }
-
-    fn attention<'a>(
-        &'a self,
-        layer: usize,
-        params: &'a [f32],
-        rows: &'a LeafRows,
-    ) -> LeafAttention<'a> {
-        let sinks = self.weights.layer(layer).sinks.as_ref();
-        LeafAttention {
-            kernels: self.kernels,
-            shape: latent::expanded(self.config.layers[layer]),
-            rows,
-            sinks: sinks.map(|sinks| sinks.get(params)),
-        }
-    }
-
-    fn latent_layer<'a>(&'a self, layer: usize, rows: &'a LeafRows) -> Option<LatentLayer<'a>> {
-        let (shape, weights) = (self.config.layers[layer], self.weights.layer(layer));
-        Some(LatentLayer {
-            of: shape.latent?,
-            shape,
-            weights: (weights, weights.latent.as_ref()?),
-            rows,
-            pairs: self.config.ropes[shape.rope].pairs,
-        })
     }
 
     fn gate(&self) -> Gate {

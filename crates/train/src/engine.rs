@@ -20,16 +20,21 @@ pub struct LeafRows {
 impl LeafRows {
     /// Sequences of these lengths, turned by `ropes`.
     pub(crate) fn new(lengths: Vec<usize>, ropes: &[Rope]) -> Self {
-        let longest = lengths.iter().copied().max().unwrap_or(0);
-        let angles = ropes.iter().map(|rope| {
-            let mut angles = Vec::new();
-            rope.angles(0..longest, &mut angles);
-            angles
-        });
-        Self {
-            angles: angles.collect(),
+        let mut rows = Self {
             lengths,
+            angles: Vec::with_capacity(ropes.len()),
+        };
+        for rope in ropes {
+            let mut angles = Vec::new();
+            rope.angles(0..rows.longest(), &mut angles);
+            rows.angles.push(angles);
         }
+        rows
+    }
+
+    /// Length of the longest sequence.
+    pub(crate) fn longest(&self) -> usize {
+        self.lengths.iter().copied().max().unwrap_or(0)
     }
 
     pub fn tokens(&self) -> usize {

@@ -24,7 +24,7 @@ use crate::mlx::{Mlx, OnMlx, StageSpec};
 use crate::params::{Layout, Lora, first_values};
 use crate::stage::ModelStage;
 use crate::values::{PartValues, WholeValues};
-use crate::weights::{Method, Parts, StageWeights, WeightLoader, numbers};
+use crate::weights::{Method, Parts, StageWeights, WeightLoader, delta_channels, numbers};
 
 /// The model of a training, and its trained part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -549,7 +549,10 @@ fn option<T>(option: &'static str, got: impl ToString, expected: String) -> Resu
 pub(crate) fn layer_bytes(config: &Config, tokens: usize) -> usize {
     let of = |l: &LayerShape| {
         let heads = match l.latent {
-            None => (3 * l.heads + 2 * l.kv_heads) * l.head_dim,
+            None if matches!(l.cache, LayerCache::Delta(_)) => {
+                2 * delta_channels(l) + 3 * l.heads * l.value_dim
+            }
+            None => (if l.gated { 5 } else { 3 } * l.heads + 2 * l.kv_heads) * l.head_dim,
             Some(of) => {
                 let compressed = 2 * (of.rank + of.query_rank.unwrap_or(0));
                 compressed + 2 * l.heads * (of.query_dim() + of.value_dim)
@@ -602,7 +605,7 @@ impl Trained {
 }
 
 /// Families with gradients.
-pub const FAMILIES: [ModelFamily; 9] = [
+pub const FAMILIES: [ModelFamily; 11] = [
     ModelFamily::Llama,
     ModelFamily::Mixtral,
     ModelFamily::Qwen2,
@@ -612,6 +615,8 @@ pub const FAMILIES: [ModelFamily; 9] = [
     ModelFamily::Gemma3,
     ModelFamily::GptOss,
     ModelFamily::DeepSeek,
+    ModelFamily::Qwen35,
+    ModelFamily::Qwen35Moe,
 ];
 
 fn check_family(config: &Config, class: TrainingClass) -> Result<(), Error> {
@@ -621,7 +626,7 @@ fn check_family(config: &Config, class: TrainingClass) -> Result<(), Error> {
     };
     if !FAMILIES.contains(&config.family) {
         let why = "its gradients are to come; llama, mixtral, qwen2, qwen2moe, qwen3, qwen3moe, \
-                   gemma3, gpt-oss and deepseek have them";
+                   gemma3, gpt-oss, deepseek, qwen35 and qwen35moe have them";
         return refused(why);
     }
     let has_experts = config.layers.iter().any(|layer| layer.experts.is_some());
@@ -641,7 +646,11 @@ fn check_family(config: &Config, class: TrainingClass) -> Result<(), Error> {
     if config.ropes.iter().any(|rope| rope.long.is_some()) {
         return refused("its rotations depend on the served context");
     }
-    let rows = |layer: &LayerShape| layer.cache == LayerCache::Rows;
+    let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
+    if config.layers.iter().any(is_net) && class != TrainingClass::Cpu {
+        return refused("gated delta nets have gradients with --class cpu alone");
+    }
+    let rows = |layer: &LayerShape| layer.cache == LayerCache::Rows || is_net(layer);
     if !config.layers.iter().all(rows) {
         return refused("it has layers without keys and values of their own");
     }

@@ -9,8 +9,8 @@ mod loader;
 
 use std::ops::Range;
 
-use paceline_model::LayerShape;
 use paceline_model::adapter::files::{TARGETS, file_row};
+use paceline_model::{LayerCache, LayerShape};
 use paceline_tensor::{Kernels, storage};
 use paceline_weights::tensor::Tensor;
 
@@ -62,8 +62,8 @@ pub fn targets(text: &str) -> Vec<String> {
     }
 }
 
-/// Outputs and inputs of the matrices of a layer, in the order of [`TARGETS`]; with latent
-/// attention those of [`LatentWeights`] in place of queries, keys and values.
+/// Outputs and inputs of the matrices of a layer, in the order of [`TARGETS`]. In place of queries,
+/// keys and values they are those of [`LatentWeights`] or [`DeltaWeights`].
 pub(crate) fn sizes(width: usize, shape: &LayerShape) -> [[usize; 2]; 7] {
     let (up, down) = ([shape.ffn, width], [width, shape.ffn]);
     if let Some(of) = shape.latent {
@@ -78,17 +78,34 @@ pub(crate) fn sizes(width: usize, shape: &LayerShape) -> [[usize; 2]; 7] {
             down,
         ];
     }
-    let q = shape.heads * shape.head_dim;
+    if let LayerCache::Delta(_) = shape.cache {
+        let values = shape.heads * shape.value_dim;
+        return [
+            [delta_channels(shape), width],
+            [values, width],
+            [shape.heads, width],
+            [width, values],
+            up,
+            up,
+            down,
+        ];
+    }
+    let q = shape.heads * shape.head_dim * if shape.gated { 2 } else { 1 };
     let kv = shape.kv_heads * shape.head_dim;
     [
         [q, width],
         [kv, width],
         [kv, width],
-        [width, q],
+        [width, shape.heads * shape.head_dim],
         up,
         up,
         down,
     ]
+}
+
+/// Channels of a delta net's convolution: queries, keys and values.
+pub(crate) const fn delta_channels(shape: &LayerShape) -> usize {
+    2 * shape.kv_heads * shape.head_dim + shape.heads * shape.value_dim
 }
 
 /// Numbers of a layer's matrices: all of them, and those that a token meets.
@@ -99,7 +116,11 @@ pub(crate) fn layer_numbers(width: usize, shape: &LayerShape) -> (u64, u64) {
     };
     let sizes = sizes(width, shape);
     let query_rank = shape.latent.and_then(|latent| latent.query_rank);
-    let compression = (query_rank.unwrap_or(0) * width) as u64;
+    let decays = match shape.cache {
+        LayerCache::Delta(_) => shape.heads * width,
+        _ => 0,
+    };
+    let compression = (query_rank.unwrap_or(0) * width + decays) as u64;
     let Some(experts) = shape.experts else {
         let all = of(&sizes) + compression;
         return (all, all);
@@ -233,6 +254,7 @@ pub(crate) struct LayerWeights {
     /// In the order of [`TARGETS`]; of a layer with experts those of attention alone.
     pub(crate) matrices: Vec<Matrix>,
     pub(crate) latent: Option<LatentWeights>,
+    pub(crate) delta: Option<DeltaWeights>,
     pub(crate) experts: Option<ExpertWeights>,
 }
 
@@ -247,6 +269,22 @@ pub(crate) struct ExpertWeights {
     pub(crate) experts: Vec<[Matrix; 3]>,
     /// (1, C): the shared expert's weight before its sigmoid; 1 without.
     pub(crate) shared_gate: Option<Matrix>,
+}
+
+/// A gated delta net besides the matrices of its layer. These are the projection to queries, keys
+/// and values, that to gates, that to steps, and the output.
+#[derive(Debug)]
+pub(crate) struct DeltaWeights {
+    /// (H, C)
+    pub(crate) decay: Matrix,
+    /// (channels, taps)
+    pub(crate) conv: VectorParameter,
+    /// (H,): added to the input of decays.
+    pub(crate) bias: VectorParameter,
+    /// (H,): logarithm of the decays' factor.
+    pub(crate) scale: VectorParameter,
+    /// (E,)
+    pub(crate) norm: VectorParameter,
 }
 
 /// Latent attention besides the matrices of its layer. These are the expansion of queries, the

@@ -2,12 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use paceline_base::upper_median;
+use paceline_base::{KernelClass, upper_median};
 use paceline_model::adapter::files::{Adapter, Base, Form, TARGETS};
-use paceline_model::{Config, ModelSource};
+use paceline_model::{
+    Batch, BatchSequence, BatchSize, Config, LoadOptions, Logits, Model, ModelSource, Workspace,
+};
 use paceline_model_mlx::MlxPlaces;
-use paceline_tensor::{InstructionSet, Kernels, storage};
+use paceline_tensor::{InstructionSet, Kernels, PAGE, storage};
 use paceline_train::{Leaf, Lora, Means, Method, TrainableModel, Trained, TrainingClass};
 use paceline_weights::safetensors::Safetensors;
 use serde_json::Value;
@@ -20,7 +23,7 @@ const LORA: Lora = Lora {
 const LENGTHS: [usize; 2] = [13, 21];
 const SAMPLES: usize = 32;
 
-const MODELS: [&str; 11] = [
+const MODELS: [&str; 12] = [
     "llama-tied",
     "llama-rope3-sharded",
     "qwen2-f16",
@@ -32,6 +35,7 @@ const MODELS: [&str; 11] = [
     "gpt-oss-bf16",
     "deepseek-v2",
     "deepseek-v3-bf16",
+    "qwen35-bf16",
 ];
 
 /// Dense families, which have gradients on MLX too.
@@ -204,6 +208,78 @@ fn gradients_are_as_near_to_float64_as_pytorchs() {
     }
 }
 
+/// Logits of a model with an adapter beside it, by row.
+pub(crate) fn served(model: &str, adapter: &Adapter, tokens: &[u32]) -> Vec<Vec<f32>> {
+    let folder = golden().join("hf").join(model);
+    let source = ModelSource::open(&folder).unwrap();
+    let (class, kernels) = (KernelClass::CpuF32, Arc::new(Kernels::new(2).unwrap()));
+    let model = Model::load(&source, LoadOptions { class }, kernels, |_, _| {}).unwrap();
+    let base = model.weight_bytes();
+    let beside = adapter.beside("own", &folder).unwrap();
+    assert_eq!(beside.id.digest, adapter.digest());
+    let model = model.with_adapters(&source, &[beside]).unwrap();
+    let bytes = (adapter.numbers() * size_of::<f32>()) as u64;
+    assert_eq!(model.weight_bytes().0, base.0 + bytes);
+    let rows = tokens.len();
+    let size = BatchSize {
+        rows,
+        logit_rows: rows,
+        sequences: 1,
+        context: rows,
+    };
+    let mut ws = Workspace::new(&model, size);
+    let mut cache = model.whole_cache(rows).unwrap();
+    let pages: Vec<u32> = (0..rows.div_ceil(PAGE) as u32).collect();
+    let sequence = BatchSequence {
+        tokens,
+        position: 0,
+        pages: &pages,
+        windows: &[],
+        adapter: 1,
+        logits: Logits::All,
+    };
+    let batch = Batch {
+        sequences: &[sequence],
+    };
+    assert_eq!(model.forward(&batch, &mut ws, &mut cache).unwrap(), rows);
+    let vocab = model.config().vocab;
+    (0..rows)
+        .map(|i| ws.logits_mut(i, vocab).to_vec())
+        .collect()
+}
+
+/// An adapter is served as it was trained: the logits of a model with the adapter beside it have
+/// the loss of the training.
+#[test]
+fn adapters_of_all_kinds_of_layers_are_served_as_they_are_trained() {
+    for name in [
+        "gpt-oss-bf16",
+        "qwen3moe-bf16",
+        "deepseek-v2",
+        "qwen35-bf16",
+    ] {
+        let net = net(name, Method::Lora, Kernels::new(2).unwrap());
+        let (at, leaf) = (values(&net, Method::Lora), sequence(1));
+        let slots = net.layout().slots().iter();
+        let tensors = slots.map(|slot| {
+            let values = at[slot.range.clone()].to_vec();
+            (slot.name.clone(), slot.shape.clone(), values)
+        });
+        let adapter = Adapter::new(LORA.rank, f64::from(LORA.alpha), None, tensors.collect());
+        let logits = served(name, &adapter, &leaf.tokens);
+        let loss = |(row, target): (&Vec<f32>, &Option<u32>)| {
+            let exps: f64 = row.iter().map(|x| f64::from(*x).exp()).sum();
+            target.map_or(0.0, |target| exps.ln() - f64::from(row[target as usize]))
+        };
+        let got: f64 = logits.iter().zip(&leaf.targets).map(loss).sum();
+        let trained = net.loss(&at, &leaf).unwrap();
+        assert!(
+            (got - trained).abs() < 1e-4 * trained,
+            "{name}: {got} {trained}"
+        );
+    }
+}
+
 /// The routers' auxiliary loss has PyTorch's gradient, and is not in the loss.
 #[test]
 fn even_routers_have_pytorchs_gradients() {
@@ -372,7 +448,7 @@ fn class_mlx_computes_in_the_models_type() {
 #[test]
 fn families_without_gradients_are_refused_by_name() {
     for (model, family) in [
-        ("qwen35-bf16", "qwen35"),
+        ("lfm2-bf16", "lfm2"),
         ("deepseek-v32-sparse-bf16", "indexer"),
     ] {
         let error = TrainableModel::load(&trained(model, Method::Lora), Kernels::new(1).unwrap())

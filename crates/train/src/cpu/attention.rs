@@ -36,14 +36,15 @@ impl LeafAttention<'_> {
     pub(crate) fn rotate(&self, query: &mut [f32], key: &mut [f32], back: bool) {
         let d = self.shape.head_dim;
         let angles = &self.rows.angles[self.shape.rope];
-        let pairs = d / 2;
+        // Fewer than half a head in models that turn a part of it.
+        let pairs = angles.len() / self.rows.longest().max(1);
         let positions: Vec<usize> = self.rows.positions().collect();
         for (x, heads) in [(query, self.shape.heads), (key, self.shape.kv_heads)] {
             pool::chunks(self.kernels.pool(), x, heads * d, |row, x| {
                 let at = positions[row] * pairs;
                 let angles = &angles[at..at + pairs];
                 x.chunks_mut(d)
-                    .for_each(|head| ops::rotate(head, angles, back));
+                    .for_each(|head| ops::rotate(&mut head[..2 * pairs], angles, back));
             });
         }
     }

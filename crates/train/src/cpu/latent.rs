@@ -161,7 +161,7 @@ impl LatentLayer<'_> {
 }
 
 /// The first and the last elements of each run of `a + b`.
-fn split(x: &[f32], [a, b]: [usize; 2]) -> [Vec<f32>; 2] {
+pub(super) fn split(x: &[f32], [a, b]: [usize; 2]) -> [Vec<f32>; 2] {
     let runs = || x.chunks(a + b);
     [
         runs().flat_map(|run| &run[..a]).copied().collect(),
@@ -170,7 +170,7 @@ fn split(x: &[f32], [a, b]: [usize; 2]) -> [Vec<f32>; 2] {
 }
 
 /// Undoes [`split`].
-fn join([x, y]: [&[f32]; 2], [a, b]: [usize; 2]) -> Vec<f32> {
+pub(super) fn join([x, y]: [&[f32]; 2], [a, b]: [usize; 2]) -> Vec<f32> {
     let runs = x.chunks(a).zip(y.chunks(b));
     runs.flat_map(|(x, y)| x.iter().chain(y)).copied().collect()
 }

@@ -3,13 +3,16 @@
 use std::ops::Range;
 
 use paceline_model::adapter::files::TARGETS;
-use paceline_model::{Config, Experts, Latent, LayerRole, ModelFamily, ModelSource, Nth, Role};
+use paceline_model::{
+    Config, Experts, Latent, LayerCache, LayerRole, LayerShape, ModelFamily, ModelSource, Nth, Role,
+};
 use paceline_tensor::{Kernels, RopePairs, storage};
 use paceline_weights::tensor::Tensor;
 
 use super::{
-    ATTENTION, AdapterFactors, ExpertWeights, FirstTensor, LatentWeights, LayerWeights, Matrix,
-    MatrixStorage, Method, Parts, StageWeights, VectorParameter, sizes,
+    ATTENTION, AdapterFactors, DeltaWeights, ExpertWeights, FirstTensor, LatentWeights,
+    LayerWeights, Matrix, MatrixStorage, Method, Parts, StageWeights, VectorParameter,
+    delta_channels, sizes,
 };
 use crate::error::Error;
 use crate::params::{Layout, Lora};
@@ -105,16 +108,18 @@ impl WeightLoader<'_> {
             TARGETS.len()
         };
         for ((part, block, name), size) in TARGETS.into_iter().zip(sizes).take(count) {
-            let (part, name) = match shape.latent {
-                Some(of) => latent_part(of, part, name),
-                None => (part, name),
-            };
+            let (part, block, name) = own_part(&shape, part, (block, name));
             let heads = self.turned(i, part).then_some(shape.head_dim);
             let name = format!("model.layers.{i}.{block}.{name}");
             matrices.push(self.matrix(role(part), size, &name, heads)?);
         }
         let latent = shape.latent.map(|of| self.latent(i, of)).transpose()?;
+        let delta = match shape.cache {
+            LayerCache::Delta(net) => Some(self.delta_net(i, net.taps)?),
+            _ => None,
+        };
         let experts = shape.experts.map(|of| self.experts(i, of)).transpose()?;
+        let head_norms = head_norms && delta.is_none();
         let sinks = match c.family.has_sinks_and_biases() {
             true => Some(self.sinks(i, shape.heads)?),
             false => None,
@@ -144,6 +149,7 @@ impl WeightLoader<'_> {
             attention_norm,
             matrices,
             latent,
+            delta,
             experts,
             sinks,
         })
@@ -152,6 +158,58 @@ impl WeightLoader<'_> {
     fn sinks(&mut self, i: usize, heads: usize) -> Result<VectorParameter, Error> {
         let role = Role::Layer(i, LayerRole::Sinks);
         self.vector(role, heads, &format!("model.layers.{i}.self_attn.sinks"))
+    }
+
+    fn delta_net(&mut self, i: usize, taps: usize) -> Result<DeltaWeights, Error> {
+        let (width, shape) = (self.config.width, self.config.layers[i]);
+        let stem = format!("model.layers.{i}.linear_attn");
+        let role = |part| Role::Layer(i, part);
+        let name = format!("{stem}.in_proj_a");
+        let decay = self.matrix(
+            role(LayerRole::DeltaDecay),
+            [shape.heads, width],
+            &name,
+            None,
+        )?;
+        let conv = self
+            .source
+            .weight(self.config.family, role(LayerRole::DeltaConv))?;
+        let channels = delta_channels(&shape);
+        let sizes: Vec<usize> = conv
+            .shape
+            .iter()
+            .copied()
+            .filter(|size| *size != 1)
+            .collect();
+        if sizes != [channels, taps] {
+            check(&conv, &[channels, taps])?;
+        }
+        let sizes = (format!("{stem}.conv1d.weight"), conv.shape.clone());
+        let conv = self.parameter(FirstTensor::Stored(conv, None), sizes);
+        let scale = self
+            .source
+            .weight(self.config.family, role(LayerRole::DeltaScale))?;
+        check(&scale, &[shape.heads])?;
+        let scale = match self.source {
+            ModelSource::Hf(_) => FirstTensor::Stored(scale, None),
+            // The factor itself.
+            ModelSource::Gguf(_) => {
+                let factors = super::values_of(&scale, None).into_iter();
+                FirstTensor::Plain(factors.map(|x| libm::logf(-x)).collect())
+            }
+        };
+        let norm = format!("{stem}.norm.weight");
+        Ok(DeltaWeights {
+            decay,
+            conv,
+            bias: self.vector(
+                role(LayerRole::DeltaBias),
+                shape.heads,
+                &format!("{stem}.dt_bias"),
+            )?,
+            scale: self.parameter(scale, (format!("{stem}.A_log"), vec![shape.heads])),
+            norm: self.vector(role(LayerRole::DeltaNorm), shape.value_dim, &norm)?,
+        })
     }
 
     fn latent(&mut self, i: usize, of: Latent) -> Result<LatentWeights, Error> {
@@ -380,7 +438,9 @@ impl WeightLoader<'_> {
             return None;
         };
         let nth = TARGETS.iter().position(|(of, _, _)| *of == part)?;
-        if part == LayerRole::Query && self.config.layers[layer].latent.is_some() {
+        let shape = &self.config.layers[layer];
+        let is_plain = shape.latent.is_none() && !shape.gated;
+        if !is_plain && part != LayerRole::AttentionOutput && nth < ATTENTION {
             return None; // serving has none there
         }
         let is_target = self.targets.iter().any(|name| name == TARGETS[nth].2);
@@ -447,13 +507,21 @@ impl WeightLoader<'_> {
         name: String,
     ) -> Result<VectorParameter, Error> {
         check(&tensor, &[n])?;
-        let stored = FirstTensor::Stored(tensor, heads);
+        Ok(self.parameter(FirstTensor::Stored(tensor, heads), (name, vec![n])))
+    }
+
+    /// Numbers that are trained with whole models, and fixed with adapters.
+    fn parameter(
+        &mut self,
+        stored: FirstTensor,
+        (name, shape): (String, Vec<usize>),
+    ) -> VectorParameter {
         if self.method != Method::Full {
-            return Ok(VectorParameter::Fixed(stored.values()));
+            return VectorParameter::Fixed(stored.values());
         }
-        let range = self.slot(name, vec![n]);
+        let range = self.slot(name, shape);
         self.first.push(stored);
-        Ok(VectorParameter::Trained(range))
+        VectorParameter::Trained(range)
     }
 
     /// A trained tensor's range in its part.
@@ -494,12 +562,26 @@ fn expert_parts(width: usize, of: Experts, index: usize) -> [(LayerRole, [usize;
     ]
 }
 
-/// What a layer with latent attention has in place of queries, keys and values.
-fn latent_part(of: Latent, part: LayerRole, name: &'static str) -> (LayerRole, &'static str) {
+/// What a layer has in place of a matrix of attention, with its names in files.
+fn own_part(
+    shape: &LayerShape,
+    part: LayerRole,
+    (block, name): (&'static str, &'static str),
+) -> (LayerRole, &'static str, &'static str) {
+    const NET: &str = "linear_attn";
+    let compressed = shape.latent.is_some_and(|of| of.query_rank.is_some());
+    let (has_latent, is_net) = (
+        shape.latent.is_some(),
+        matches!(shape.cache, LayerCache::Delta(_)),
+    );
     match part {
-        LayerRole::Query if of.query_rank.is_some() => (LayerRole::QueryUp, "q_b_proj"),
-        LayerRole::Key => (LayerRole::LatentDown, "kv_a_proj_with_mqa"),
-        LayerRole::Value => (LayerRole::LatentUp, "kv_b_proj"),
-        _ => (part, name),
+        LayerRole::Query if is_net => (LayerRole::DeltaQkv, NET, "in_proj_qkv"),
+        LayerRole::Key if is_net => (LayerRole::DeltaGate, NET, "in_proj_z"),
+        LayerRole::Value if is_net => (LayerRole::DeltaStep, NET, "in_proj_b"),
+        LayerRole::AttentionOutput if is_net => (LayerRole::DeltaOutput, NET, "out_proj"),
+        LayerRole::Query if compressed => (LayerRole::QueryUp, block, "q_b_proj"),
+        LayerRole::Key if has_latent => (LayerRole::LatentDown, block, "kv_a_proj_with_mqa"),
+        LayerRole::Value if has_latent => (LayerRole::LatentUp, block, "kv_b_proj"),
+        _ => (part, block, name),
     }
 }
