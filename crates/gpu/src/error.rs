@@ -43,6 +43,18 @@ pub enum Error {
     /// The text of a user's function is refused.
     #[error("the WGSL function is refused: {reason}")]
     Function { reason: String },
+    /// A user's function read a row that was not loaded.
+    #[error("the WGSL function reads row {row}, beyond its halo: rows {first} to {end} are there")]
+    Halo {
+        row: u64,
+        /// First row that is there.
+        first: u64,
+        /// The row behind the last one.
+        end: u64,
+    },
+    /// The loops of a user's function ran too long.
+    #[error("a call of the WGSL function took over {most} iterations of loops")]
+    Iterations { most: u32 },
 }
 
 /// Names of the adapters found, as the end of a sentence.

@@ -16,7 +16,7 @@ use crate::Error;
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// Most expressions. The writer recurses into them.
-const EXPRESSIONS_MAX: usize = 1000;
+pub(crate) const EXPRESSIONS_MAX: usize = 1000;
 
 /// Deepest nesting of braces and brackets of any kind.
 const DEPTH_MAX: usize = 100;
@@ -70,12 +70,7 @@ impl ScalarFunction {
     pub fn parse(text: &str) -> Result<Self, Error> {
         bounded(text).map_err(refused)?;
         let text = text.to_owned();
-        let thread = std::thread::Builder::new().stack_size(STACK_BYTES);
-        let started = thread.spawn(move || check(&text));
-        let thread = started.map_err(|error| refused(error.to_string()))?;
-        let checked = thread.join();
-        let crashed = |_| Err("the parser has failed on it".to_owned());
-        checked.unwrap_or_else(crashed).map_err(refused)
+        with_stack(move || check(&text))
     }
 
     /// Types of its arguments.
@@ -128,12 +123,26 @@ fn function_of_user(
     }
 }
 
-fn refused(reason: String) -> Error {
+/// Runs a check on a thread of its own: the parser recurses, and a crash of it is a refusal.
+///
+/// # Errors
+/// [`Error::Function`].
+pub(crate) fn with_stack<T: Send + 'static>(
+    check: impl FnOnce() -> Result<T, String> + Send + 'static,
+) -> Result<T, Error> {
+    let thread = std::thread::Builder::new().stack_size(STACK_BYTES);
+    let started = thread.spawn(check);
+    let thread = started.map_err(|error| refused(error.to_string()))?;
+    let crashed = |_| Err("the parser has failed on it".to_owned());
+    thread.join().unwrap_or_else(crashed).map_err(refused)
+}
+
+pub(crate) fn refused(reason: String) -> Error {
     Error::Function { reason }
 }
 
 /// Checks length and nesting before the parser sees the text.
-fn bounded(text: &str) -> Result<(), String> {
+pub(crate) fn bounded(text: &str) -> Result<(), String> {
     if text.len() > TEXT_BYTES_MAX {
         return Err(format!(
             "{} bytes, expected at most {TEXT_BYTES_MAX}",
@@ -194,7 +203,7 @@ fn check(text: &str) -> Result<ScalarFunction, String> {
     })
 }
 
-fn valid(module: &Module, text: &str) -> Result<ModuleInfo, String> {
+pub(crate) fn valid(module: &Module, text: &str) -> Result<ModuleInfo, String> {
     let mut validator = Validator::new(ValidationFlags::all(), Capabilities::empty());
     let checked = validator.validate(module);
     checked.map_err(|error| one_line(&error.emit_to_string(text)))
@@ -271,7 +280,7 @@ fn loopless(block: &Block) -> Result<(), String> {
 }
 
 /// Joins the lines of a message.
-fn one_line(text: &str) -> String {
+pub(crate) fn one_line(text: &str) -> String {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
     lines.collect::<Vec<_>>().join(" ")
 }

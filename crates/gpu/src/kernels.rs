@@ -15,6 +15,10 @@ const EXTREMES: &str = include_str!("wgsl/extremes.wgsl");
 const HIST: &str = include_str!("wgsl/hist.wgsl");
 const HIST_RAW: &str = include_str!("wgsl/hist_raw.wgsl");
 const NEAREST: &str = include_str!("wgsl/nearest.wgsl");
+const MATMUL: &str = include_str!("wgsl/matmul.wgsl");
+
+/// Rows and columns of a workgroup's part of a product, as in the kernel.
+const PRODUCT_SIDE: u64 = 16;
 
 /// Rows of a workgroup that sums or compares, as in the kernels.
 const ROWS_REDUCED: u64 = 256 * 64;
@@ -72,11 +76,11 @@ pub struct Extremes {
 }
 
 /// A run of a kernel: its parameters, workgroups and size of result.
-struct KernelRun<'a> {
-    kernel: Kernel<'a>,
-    params: &'a [u32],
-    groups: u64,
-    result_bytes: u64,
+pub(crate) struct KernelRun<'a> {
+    pub(crate) kernel: Kernel<'a>,
+    pub(crate) params: &'a [u32],
+    pub(crate) groups: u64,
+    pub(crate) result_bytes: u64,
 }
 
 impl Gpu {
@@ -260,6 +264,35 @@ impl Gpu {
         Ok(all)
     }
 
+    /// The product of matrices `left`, `(m, depth)`, and `right`, `(depth, n)`: `(m, n)` in f32,
+    /// without promised bits.
+    ///
+    /// # Errors
+    /// As of [`values`](Self::values).
+    ///
+    /// # Panics
+    /// Without values.
+    pub fn matmul(&self, left: &[f32], right: &[f32], depth: usize) -> Result<Vec<f32>, Error> {
+        assert!(depth > 0 && !left.is_empty(), "matrices without values");
+        let _turn = self.turn();
+        let (m, n) = ((left.len() / depth) as u64, (right.len() / depth) as u64);
+        let across = n.div_ceil(PRODUCT_SIDE);
+        let job = KernelRun {
+            kernel: Kernel {
+                entry: "matmul",
+                text: &[MATMUL],
+            },
+            params: &[m as u32, depth as u32, n as u32, across as u32],
+            groups: m.div_ceil(PRODUCT_SIDE) * across,
+            result_bytes: 4 * m * n,
+        };
+        let bytes =
+            |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|v| v.to_le_bytes()).collect() };
+        let (left, right) = (self.filled(&bytes(left))?, self.filled(&bytes(right))?);
+        let product = words(&self.job(&job, &[&left, &right])?);
+        Ok(product.into_iter().map(f32::from_bits).collect())
+    }
+
     /// A user's function of each row: one column for each argument, `(n,)` words each.
     ///
     /// # Errors
@@ -331,7 +364,7 @@ impl Gpu {
     }
 
     /// Runs a kernel over inputs on the device.
-    fn job(&self, job: &KernelRun<'_>, inputs: &[&Buffer]) -> Result<Vec<u8>, Error> {
+    pub(crate) fn job(&self, job: &KernelRun<'_>, inputs: &[&Buffer]) -> Result<Vec<u8>, Error> {
         let pipeline = self.pipeline(job.kernel)?;
         let params = self.filled(&bytes_of_words(job.params))?;
         let (done, result) = (self.room(4)?, self.room(job.result_bytes)?);
@@ -447,7 +480,7 @@ pub(crate) fn bytes_of_words(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-fn words(bytes: &[u8]) -> Vec<u32> {
+pub(crate) fn words(bytes: &[u8]) -> Vec<u32> {
     let all = bytes.as_chunks().0.iter();
     all.map(|word| u32::from_le_bytes(*word)).collect()
 }

@@ -6,7 +6,8 @@
 //!
 //! - `Gpu`: a device; opens the best adapter, cuts buffers to its limits.
 //! - `RowRange`, `Column`: the input of a kernel; an expression may be computed of each row first.
-//! - `ScalarFunction`: a checked WGSL function of a user. The only part without promised bits.
+//! - `ScalarFunction`, `BlockFunction`: checked WGSL functions of a user, of a row's values or of
+//!   rows nearby. The only part without promised bits.
 //!
 //! All of it is behind the feature `wgpu`; without it the crate is empty.
 //!
@@ -14,6 +15,8 @@
 //! returns `Error::Lost`, now and later, and the caller computes elsewhere. A result is valid only
 //! if each workgroup has signed that it ended.
 
+#[cfg(feature = "wgpu")]
+mod block;
 #[cfg(feature = "wgpu")]
 mod device;
 #[cfg(feature = "wgpu")]
@@ -30,6 +33,8 @@ mod sort;
 #[cfg(all(test, feature = "wgpu"))]
 mod tests;
 
+#[cfg(feature = "wgpu")]
+pub use block::{BlockFunction, BlockRange};
 #[cfg(feature = "wgpu")]
 pub use device::{Gpu, Software};
 #[cfg(feature = "wgpu")]

@@ -4,7 +4,7 @@ use wgpu::Buffer;
 
 use crate::Error;
 use crate::device::{Gpu, Kernel, KernelDispatch};
-use crate::kernels::bytes_of_words;
+use crate::kernels::{bytes_of_words, words};
 
 const SORT: &str = include_str!("wgsl/sort.wgsl");
 
@@ -51,28 +51,59 @@ impl Gpu {
     ///
     /// # Errors
     /// As of [`Gpu::values`]; the keys are then unchanged.
-    pub fn sort(&self, keys: &mut [u8], words: KeyWidth) -> Result<(), Error> {
+    pub fn sort(&self, keys: &mut [u8], width: KeyWidth) -> Result<(), Error> {
+        self.sort_by(keys, width, 0..32 * width.count())
+    }
+
+    /// Radix partition: numbers of rows in the order of their partitions, which have numbers of
+    /// `bits` bits. Rows of a partition stay in order.
+    ///
+    /// # Errors
+    /// As of [`Gpu::values`].
+    ///
+    /// # Panics
+    /// If `bits` is no multiple of 8 up to 32.
+    pub fn partition(&self, partitions: &[u32], bits: u32) -> Result<Vec<u32>, Error> {
+        assert!(bits.is_multiple_of(8) && bits <= 32, "{bits} bits");
+        if partitions.is_empty() {
+            return Ok(Vec::new());
+        }
+        let pairs = (0..).zip(partitions);
+        let pairs: Vec<u32> = pairs.flat_map(|(row, of): (u32, _)| [row, *of]).collect();
+        let mut keys = bytes_of_words(&pairs);
+        self.sort_by(&mut keys, KeyWidth::Two, 32..32 + bits)?;
+        let sorted = words(&keys);
+        Ok(sorted
+            .as_chunks::<2>()
+            .0
+            .iter()
+            .map(|[row, _]| *row)
+            .collect())
+    }
+
+    /// Sorts keys by these bits, an even number of digits; equal ones stay in order.
+    fn sort_by(
+        &self,
+        keys: &mut [u8],
+        width: KeyWidth,
+        bits: std::ops::Range<u32>,
+    ) -> Result<(), Error> {
         let _turn = self.turn();
         let pipelines = ["count", "scan", "scatter"].map(|entry| {
             self.pipeline(Kernel {
                 entry,
-                text: &[words.head(), SORT],
+                text: &[width.head(), SORT],
             })
         });
         let [count, scan, scatter] = pipelines;
         let pipelines = [count?, scan?, scatter?];
-        let n = keys.len() as u64 / 4 / u64::from(words.count());
+        let n = keys.len() as u64 / 4 / u64::from(width.count());
         let tiles = n.div_ceil(TILE).max(1);
         let (done, counts) = (self.room(4)?, self.room(4 * 16 * tiles)?);
         let both = [self.filled(keys)?, self.room(keys.len() as u64)?];
-        let passes = 32 * words.count() / DIGIT_BITS;
-        let params = (0..passes).map(|pass| {
-            self.filled(&bytes_of_words(&[
-                n as u32,
-                pass * DIGIT_BITS,
-                tiles as u32,
-            ]))
-        });
+        let params = bits
+            .step_by(DIGIT_BITS as usize)
+            .map(|bit| self.filled(&bytes_of_words(&[n as u32, bit, tiles as u32])));
         let params = params.collect::<Result<Vec<Buffer>, Error>>()?;
         let mut buffers = Vec::new();
         for (pass, params) in params.iter().enumerate() {
