@@ -8,7 +8,7 @@ mod watch;
 
 use std::path::PathBuf;
 
-use paceline_base::Bytes;
+use paceline_base::{Bytes, BytesError};
 use paceline_mapreduce::reduce::Op;
 use paceline_mapreduce::worker::{self, FileAccess};
 
@@ -28,12 +28,17 @@ pub(crate) enum Command {
     Sort(SortArgs),
     /// A reduction for each key
     Groupby(GroupbyArgs),
+    /// A join of two tables by keys, reduced for each key
+    Join(JoinArgs),
     /// Clusters of rows, and their means; rows with NaN or infinities are refused
     Kmeans(KmeansArgs),
     /// The mean of an expression over random numbers, with its error
     Montecarlo(MontecarloArgs),
     /// An expression of each row, written to a .npy file
     Map(MapArgs),
+    /// The product of two matrices larger than memory: f64 with the same bits for any number of
+    /// nodes; with --device gpu f32
+    Matmul(MatmulArgs),
     /// Computes parts for one of the other commands, which starts it
     #[command(hide = true)]
     Worker(WorkerArgs),
@@ -73,6 +78,16 @@ pub(crate) struct ColumnArgs {
     /// devices
     #[arg(long, value_name = "FILE", conflicts_with = "map")]
     wgsl: Option<PathBuf>,
+    /// The WGSL function reads rows nearby, this many to each side, or all. It is
+    /// `fn f(row: i32, column: i32) -> f32`, or `fn f(row: i32) -> T` with T an f32, a vector or
+    /// array<f32, N>. It reads the inputs as x(row, column), y, z and w; rows are the first axis.
+    /// Beyond an edge they give the value at the edge. rows() and columns() are those of x
+    #[arg(long, value_name = "ROWS", requires = "wgsl", value_parser = halo)]
+    halo: Option<u64>,
+    /// Compute that function this many times, each time of its last result
+    #[arg(long, value_name = "N", requires = "halo", default_value_t = 1,
+          value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    steps: u32,
 }
 
 /// Arguments of `paceline mapreduce reduce`.
@@ -152,6 +167,28 @@ pub(crate) struct GroupbyArgs {
     job: ArrayJobArgs,
 }
 
+/// Arguments of `paceline mapreduce join`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct JoinArgs {
+    /// sum, mean, min, max or count, of all pairs of rows with a key
+    #[arg(value_name = "OP", value_parser = op)]
+    op: Op,
+    /// .npy files: keys and values of the left table, then those of the right one, which must fit
+    /// the memory of each node. Keys are integers
+    #[arg(value_names = ["KEYS", "VALUES", "KEYS2", "VALUES2"], num_args = 4, required = true)]
+    inputs: Vec<PathBuf>,
+    /// The value of a pair: an expression of the left value x and the right value y
+    #[arg(
+        long,
+        value_name = "EXPR",
+        allow_hyphen_values = true,
+        default_value = "x * y"
+    )]
+    map: String,
+    #[command(flatten)]
+    job: ArrayJobArgs,
+}
+
 /// Arguments of `paceline mapreduce kmeans`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct KmeansArgs {
@@ -208,9 +245,35 @@ pub(crate) struct MapArgs {
     job: ArrayJobArgs,
 }
 
+/// Arguments of `paceline mapreduce matmul`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct MatmulArgs {
+    /// A .npy file of the first matrix: rows by depth
+    #[arg(value_name = "A")]
+    left: PathBuf,
+    /// A .npy file of the second one: depth by columns
+    #[arg(value_name = "B")]
+    right: PathBuf,
+    /// The .npy file to write, of f64
+    #[arg(short, value_name = "OUT")]
+    out: PathBuf,
+    #[command(flatten)]
+    job: ArrayJobArgs,
+}
+
 /// Parses a size such as `500M` or `2G`.
-pub(crate) fn memory(text: &str) -> Result<u64, String> {
+pub(crate) fn memory(text: &str) -> Result<u64, BytesError> {
     Bytes::parse(text).map(|bytes| bytes.0)
+}
+
+/// Parses `--halo`.
+fn halo(text: &str) -> Result<u64, String> {
+    match text {
+        "all" => Ok(u64::MAX),
+        text => text
+            .parse()
+            .map_err(|_| "expected a number of rows, or all".to_owned()),
+    }
 }
 
 fn op(name: &str) -> Result<Op, String> {
@@ -231,9 +294,11 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
         Command::Topk(args) => jobs::topk(args),
         Command::Sort(args) => sort::sort(args),
         Command::Groupby(args) => jobs::groupby(args),
+        Command::Join(args) => jobs::join(args),
         Command::Kmeans(args) => jobs::kmeans(args),
         Command::Montecarlo(args) => jobs::montecarlo(args),
         Command::Map(args) => jobs::map(args),
+        Command::Matmul(args) => jobs::matmul(args),
         Command::Worker(args) => compute(args),
     }
 }

@@ -179,6 +179,20 @@ impl Decoded {
         Values::Floats(&self.floats)
     }
 
+    /// The values of rows in this order.
+    pub(crate) fn ordered(&mut self, values: &Values<'_>, order: &[u32]) -> Values<'_> {
+        match values {
+            Values::Floats(values) => {
+                self.floats = order.iter().map(|row| values[*row as usize]).collect();
+                Values::Floats(&self.floats)
+            }
+            Values::Wide(values) => {
+                self.wide = order.iter().map(|row| values[*row as usize]).collect();
+                Values::Wide(&self.wide)
+            }
+        }
+    }
+
     fn fill<const N: usize>(&mut self, bytes: &[u8], value: impl Fn([u8; N]) -> f64) {
         self.floats.clear();
         self.floats

@@ -37,6 +37,15 @@ pub enum Error {
         /// The number of the first input's values.
         expected: u64,
     },
+    /// Matrices that cannot be multiplied.
+    #[error("{} has {got} rows, expected {expected} as the first matrix has columns", path.display())]
+    Inner {
+        path: PathBuf,
+        /// Rows of the second matrix.
+        got: u64,
+        /// Columns of the first matrix.
+        expected: u64,
+    },
     #[error("{0} of no values")]
     Empty(&'static str),
     #[error(transparent)]
@@ -51,6 +60,9 @@ pub enum Error {
         keys: crate::Dtype,
         values: crate::Dtype,
     },
+    /// The right table of a join has more rows than a process can number.
+    #[error("the right table has {rows} rows, expected at most 2^31: exchange left and right")]
+    Right { rows: u64 },
     /// Clusters whose centroids have no numbers, or too many.
     #[error(
         "{k} centroids of {columns} columns: expected 1 to {} numbers in all",

@@ -398,7 +398,7 @@ const fn extreme_of_none(op: Op) -> i64 {
 
 /// Multiplies by 2^64 over the golden ratio and uses the high bits.
 #[inline(always)]
-const fn hash(key: i64) -> usize {
+pub(crate) const fn hash(key: i64) -> usize {
     let mixed = (key as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (mixed ^ mixed >> 32) as usize
 }

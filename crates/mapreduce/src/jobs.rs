@@ -22,8 +22,8 @@ use crate::reduce::Op;
 use crate::sort::{Sort, Sorted};
 use crate::topk::Pick;
 use crate::{
-    DeviceChoice, Dtype, Error, FileSink, InputFile, InputSource, JobProgress, JobSpec, JobWorkers,
-    Journal, Kind, PartialResult, ResultValue,
+    BlockMap, DeviceChoice, Dtype, Error, FileSink, InputFile, InputSource, JobProgress, JobSpec,
+    JobWorkers, Journal, Kind, PartialResult, ResultValue,
 };
 
 pub use results::{Estimate, Grouped, Histogram, ReductionResult, TopValues};
@@ -52,6 +52,8 @@ pub struct Columns {
     pub map: Option<String>,
     /// A WGSL function of each row.
     pub wgsl: Option<String>,
+    /// How that function reads rows nearby. The inputs are then not flat.
+    pub block: Option<BlockMap>,
 }
 
 impl Columns {
@@ -60,6 +62,7 @@ impl Columns {
         let mut task = JobSpec::of_files(self.inputs.clone(), kind);
         task.map.clone_from(&self.map);
         task.wgsl.clone_from(&self.wgsl);
+        task.block = self.block;
         task
     }
 
@@ -103,6 +106,20 @@ pub fn grouped(inputs: [InputFile; 2], op: Op) -> JobSpec {
     JobSpec::of_files(inputs.into(), Kind::GroupBy(grouping))
 }
 
+/// The task that reduces by `op`, for each key, an expression of all pairs of rows with that key.
+/// Its `x` is the left value, `y` the right one. `inputs` are keys and values of the left table,
+/// then of the right one.
+pub fn joined(inputs: [InputFile; 4], op: Op, pair: String) -> JobSpec {
+    let grouping = Grouping {
+        op,
+        keys: inputs[0].dtype,
+        values: Dtype::F64,
+    };
+    let mut task = JobSpec::of_files(inputs.into(), Kind::Join(grouping));
+    task.map = Some(pair);
+    task
+}
+
 /// The task that estimates the mean of an expression over `samples` random points of `seed`.
 pub fn random(expr: String, seed: u64, samples: u64) -> JobSpec {
     JobSpec {
@@ -113,6 +130,7 @@ pub fn random(expr: String, seed: u64, samples: u64) -> JobSpec {
         },
         map: Some(expr),
         wgsl: None,
+        block: None,
         kind: Kind::Reduce(Op::Var),
     }
 }
@@ -139,15 +157,22 @@ impl Writing {
     /// # Errors
     /// [`Error::PartGone`], [`Error::File`].
     pub fn new(columns: &Columns, out: PathBuf, journal: Option<&Path>) -> Result<Self, Error> {
+        let task = columns.task(Kind::Write(part_of(&out)));
+        Self::of(task, out, journal)
+    }
+
+    fn of(task: JobSpec, out: PathBuf, journal: Option<&Path>) -> Result<Self, Error> {
         let part = part_of(&out);
-        let task = columns.task(Kind::Write(part.clone()));
         let goes_on = journal.is_some_and(Path::exists);
         if goes_on && !part.exists() {
             return Err(Error::PartGone { path: part });
         }
         let rows = task.rows();
         if !goes_on {
-            FileSink::create(&part, Dtype::F64, rows)?;
+            let shape = [rows, task.columns_written()];
+            let has_columns = task.block.is_some() || matches!(task.kind, Kind::Product(_));
+            let axes = if has_columns { 2 } else { 1 };
+            FileSink::create(&part, Dtype::F64, &shape[..axes])?;
         }
         Ok(Self {
             task,
@@ -155,6 +180,20 @@ impl Writing {
             out,
             rows,
         })
+    }
+
+    /// The same for the product of two matrices.
+    ///
+    /// # Errors
+    /// The errors of [`new`](Self::new).
+    pub fn product(
+        matrices: [InputFile; 2],
+        out: PathBuf,
+        journal: Option<&Path>,
+    ) -> Result<Self, Error> {
+        let part = part_of(&out);
+        let task = JobSpec::of_files(matrices.into(), Kind::Product(part));
+        Self::of(task, out, journal)
     }
 
     pub const fn rows(&self) -> u64 {

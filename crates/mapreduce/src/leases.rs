@@ -1,6 +1,7 @@
 //! Leases of parts: each is given to one holder, and those of a lost holder are leased again.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -28,8 +29,9 @@ const PARTS_PER_THREAD: u64 = 8;
 pub struct Leases {
     rows: u64,
     part_rows: u64,
-    /// Parts from here on were never leased.
-    next: u64,
+    /// Parts that were never leased, of each holder that has some of its own; others get from
+    /// these in turn.
+    fresh: Vec<Range<u64>>,
     /// Parts whose holder was lost.
     returned: VecDeque<RowPartition>,
     /// Leased parts and their holders.
@@ -57,7 +59,7 @@ impl Leases {
         Self {
             rows,
             part_rows,
-            next: 0,
+            fresh: Self::segments(rows.div_ceil(part_rows), 1),
             returned: VecDeque::new(),
             held: BTreeMap::new(),
             before: BTreeSet::new(),
@@ -65,17 +67,38 @@ impl Leases {
         }
     }
 
+    /// The same, where each of `holders` holders has a range of parts of its own. It gets others
+    /// only behind it.
+    #[must_use]
+    pub fn by_holder(mut self, holders: u64) -> Self {
+        self.fresh = Self::segments(self.rows.div_ceil(self.part_rows), holders);
+        self
+    }
+
+    /// `parts` cut into ranges of equal numbers, at least one.
+    pub(crate) fn segments(parts: u64, count: u64) -> Vec<Range<u64>> {
+        let count = count.max(1);
+        let first = |at: u64| (u128::from(parts) * u128::from(at) / u128::from(count)) as u64;
+        (0..count).map(|at| first(at)..first(at + 1)).collect()
+    }
+
     /// The next part for `holder`; `None` when all are leased or done.
     pub fn lease(&mut self, holder: u32) -> Option<RowPartition> {
-        let part = self.returned.pop_front().or_else(|| self.fresh())?;
+        let part = self.returned.pop_front().or_else(|| self.fresh(holder))?;
         self.held.insert(part.id, (part, holder));
         Some(part)
     }
 
-    fn fresh(&mut self) -> Option<RowPartition> {
+    fn fresh(&mut self, holder: u32) -> Option<RowPartition> {
+        let left = |range: &Range<u64>| range.end.saturating_sub(range.start);
         loop {
-            let part = self.part(self.next)?;
-            self.next += 1;
+            let own = holder as usize % self.fresh.len();
+            let at = match left(&self.fresh[own]) {
+                0 => (0..self.fresh.len()).max_by_key(|at| left(&self.fresh[*at]))?,
+                _ => own,
+            };
+            let id = self.fresh[at].next()?;
+            let part = self.part(id)?;
             if !self.before.contains(&part.id) {
                 return Some(part);
             }
@@ -159,8 +182,16 @@ mod tests {
 
     #[test]
     fn parts_cover_each_row_once_whoever_is_lost() {
-        for rows in [0, 1, 9, 10, 11, 1000] {
-            let mut leases = Leases::of(rows, 10);
+        for (rows, own) in [
+            (0, 1),
+            (1, 3),
+            (9, 1),
+            (10, 1),
+            (11, 3),
+            (1000, 1),
+            (1000, 3),
+        ] {
+            let mut leases = Leases::of(rows, 10).by_holder(own);
             let mut seen = vec![0; rows as usize];
             let mut turn = 0;
             while !leases.is_done() {
@@ -182,6 +213,17 @@ mod tests {
             assert!(seen.iter().all(|count| *count == 1), "{rows} rows");
             assert_eq!(leases.lease(0), None);
         }
+    }
+
+    #[test]
+    fn a_holder_has_its_own_range_first() {
+        let mut leases = Leases::of(60, 10).by_holder(2);
+        let mut ids = |holder| leases.lease(holder).map(|part| part.id);
+        let taken = [0, 1, 1, 1, 1, 0, 0].map(&mut ids);
+        assert_eq!(
+            taken,
+            [0, 3, 4, 5, 1, 2, u64::MAX].map(|id| (id < 9).then_some(id))
+        );
     }
 
     #[test]

@@ -22,7 +22,8 @@
 //! - [`RowSource`], [`Sink`], [`InputFile`], [`Dtype`], [`npy`]: input and output of rows.
 //! - [`JobSpec`]: a computation. [`reduce`], [`hist`], [`topk`], [`kmeans`], [`groupby`], [`sort`]:
 //!   the kinds of it. [`expr`]: expressions of users. [`philox`]: random numbers by counter.
-//! - [`device`]: processors that compute blocks of rows, and graphics processors.
+//! - [`device`]: processors that compute blocks of rows, and graphics processors. [`BlockMap`]:
+//!   functions of users that read rows nearby.
 //! - [`jobs`]: jobs for programs, with results, texts and figures.
 //! - [`Leases`]: assignment of parts to workers. [`JobWorkers`]: jobs from start to end.
 //!   [`Journal`]: finished parts, to resume a killed job. [`worker`]: the other side of the control
@@ -32,17 +33,21 @@
 
 #[cfg(test)]
 mod bars;
+mod block;
 pub mod clusters;
 pub mod device;
 mod dtype;
 mod error;
 pub mod expr;
 pub mod groupby;
+mod halo;
 pub mod hist;
 pub mod jobs;
+mod join;
 mod journal;
 pub mod kmeans;
 mod leases;
+mod matmul;
 mod messages;
 pub mod npy;
 mod order;
@@ -65,6 +70,7 @@ mod workers;
 pub use device::{ComputeDevice, DeviceChoice};
 pub use dtype::{Decoded, Dtype, UnknownDtype, Values};
 pub use error::Error;
+pub use halo::BlockMap;
 pub use journal::Journal;
 pub use leases::{Leases, RowPartition};
 pub use part::{PartComputer, Scratch};

@@ -41,14 +41,6 @@ pub(crate) enum ToWorker {
         /// The task to compute.
         task: Box<JobSpec>,
     },
-    /// Keys of a bucket that will be leased next, for a worker that does not share the parent's
-    /// folder. They are appended to the previous ones.
-    Keys {
-        job: u64,
-        bucket: u64,
-        /// Some of its keys.
-        keys: PackedPartial,
-    },
     /// A part to compute.
     Lease(RowPartition),
 }
@@ -75,16 +67,8 @@ pub(crate) enum FromWorker {
         job: u64,
         /// Number of the first row.
         first_row: u64,
-        /// Their values, little-endian.
+        /// Their values ([`pack`](crate::parent::pack)).
         values: PackedPartial,
-    },
-    /// Keys of a sort's part, of a worker that does not share the parent's folder. They count once
-    /// the part is done.
-    Keys {
-        job: u64,
-        part: u64,
-        /// Some of its keys, in the order of buckets.
-        keys: PackedPartial,
     },
     /// A part is computed.
     Done {

@@ -5,16 +5,22 @@
 //! workers are not here but in [`JobWorkers`](crate::Crew).
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+
+use paceline_base::lock;
 
 use crate::device::{self, BlockRows, Column, ComputeDevice, DeviceChoice, Lost};
 use crate::expr::{ExprProgram, Registers};
+use crate::join::{self, RightTable};
+use crate::matmul;
 use crate::parent::ParentConnection;
 use crate::philox::Philox;
 use crate::sink::{FileSink, Sink};
-use crate::sort::{self, SpillStore};
+use crate::sort::{self, RangeStore, SpillStore};
 use crate::task::{InputSource, JobSpec, Kind, PartialResult};
-use crate::{Decoded, Dtype, Error, FileSource, InputFile, RowPartition, RowSource, Values};
+use crate::{
+    BlockMap, Decoded, Dtype, Error, FileSource, InputFile, RowPartition, RowSource, Values,
+};
 
 /// Bytes that a thread reads at a time: with their decoded copy within a second-level cache.
 const BLOCK_BYTES: u64 = 256 << 10;
@@ -31,10 +37,17 @@ impl JobSpec {
     pub fn prepare(&self) -> Result<PartComputer, Error> {
         let program = self.check()?;
         let (sink, folder): (Option<Arc<dyn Sink>>, Option<&Path>) = match &self.kind {
-            Kind::Write(path) => (Some(Arc::new(FileSink::open(path)?)), None),
+            Kind::Write(path) | Kind::Product(path) => {
+                (Some(Arc::new(FileSink::open(path)?)), None)
+            }
             Kind::Gather(gather) => {
-                let sink = FileSink::open(&gather.out)?;
-                (Some(Arc::new(sink)), gather.scatter.folder.as_deref())
+                let sink: Arc<dyn Sink> = Arc::new(FileSink::open(&gather.out)?);
+                if gather.scatter.machines > 0 {
+                    let folder = gather.out.parent().unwrap_or(Path::new("."));
+                    let store = SpillStore::Ranges(RangeStore::new(folder)?);
+                    return self.open(program, Some(sink), store);
+                }
+                (Some(sink), gather.scatter.folder.as_deref())
             }
             Kind::Scatter(scatter) => (None, scatter.folder.as_deref()),
             _ => (None, None),
@@ -49,7 +62,11 @@ impl JobSpec {
     pub(crate) fn prepare_over(&self, line: &Arc<ParentConnection>) -> Result<PartComputer, Error> {
         let program = self.check()?;
         let sink: Arc<dyn Sink> = Arc::<ParentConnection>::clone(line);
-        self.open(program, Some(sink), SpillStore::Parent(Arc::clone(line)))
+        let store = match &self.kind {
+            Kind::Gather(_) => SpillStore::Ranges(RangeStore::new(&std::env::temp_dir())?),
+            _ => SpillStore::new(None),
+        };
+        self.open(program, Some(sink), store)
     }
 
     fn open(
@@ -65,6 +82,7 @@ impl JobSpec {
             program,
             sink,
             store: Arc::new(store),
+            right: Mutex::default(),
         })
     }
 
@@ -75,11 +93,13 @@ impl JobSpec {
             InputSource::Random { columns, .. } => *columns as usize,
         };
         self.check_mapped()?;
+        let is_join = matches!(self.kind, Kind::Join(_));
+        let columns = if is_join { join::COLUMNS } else { given };
         let program = self
             .map
             .as_deref()
-            .map(|text| ExprProgram::parse(text, given));
-        let expected = match self.is_mapped() {
+            .map(|text| ExprProgram::parse(text, columns));
+        let expected = match self.is_mapped() && !is_join {
             // The expression is one column, from any number of inputs.
             true => given.clamp(1, INPUTS_MAX),
             false => self.kind.columns(),
@@ -92,10 +112,19 @@ impl JobSpec {
             });
         }
         self.check_shapes()?;
-        if let Some(text) = &self.wgsl {
-            device::check_function(text, given)?;
+        match (&self.wgsl, &self.block) {
+            (None, _) => {}
+            (Some(text), None) => device::check_function(text, given)?,
+            (Some(text), Some(block)) => {
+                let known = BlockMap::new(text, self.inputs(), block.halo, block.steps)?;
+                if known != *block {
+                    return Err(Error::Function {
+                        task: self.kind.name(),
+                    });
+                }
+            }
         }
-        if let Kind::GroupBy(grouping) = &self.kind
+        if let Kind::GroupBy(grouping) | Kind::Join(grouping) = &self.kind
             && !grouping.is_known()
         {
             return Err(Error::Grouping {
@@ -109,7 +138,8 @@ impl JobSpec {
 
     fn check_mapped(&self) -> Result<(), Error> {
         let task = self.kind.name();
-        if self.is_mapped() && (self.kind.columns() != 1 || self.sorts()) {
+        let is_join = matches!(self.kind, Kind::Join(_)) && self.wgsl.is_none();
+        if self.is_mapped() && !is_join && (self.kind.columns() != 1 || self.sorts()) {
             return Err(Error::Mapped { task });
         }
         let is_random = matches!(self.origin, InputSource::Random { .. });
@@ -127,8 +157,25 @@ impl JobSpec {
         let [first, others @ ..] = self.inputs() else {
             return Ok(());
         };
-        let differs =
-            |input: &&InputFile| (input.rows, input.columns) != (first.rows, first.columns);
+        if let (Kind::Product(_), [second]) = (&self.kind, others) {
+            return match second.rows == first.columns {
+                true => Ok(()),
+                false => Err(Error::Inner {
+                    path: second.path.clone(),
+                    got: second.rows,
+                    expected: first.columns,
+                }),
+            };
+        }
+        if let (Kind::Join(_), [values, right, right_values]) = (&self.kind, others) {
+            return first
+                .paired_with(values)
+                .and(right.paired_with(right_values));
+        }
+        let differs = |input: &&InputFile| {
+            let is_row_by_row = self.block.is_some();
+            input.rows != first.rows || !is_row_by_row && input.columns != first.columns
+        };
         match others.iter().find(differs) {
             None => Ok(()),
             Some(other) => Err(Error::Shapes {
@@ -148,6 +195,8 @@ pub struct PartComputer {
     program: Option<ExprProgram>,
     sink: Option<Arc<dyn Sink>>,
     store: Arc<SpillStore>,
+    /// The right table of a join, read by the first part.
+    right: Mutex<Option<Arc<RightTable>>>,
 }
 
 /// Scratch of a thread: a device, and buffers that it uses again for each block.
@@ -188,9 +237,9 @@ impl PartComputer {
         self
     }
 
-    /// Destinations of rows and of sort parts.
-    pub(crate) fn into_ends(self) -> (Option<Arc<dyn Sink>>, Arc<SpillStore>) {
-        (self.sink, self.store)
+    /// The destination of rows.
+    pub(crate) fn into_sink(self) -> Option<Arc<dyn Sink>> {
+        self.sink
     }
 
     /// Computes a part.
@@ -210,9 +259,17 @@ impl PartComputer {
         if let (Kind::Gather(gather), Some(sink)) = (&self.task.kind, &self.sink) {
             let buckets = part.start..part.start + part.rows;
             let (sink, device) = (sink.as_ref(), scratch.device.as_deref());
-            let rows =
-                buckets.map(|bucket| sort::gather(gather, bucket, &self.store, sink, device));
+            let from = (self.store.as_ref(), self.sources.first());
+            let rows = buckets.map(|bucket| sort::gather(gather, bucket, from, sink, device));
             return Ok(PartialResult::Written(rows.sum::<Result<u64, Error>>()?));
+        }
+        if let (Kind::Product(_), Some(sink), Ok(sources)) =
+            (&self.task.kind, &self.sink, self.sources[..].try_into())
+        {
+            let device = self.device_of(scratch);
+            scratch.on_device = device.is_some();
+            let written = matmul::compute(sources, part, sink.as_ref(), device.as_deref())?;
+            return Ok(PartialResult::Written(written));
         }
         let mut partial = self.task.empty();
         let mut start = part.start;
@@ -242,6 +299,9 @@ impl PartComputer {
     }
 
     fn block_rows(&self, device: Option<&dyn ComputeDevice>) -> u64 {
+        if let (Some(device), Some(block)) = (device, &self.task.block) {
+            return block.block_rows(device, self.task.inputs());
+        }
         if let Some(device) = device {
             let columns = self.task.inputs().iter().map(|input| input.columns).max();
             return device.rows_max(8 * columns.unwrap_or(1));
@@ -257,6 +317,21 @@ impl PartComputer {
         scratch: &mut Scratch,
         partial: &mut PartialResult,
     ) -> Result<(), Error> {
+        if let (Kind::Join(_), PartialResult::GroupBy(groups), Some(program)) =
+            (&self.task.kind, &mut *partial, &self.program)
+        {
+            scratch.on_device = device.is_some();
+            let left = (&self.sources[0], &self.sources[1]);
+            let right = self.right(device)?;
+            return join::join(left, &rows, &right, program, groups, device);
+        }
+        if let (Some(device), Some(text), Some(block)) = (device, &self.task.wgsl, &self.task.block)
+        {
+            let values = block.compute(text, device, &self.sources, &rows)?;
+            scratch.on_device = true;
+            let values = [Values::Floats(&values)];
+            return self.take(&values, rows.start * block.columns, partial);
+        }
         if let Some(device) = device
             && self.block_on(device, &rows, scratch, partial)?
         {
@@ -307,6 +382,16 @@ impl PartComputer {
         self.take(&values, rows.start, partial)
     }
 
+    /// The right table of a join. One thread reads it, the others wait.
+    fn right(&self, device: Option<&dyn ComputeDevice>) -> Result<Arc<RightTable>, Error> {
+        let mut right = lock(&self.right);
+        if right.is_none() {
+            let read = RightTable::read(&self.sources[2], &self.sources[3], device)?;
+            *right = Some(Arc::new(read));
+        }
+        Ok(Arc::clone(right.as_ref().expect("it was read")))
+    }
+
     /// Gives a block to a device; whether that has computed it. A device that is lost has not, and
     /// this thread computes the block.
     fn block_on(
@@ -325,6 +410,17 @@ impl PartComputer {
             read(source, rows, bytes)?;
             let counted = device.hist_raw(bytes, counts.bins().count);
             return Ok(counted.map(|counted| counts.take_counted(&counted)).is_ok());
+        }
+        if let (PartialResult::GroupBy(groups), [keys, values]) = (&mut *partial, &self.sources[..])
+        {
+            let keys = join::whole(keys, rows)?;
+            let order = join::partitioned(&keys, Some(device));
+            read(values, rows, bytes)?;
+            let values = decoded[0].decode(values.dtype(), bytes);
+            let keys: Vec<i128> = order.iter().map(|row| keys[*row as usize].into()).collect();
+            let mut room = Decoded::default();
+            groups.take(&Values::Wide(&keys), &room.ordered(&values, &order));
+            return Ok(true);
         }
         let mut columns = Vec::with_capacity(INPUTS_MAX);
         for (source, decoded) in self.sources.iter().zip(decoded) {

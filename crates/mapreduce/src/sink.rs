@@ -36,7 +36,7 @@ pub trait Sink: fmt::Debug + Send + Sync {
     }
 }
 
-/// A `.npy` file of one axis that is there in full length.
+/// A `.npy` file that is there in full length.
 #[derive(Debug)]
 pub struct FileSink {
     path: PathBuf,
@@ -46,16 +46,16 @@ pub struct FileSink {
 }
 
 impl FileSink {
-    /// Makes a file for `rows` values, all 0 at first. Replaces one that is there.
+    /// Makes a file for an array of this shape, all 0 at first. Replaces one that is there.
     ///
     /// # Errors
     /// [`Error::File`].
-    pub fn create(path: &Path, dtype: Dtype, rows: u64) -> Result<(), Error> {
+    pub fn create(path: &Path, dtype: Dtype, shape: &[u64]) -> Result<(), Error> {
         let wrong = |source| Error::file("write", path, source);
-        let header = npy::write(dtype, &[rows]);
+        let header = npy::write(dtype, shape);
         let mut file = File::create(path).map_err(wrong)?;
         file.write_all(&header).map_err(wrong)?;
-        let bytes = header.len() as u64 + dtype.bytes() as u64 * rows;
+        let bytes = header.len() as u64 + dtype.bytes() as u64 * shape.iter().product::<u64>();
         file.set_len(bytes).map_err(wrong)
     }
 

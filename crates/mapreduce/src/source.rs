@@ -136,6 +136,21 @@ impl InputFile {
         Ok(hash)
     }
 
+    /// Whether `other` has as many rows.
+    ///
+    /// # Errors
+    /// [`Error::Shapes`] if not.
+    pub(crate) fn paired_with(&self, other: &Self) -> Result<(), Error> {
+        match other.rows == self.rows {
+            true => Ok(()),
+            false => Err(Error::Shapes {
+                path: other.path.clone(),
+                got: other.rows,
+                expected: self.rows,
+            }),
+        }
+    }
+
     /// The same values as rows of one.
     pub const fn flat(mut self) -> Self {
         self.rows *= self.columns;
@@ -178,6 +193,24 @@ fn open(path: &Path) -> Result<(File, u64), Error> {
 pub struct FileSource {
     input: InputFile,
     file: File,
+}
+
+impl FileSource {
+    /// Reads values of a row from a column on, as many as `bytes` has room for.
+    ///
+    /// # Errors
+    /// The errors of [`read`](RowSource::read).
+    pub(crate) fn read_columns(
+        &self,
+        row: u64,
+        column: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), Error> {
+        let before = row * self.input.columns + column;
+        let at = self.input.data_at + before * self.input.dtype.bytes() as u64;
+        let read = self.file.read_exact_at(bytes, at);
+        read.map_err(|source| Error::file("read", &self.input.path, source))
+    }
 }
 
 impl RowSource for FileSource {

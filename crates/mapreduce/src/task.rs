@@ -13,7 +13,10 @@ use crate::kmeans::{Assigned, Centroids};
 use crate::reduce::{Op, State};
 use crate::sort::{Gather, Scatter};
 use crate::topk::{Pick, Top};
-use crate::{Dtype, Error, InputFile, Leases, RowPartition};
+use crate::{BlockMap, Dtype, Error, InputFile, Leases, RowPartition};
+
+/// Most rows of a part of a product: the second matrix is read once for each.
+const PRODUCT_ROWS_MAX: u64 = 240;
 
 /// A job, as its workers get it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -26,6 +29,9 @@ pub struct JobSpec {
     /// ([`device`](crate::device)). Its floats have no promised bits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wgsl: Option<String>,
+    /// Set where that function is one over blocks, which reads rows nearby.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub block: Option<BlockMap>,
     /// The kind of computation.
     pub kind: Kind,
 }
@@ -59,11 +65,17 @@ pub enum Kind {
     KMeans(Centroids),
     /// A reduction for each key: the first input has the keys, the second the values.
     GroupBy(Grouping),
+    /// The same of pairs of rows with equal keys. Inputs are keys and values of the left table,
+    /// then of the right one.
+    Join(Grouping),
     /// The values, written to a `.npy` file that is there in full length.
     Write(PathBuf),
+    /// The product of two matrices, written to a `.npy` file that is there in full length.
+    Product(PathBuf),
     /// The first half of a sort.
     Scatter(Scatter),
-    /// The second half of a sort, without inputs: its rows are buckets.
+    /// The second half of a sort: its rows are buckets. Without inputs, unless machines that share
+    /// no folder read the input again.
     Gather(Gather),
 }
 
@@ -75,7 +87,7 @@ pub enum PartialResult {
     TopK(Top),
     KMeans(Box<Assigned>),
     GroupBy(GroupTable),
-    /// Values written by [`Kind::Write`] and [`Kind::Gather`].
+    /// Values written by [`Kind::Write`], [`Kind::Product`] and [`Kind::Gather`].
     Written(u64),
     /// Rows of each bucket, from [`Kind::Scatter`].
     Scattered(Vec<u64>),
@@ -115,6 +127,17 @@ impl PartialResult {
         }
     }
 
+    /// Whether it counts each of `rows` rows in one of a sort's buckets; true for other results.
+    pub(crate) fn counts(&self, kind: &Kind, rows: u64) -> bool {
+        match (self, kind) {
+            (Self::Scattered(counts), Kind::Scatter(scatter)) => {
+                let sum = counts.iter().copied().fold(0, u64::saturating_add);
+                sum == rows && counts.len() == scatter.buckets()
+            }
+            _ => true,
+        }
+    }
+
     /// Whether it is of this kind of task.
     pub(crate) const fn is_of(&self, kind: &Kind) -> bool {
         matches!(
@@ -123,8 +146,11 @@ impl PartialResult {
                 | (Self::Hist(_), Kind::Hist(_))
                 | (Self::TopK(_), Kind::TopK(_))
                 | (Self::KMeans(_), Kind::KMeans(_))
-                | (Self::GroupBy(_), Kind::GroupBy(_))
-                | (Self::Written(_), Kind::Write(_) | Kind::Gather(_))
+                | (Self::GroupBy(_), Kind::GroupBy(_) | Kind::Join(_))
+                | (
+                    Self::Written(_),
+                    Kind::Write(_) | Kind::Product(_) | Kind::Gather(_)
+                )
                 | (Self::Scattered(_), Kind::Scatter(_))
         )
     }
@@ -139,7 +165,9 @@ impl Kind {
             Self::TopK(_) => "topk",
             Self::KMeans(_) => "kmeans",
             Self::GroupBy(_) => "groupby",
+            Self::Join(_) => "join",
             Self::Write(_) => "map",
+            Self::Product(_) => "matmul",
             Self::Scatter(_) | Self::Gather(_) => "sort",
         }
     }
@@ -148,8 +176,9 @@ impl Kind {
     pub(crate) const fn columns(&self) -> usize {
         match self {
             Self::Reduce(op) => op.inputs(),
-            Self::GroupBy(_) => 2,
-            Self::Gather(_) => 0,
+            Self::GroupBy(_) | Self::Product(_) => 2,
+            Self::Join(_) => 4,
+            Self::Gather(gather) => (gather.scatter.machines > 0) as usize,
             _ => 1,
         }
     }
@@ -162,6 +191,7 @@ impl JobSpec {
             origin: InputSource::Files(inputs),
             map: None,
             wgsl: None,
+            block: None,
             kind,
         }
     }
@@ -207,9 +237,20 @@ impl JobSpec {
     pub(crate) fn rows_written_by(&self, part: RowPartition) -> std::ops::Range<u64> {
         let end = part.start + part.rows;
         match &self.kind {
-            Kind::Write(_) => part.start..end,
+            Kind::Write(_) | Kind::Product(_) => {
+                let columns = self.columns_written();
+                part.start * columns..end * columns
+            }
             Kind::Gather(gather) => gather.starts[part.start as usize]..gather.starts[end as usize],
             _ => 0..0,
+        }
+    }
+
+    /// Values that it writes for each row.
+    pub(crate) fn columns_written(&self) -> u64 {
+        match (&self.kind, self.inputs()) {
+            (Kind::Product(_), [_, right]) => right.columns,
+            _ => self.block.map_or(1, |block| block.columns),
         }
     }
 
@@ -227,7 +268,14 @@ impl JobSpec {
         match &self.kind {
             Kind::Scatter(scatter) => scatter.part_rows,
             Kind::Gather(_) => 1,
-            _ => rows,
+            Kind::Product(_) => {
+                let even = self.rows().div_ceil((4 * threads).max(1));
+                even.clamp(1, PRODUCT_ROWS_MAX)
+            }
+            _ => match self.block {
+                Some(block) => block.part_rows(self.rows(), threads),
+                None => rows,
+            },
         }
     }
 
@@ -246,8 +294,10 @@ impl JobSpec {
             Kind::Hist(bins) => PartialResult::Hist(BinCounts::new(bins)),
             Kind::TopK(pick) => PartialResult::TopK(Top::new(*pick)),
             Kind::KMeans(centroids) => PartialResult::KMeans(Box::new(Assigned::new(centroids))),
-            Kind::GroupBy(grouping) => PartialResult::GroupBy(GroupTable::new(*grouping)),
-            Kind::Write(_) | Kind::Gather(_) => PartialResult::Written(0),
+            Kind::GroupBy(grouping) | Kind::Join(grouping) => {
+                PartialResult::GroupBy(GroupTable::new(*grouping))
+            }
+            Kind::Write(_) | Kind::Product(_) | Kind::Gather(_) => PartialResult::Written(0),
             Kind::Scatter(scatter) => PartialResult::Scattered(vec![0; scatter.buckets()]),
         }
     }

@@ -216,6 +216,7 @@ fn samples_are_those_of_their_number() {
         },
         map: Some("select(x * x + y * y < 1, 4, 0)".to_owned()),
         wgsl: None,
+        block: None,
         kind: Kind::Reduce(Op::Mean),
     };
     let pi = value(&task, &run(&task, 3)).as_f64();
@@ -270,7 +271,7 @@ fn written_columns_are_read_again() {
     let home = tempfile::tempdir().unwrap();
     let path = home.path().join("out.npy");
     let input = InputFile::npy(&folder.join("normal.npy")).unwrap();
-    crate::FileSink::create(&path, Dtype::F64, input.rows).unwrap();
+    crate::FileSink::create(&path, Dtype::F64, &[input.rows]).unwrap();
     let mut task = JobSpec::of_files(vec![input], Kind::Write(path.clone()));
     task.map = Some("2 * x".to_owned());
     assert_eq!(run(&task, 2), PartialResult::Written(3000));

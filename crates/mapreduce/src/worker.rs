@@ -85,8 +85,6 @@ fn report_failure(channel: &ParentChannel, error: &dyn std::error::Error) {
 struct Current {
     job: u64,
     prepared: Arc<PartComputer>,
-    /// For a worker that does not share its parent's folder.
-    line: Option<Arc<ParentConnection>>,
     /// A digest of the inputs.
     inputs: u64,
 }
@@ -112,7 +110,6 @@ impl Current {
         Ok(Self {
             job,
             prepared: Arc::new(prepared),
-            line,
             inputs: task.fingerprint()?,
         })
     }
@@ -167,11 +164,6 @@ fn work(channel: &ParentChannel, files: &FileAccess) -> Result<Infallible, Error
                     threads,
                 };
                 channel.send(&ready)?;
-            }
-            (Some(ToWorker::Keys { job, bucket, keys }), Some(current)) if job == current.job => {
-                if let Some(line) = &current.line {
-                    line.store(bucket, keys.0);
-                }
             }
             (Some(ToWorker::Lease(part)), Some(current)) => {
                 // The threads never end before the process.
@@ -233,7 +225,6 @@ const fn unexpected(message: Option<&ToWorker>, expected: &'static str) -> Error
         Some(ToWorker::Start { .. }) => "Start",
         Some(ToWorker::Job { .. }) => "Job",
         Some(ToWorker::Lease(_)) => "Lease",
-        Some(ToWorker::Keys { .. }) => "Keys",
         None => "nothing",
     };
     Error::Protocol { got, expected }

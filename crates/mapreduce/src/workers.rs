@@ -5,14 +5,14 @@
 //! on the partition or on which worker computed a part.
 //!
 //! A worker on another machine reads inputs of the same paths there. It writes nothing: it sends
-//! rows of a result and parts of a sort over its channel, and the parent writes them. A worker that
-//! has other inputs, or none, is left out.
+//! rows of a result over its channel, and the parent writes them. A worker that has other inputs,
+//! or none, is left out.
 
 mod fragments;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
@@ -24,9 +24,9 @@ use paceline_cluster::Error as ClusterError;
 use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
 
 use crate::journal::Journal;
-use crate::messages::{FromWorker, PackedPartial, ToWorker};
-use crate::parent::PIECE_BYTES;
-use crate::sort::{Gather, SpillStore};
+use crate::messages::{FromWorker, ToWorker};
+use crate::parent::unpack;
+use crate::sort::SpillStore;
 use crate::worker::cores_for;
 use crate::{
     ComputeDevice, DeviceChoice, Error, JobSpec, Kind, Leases, PartComputer, PartialResult,
@@ -48,7 +48,7 @@ const GRACE: Duration = Duration::from_millis(300);
 /// Poll interval of the parent while workers compute.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// Events that are taken before more keys are sent.
+/// Events that are taken before lost leases are given out again.
 const EVENTS_AT_ONCE: usize = 64;
 
 /// Parts that a worker has for each of its threads: one under way and one that waits.
@@ -162,12 +162,8 @@ impl JobWorkers {
             job: 0,
             inputs: 0,
             sink: None,
-            store: Arc::new(SpillStore::new(None)),
             device_parts: 0,
             pieces: Pieces::default(),
-            keys: BTreeMap::new(),
-            buckets: BTreeMap::new(),
-            outbox: BTreeMap::new(),
         };
         for rank in 0..team.workers.count() {
             let start = ToWorker::Start {
@@ -199,6 +195,11 @@ impl JobWorkers {
     /// Whether it is processes, which have no memory in common.
     pub const fn is_processes(&self) -> bool {
         self.team.is_some()
+    }
+
+    /// Machines that compute and share no folder; 0 where all processes are on this one.
+    pub(crate) fn machines(&self) -> u64 {
+        self.team.as_ref().map_or(0, |team| team.hosts.len() as u64)
     }
 
     /// Number of processes that compute.
@@ -264,8 +265,12 @@ impl JobWorkers {
             Some(journal) => journal.part_rows(),
             None => task.part_rows(self.threads()),
         };
+        let leases = Leases::of(task.rows(), part_rows);
         let mut run = RunningJob {
-            leases: Leases::of(task.rows(), part_rows),
+            leases: match &task.kind {
+                Kind::Gather(gather) => leases.by_holder(gather.scatter.machines),
+                _ => leases,
+            },
             partial: task.empty(),
             task,
             journal,
@@ -279,7 +284,7 @@ impl JobWorkers {
             }
             Some(team) => {
                 // The workers open the inputs again.
-                (team.sink, team.store) = prepared.into_ends();
+                team.sink = prepared.into_sink();
                 team.inputs = task.fingerprint()?;
                 team.run(&mut run)?;
             }
@@ -405,27 +410,16 @@ struct ProcessPool {
     inputs: u64,
     /// Destination of rows that workers on other machines send.
     sink: Option<Arc<dyn Sink>>,
-    /// Destination of sort parts that they send.
-    store: Arc<SpillStore>,
     /// Parts with at least one block computed by a device.
     device_parts: u64,
     /// Partial results received for parts in progress.
     pieces: Pieces,
-    /// Keys received for sort parts in progress.
-    keys: BTreeMap<(u32, u64), Vec<u8>>,
-    /// Buckets of workers on other machines that were not sent yet.
-    buckets: BTreeMap<u32, VecDeque<RowPartition>>,
-    /// The rest of a bucket for such a worker: keys, and the lease behind them.
-    outbox: BTreeMap<u32, VecDeque<ToWorker>>,
 }
 
 impl ProcessPool {
     fn run(&mut self, run: &mut RunningJob<'_>) -> Result<(), Error> {
         self.job += 1;
         self.pieces.clear();
-        self.keys.clear();
-        self.buckets.clear();
-        self.outbox.clear();
         self.ready.fill(false);
         for rank in 0..self.workers.count() {
             let message = ToWorker::Job {
@@ -447,13 +441,9 @@ impl ProcessPool {
         Ok(())
     }
 
-    /// Sends some keys, and handles the events since: other workers do not wait until one has all
-    /// keys of its buckets. A connection that blocks for five seconds ends.
+    /// Handles some events.
     fn turn(&mut self, run: &mut RunningJob<'_>) -> Result<(), Error> {
-        let mut wait = match self.send_keys(run.task)? {
-            true => Duration::ZERO,
-            false => LOOK_EVERY,
-        };
+        let mut wait = LOOK_EVERY;
         for _ in 0..EVENTS_AT_ONCE {
             if run.leases.is_done() {
                 break;
@@ -527,14 +517,10 @@ impl ProcessPool {
                 first_row,
                 values,
             } if job == self.job => self.write(from, first_row, &values.0, run)?,
-            FromWorker::Keys { job, part, keys } if job == self.job => {
-                self.retain_keys(from, part, keys.0, run);
-            }
             // Messages about a finished job.
             FromWorker::Ready { .. }
             | FromWorker::Piece { .. }
             | FromWorker::Rows { .. }
-            | FromWorker::Keys { .. }
             | FromWorker::Done { .. } => {}
             FromWorker::Failed { reason } => {
                 let worker = self.name(from);
@@ -570,8 +556,9 @@ impl ProcessPool {
         partial: PartialResult,
         run: &mut RunningJob<'_>,
     ) -> Result<(), Error> {
-        let is_right = partial.is_of(&run.task.kind) && self.store(from, part, &partial, run)?;
-        let held = run.leases.held(part, from.0).filter(|_| is_right);
+        let held = run.leases.held(part, from.0);
+        let kind = &run.task.kind;
+        let held = held.filter(|part| partial.is_of(kind) && partial.counts(kind, part.rows));
         let pieces = held.and_then(|part| self.pieces.take(from.0, part, &partial, run.task));
         let Some(pieces) = pieces else {
             self.lose(
@@ -594,68 +581,23 @@ impl ProcessPool {
         run: &RunningJob<'_>,
     ) -> Result<(), Error> {
         let width = run.task.dtype_written().bytes();
-        let end = first_row.saturating_add((values.len() / width) as u64);
+        let values = unpack(values, width);
+        let rows = values.as_ref().map_or(0, Vec::len) / width;
+        let end = first_row.saturating_add(rows as u64);
         let has = |part: RowPartition| {
             let rows = run.task.rows_written_by(part);
             rows.start <= first_row && end <= rows.end
         };
-        let is_its = values.len().is_multiple_of(width) && run.leases.held_by(from.0).any(has);
-        let sink = self.sink.clone();
-        let Some(sink) = sink.filter(|_| is_its && self.is_apart(from)) else {
+        let is_its = run.leases.held_by(from.0).any(has) && self.is_apart(from);
+        let Some((sink, values)) = self.sink.clone().zip(values).filter(|_| is_its) else {
             self.lose(from, format!("{from} sent rows that are not of its part"));
             return Ok(());
         };
-        sink.write_bytes(first_row, values)
-    }
-
-    /// Keeps keys of a part that a worker of another machine has.
-    fn retain_keys(&mut self, from: Rank, part: u64, keys: Vec<u8>, run: &RunningJob<'_>) {
-        let kept = self.keys.entry((from.0, part)).or_default();
-        kept.extend(keys);
-        let most = match &run.task.kind {
-            Kind::Scatter(scatter) => scatter.part_rows * scatter.dtype.bytes() as u64,
-            _ => 0,
-        };
-        let is_of_part = kept.len() as u64 <= most && run.leases.held(part, from.0).is_some();
-        if !is_of_part || !self.is_apart(from) {
-            self.lose(from, format!("{from} sent keys that are not of its part"));
-        }
-    }
-
-    /// Stores a part of a sort whose keys a worker of another machine has sent. Returns whether its
-    /// counts match its rows and its keys. Does nothing for other results.
-    fn store(
-        &mut self,
-        from: Rank,
-        part: u64,
-        partial: &PartialResult,
-        run: &RunningJob<'_>,
-    ) -> Result<bool, Error> {
-        let (PartialResult::Scattered(counts), Kind::Scatter(scatter)) = (partial, &run.task.kind)
-        else {
-            return Ok(true);
-        };
-        let held = run.leases.held(part, from.0);
-        let Some(RowPartition { rows, .. }) = held.filter(|_| self.is_apart(from)) else {
-            return Ok(true);
-        };
-        let keys = self.keys.remove(&(from.0, part)).unwrap_or_default();
-        // Buckets at a splitter are counted and not stored.
-        let sum = |every: usize| {
-            let counts = counts.iter().step_by(every).copied();
-            counts.fold(0, u64::saturating_add)
-        };
-        let bytes = sum(2).saturating_mul(scatter.dtype.bytes() as u64);
-        let is_whole = counts.len() == scatter.buckets() && sum(1) == rows;
-        if !is_whole || bytes != keys.len() as u64 {
-            return Ok(false);
-        }
-        self.store.put(part, counts, keys)?;
-        Ok(true)
+        sink.write_bytes(first_row, &values)
     }
 
     /// Parts that a worker of `threads` threads gets at first. Parts of a sort take memory, which
-    /// is planned for all threads; over a connection they also take memory in the queued messages.
+    /// is planned for all threads.
     fn ahead(&self, rank: Rank, threads: usize, task: &JobSpec) -> usize {
         let sorts = matches!(task.kind, Kind::Scatter(_) | Kind::Gather(_));
         match sorts {
@@ -673,8 +615,6 @@ impl ProcessPool {
     }
 
     fn lease(&mut self, to: Rank, parts: usize, run: &mut RunningJob<'_>) {
-        // A worker that does not share the store gets the keys first.
-        let has_keys = matches!(run.task.kind, Kind::Gather(_)) && self.is_apart(to);
         for _ in 0..parts {
             if !self.alive[to.0 as usize] {
                 return;
@@ -682,58 +622,8 @@ impl ProcessPool {
             let Some(part) = run.leases.lease(to.0) else {
                 return;
             };
-            if has_keys {
-                self.buckets.entry(to.0).or_default().push_back(part);
-            } else {
-                self.send(to, &ToWorker::Lease(part));
-            }
+            self.send(to, &ToWorker::Lease(part));
         }
-    }
-
-    /// Sends each worker that does not share the store one more piece of its buckets; whether more
-    /// are left.
-    fn send_keys(&mut self, task: &JobSpec) -> Result<bool, Error> {
-        let Kind::Gather(gather) = &task.kind else {
-            return Ok(false);
-        };
-        for rank in 0..self.workers.count() {
-            if let Some(message) = self.next_keys(rank, gather)? {
-                self.send(Rank(rank), &message);
-            }
-        }
-        let has_parts = self.buckets.values().any(|parts| !parts.is_empty());
-        Ok(has_parts || self.outbox.values().any(|rest| !rest.is_empty()))
-    }
-
-    fn next_keys(&mut self, rank: u32, gather: &Gather) -> Result<Option<ToWorker>, Error> {
-        let rest = self.outbox.get_mut(&rank);
-        if let Some(message) = rest.and_then(VecDeque::pop_front) {
-            return Ok(Some(message));
-        }
-        let parts = self.buckets.get_mut(&rank);
-        let Some(part) = parts.and_then(VecDeque::pop_front) else {
-            return Ok(None);
-        };
-        let mut messages = self.messages(gather, part)?;
-        let first = messages.pop_front();
-        self.outbox.insert(rank, messages);
-        Ok(first)
-    }
-
-    /// The keys of a part's buckets, and its lease.
-    fn messages(&self, gather: &Gather, part: RowPartition) -> Result<VecDeque<ToWorker>, Error> {
-        let mut messages = VecDeque::new();
-        for bucket in part.start..part.start + part.rows {
-            let keys = gather.keys(bucket, &self.store)?;
-            let pieces = keys.chunks(PIECE_BYTES);
-            messages.extend(pieces.map(|piece| ToWorker::Keys {
-                job: self.job,
-                bucket,
-                keys: PackedPartial(piece.to_vec()),
-            }));
-        }
-        messages.push_back(ToWorker::Lease(part));
-        Ok(messages)
     }
 
     fn send(&mut self, to: Rank, message: &ToWorker) {
@@ -753,9 +643,6 @@ impl ProcessPool {
             };
             self.untold.insert(rank.0, self.last.clone());
             self.pieces.lose(rank.0);
-            self.keys.retain(|(of, _), _| *of != rank.0);
-            self.buckets.remove(&rank.0);
-            self.outbox.remove(&rank.0);
         }
     }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::Context;
 use paceline_bench::limits::{COMPARED_BYTES, compared_gb_s};
 use paceline_mapreduce::jobs::{Columns, Figures, Runs};
-use paceline_mapreduce::{DeviceChoice, Dtype, InputFile, JobWorkers, ProcessOptions};
+use paceline_mapreduce::{BlockMap, DeviceChoice, Dtype, InputFile, JobWorkers, ProcessOptions};
 use serde::Serialize;
 
 use super::watch::JobWatcher;
@@ -111,11 +111,20 @@ impl ArrayJobArgs {
     /// An invalid file.
     pub(super) fn columns(&self, args: &ColumnArgs) -> Result<Columns, paceline_mapreduce::Error> {
         let inputs = args.inputs.iter().map(|path| self.input(path));
-        let inputs: Result<Vec<_>, _> = inputs.map(|input| input.map(InputFile::flat)).collect();
+        let mut inputs: Vec<InputFile> = inputs.collect::<Result<_, _>>()?;
+        let wgsl = args.wgsl.as_deref().map(Columns::function).transpose()?;
+        let block = match (&wgsl, args.halo) {
+            (Some(text), Some(halo)) => Some(BlockMap::new(text, &inputs, halo, args.steps)?),
+            _ => None,
+        };
+        if block.is_none() {
+            inputs = inputs.into_iter().map(InputFile::flat).collect();
+        }
         Ok(Columns {
-            inputs: inputs?,
+            inputs,
             map: args.map.clone(),
-            wgsl: args.wgsl.as_deref().map(Columns::function).transpose()?,
+            wgsl,
+            block,
         })
     }
 

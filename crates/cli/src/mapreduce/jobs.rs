@@ -7,7 +7,7 @@ use paceline_mapreduce::clusters::{self, Clusters};
 use paceline_mapreduce::hist::Bins;
 use paceline_mapreduce::jobs::{
     Columns, Estimate, Grouped, Histogram, ReductionResult, Runs, TopValues, Writing, grouped,
-    random,
+    joined, random,
 };
 use paceline_mapreduce::{InputFile, Kind};
 use serde::Serialize;
@@ -15,7 +15,8 @@ use serde::Serialize;
 use super::job::{end, show};
 use super::watch::JobWatcher;
 use super::{
-    ArrayJobArgs, GroupbyArgs, HistArgs, KmeansArgs, MapArgs, MontecarloArgs, ReduceArgs, TopkArgs,
+    ArrayJobArgs, GroupbyArgs, HistArgs, JoinArgs, KmeansArgs, MapArgs, MatmulArgs, MontecarloArgs,
+    ReduceArgs, TopkArgs,
 };
 use crate::output::print_err;
 
@@ -90,6 +91,20 @@ pub(super) fn groupby(args: &GroupbyArgs) -> anyhow::Result<()> {
     show(&figures, args.job.json, &groups, Grouped::text)
 }
 
+/// `paceline mapreduce join`.
+pub(super) fn join(args: &JoinArgs) -> anyhow::Result<()> {
+    let inputs = args.inputs.iter();
+    let inputs = inputs.map(|path| args.job.input(path).map(InputFile::flat));
+    let inputs: Vec<InputFile> = inputs.collect::<Result<_, _>>()?;
+    let inputs: [InputFile; 4] = inputs.try_into().expect("clap takes four");
+    let task = joined(inputs, args.op, args.map.clone());
+    let mut watch = JobWatcher::default();
+    let mut runs = args.job.start(&mut watch)?;
+    let groups = runs.grouped(&task, args.op)?;
+    let figures = end(runs, task.rows())?;
+    show(&figures, args.job.json, &groups, Grouped::text)
+}
+
 /// `paceline mapreduce kmeans`.
 pub(super) fn kmeans(args: &KmeansArgs) -> anyhow::Result<()> {
     ensure!(!args.job.resumes(), "--resume is for jobs of one pass");
@@ -117,17 +132,30 @@ pub(super) fn montecarlo(args: &MontecarloArgs) -> anyhow::Result<()> {
 
 /// `paceline mapreduce map`.
 pub(super) fn map(args: &MapArgs) -> anyhow::Result<()> {
+    let (job, columns) = (&args.job, args.job.columns(&args.columns)?);
+    let writing = Writing::new(&columns, ArrayJobArgs::place(&args.out), job.journal())?;
+    write(job, &writing, &args.out)
+}
+
+/// `paceline mapreduce matmul`.
+pub(super) fn matmul(args: &MatmulArgs) -> anyhow::Result<()> {
+    let (job, out) = (&args.job, ArrayJobArgs::place(&args.out));
+    let matrices = [job.input(&args.left)?, job.input(&args.right)?];
+    let writing = Writing::product(matrices, out, job.journal())?;
+    write(job, &writing, &args.out)
+}
+
+/// Runs a job that writes a file.
+fn write(job: &ArrayJobArgs, writing: &Writing, out: &Path) -> anyhow::Result<()> {
     #[derive(Serialize)]
     struct MapReport<'a> {
         out: &'a Path,
     }
-    let (job, columns) = (&args.job, args.job.columns(&args.columns)?);
-    let writing = Writing::new(&columns, ArrayJobArgs::place(&args.out), job.journal())?;
     let mut watch = JobWatcher::default();
     let mut runs = job.start(&mut watch)?;
-    runs.write(&writing)?;
+    runs.write(writing)?;
     let figures = end(runs, writing.rows())?;
-    let written = MapReport { out: &args.out };
+    let written = MapReport { out };
     show(&figures, job.json, &written, |written| {
         written.out.display().to_string()
     })

@@ -111,10 +111,4 @@ impl ComputeDevice for Cpu {
         }
         Ok(())
     }
-
-    fn function(&self, _text: &str, _columns: &[&[f64]]) -> Result<Vec<f64>, Lost> {
-        Err(Lost(
-            "a WGSL function needs a graphics processor".to_owned(),
-        ))
-    }
 }

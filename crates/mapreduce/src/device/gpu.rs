@@ -4,9 +4,9 @@ use std::sync::Mutex;
 
 use paceline_base::exact::ExactSum;
 use paceline_base::lock;
-use paceline_gpu::{Gpu, KeyWidth, Scalar, ScalarFunction, Software};
+use paceline_gpu::{BlockFunction, Gpu, KeyWidth, Scalar, ScalarFunction, Software};
 
-use super::{BlockRows, Column, ComputeDevice, Lost};
+use super::{BlockRange, BlockRows, Column, ComputeDevice, Lost};
 use crate::Error;
 use crate::expr::{ExprProgram, wgsl};
 use crate::hist::Bins;
@@ -18,6 +18,8 @@ pub(super) struct Graphics {
     gpu: Gpu,
     /// The function that was checked last, and its text.
     function: Mutex<Option<(String, ScalarFunction)>>,
+    /// The same of a function over blocks, with its inputs' columns.
+    block: Mutex<Option<(String, Vec<u64>, BlockFunction)>>,
 }
 
 impl Graphics {
@@ -30,6 +32,7 @@ impl Graphics {
         Ok(Self {
             gpu,
             function: Mutex::default(),
+            block: Mutex::default(),
         })
     }
 
@@ -70,6 +73,18 @@ impl Graphics {
         *last = Some((text.to_owned(), function.clone()));
         Ok(function)
     }
+
+    fn checked_block(&self, text: &str, columns: &[u64]) -> Result<BlockFunction, Lost> {
+        let mut last = lock(&self.block);
+        if let Some((known, widths, function)) = &*last
+            && (known.as_str(), &widths[..]) == (text, columns)
+        {
+            return Ok(function.clone());
+        }
+        let function = block_function(text, columns).map_err(|error| Lost(error.to_string()))?;
+        *last = Some((text.to_owned(), columns.to_vec(), function.clone()));
+        Ok(function)
+    }
 }
 
 /// Parses and checks a user's function of `columns` columns.
@@ -84,6 +99,13 @@ pub(super) fn function(text: &str, columns: usize) -> Result<ScalarFunction, Err
             ),
         }),
     }
+}
+
+/// Parses and checks a user's function over blocks.
+pub(super) fn block_function(text: &str, columns: &[u64]) -> Result<BlockFunction, Error> {
+    let narrow = |columns: &u64| u32::try_from(*columns).unwrap_or(0);
+    let columns: Vec<u32> = columns.iter().map(narrow).collect();
+    BlockFunction::parse(text, &columns).map_err(device)
 }
 
 fn device(error: paceline_gpu::Error) -> Error {
@@ -180,6 +202,33 @@ impl ComputeDevice for Graphics {
             _ => KeyWidth::Two,
         };
         self.gpu.sort(keys, words).map_err(lost)
+    }
+
+    fn partition(&self, partitions: &[u32], bits: u32) -> Result<Vec<u32>, Lost> {
+        self.gpu.partition(partitions, bits).map_err(lost)
+    }
+
+    fn matmul(&self, left: &[f32], right: &[f32], depth: usize) -> Result<Vec<f32>, Lost> {
+        self.gpu.matmul(left, right, depth).map_err(lost)
+    }
+
+    fn block(
+        &self,
+        text: &str,
+        inputs: &[Vec<f32>],
+        columns: &[u64],
+        range: BlockRange,
+    ) -> Result<Vec<f32>, Lost> {
+        let function = self.checked_block(text, columns)?;
+        let inputs: Vec<&[f32]> = inputs.iter().map(Vec::as_slice).collect();
+        let range = paceline_gpu::BlockRange {
+            first: range.first,
+            count: range.count,
+            loaded_first: range.loaded_first,
+            loaded: range.loaded,
+            rows: range.rows,
+        };
+        self.gpu.block(&function, &inputs, range).map_err(lost)
     }
 
     fn function(&self, text: &str, columns: &[&[f64]]) -> Result<Vec<f64>, Lost> {

@@ -32,6 +32,9 @@ use crate::{Error, InputSource, JobSpec, Kind, PartialResult};
 /// the rows takes the CPU longer than computing. A guess that real cards have to confirm.
 const STEPS_WORTH: usize = 8;
 
+/// Why a device computes no function of a user.
+const NO_FUNCTIONS: &str = "only a graphics processor computes this";
+
 /// The processors that are to compute a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DeviceChoice {
@@ -125,6 +128,24 @@ pub(crate) fn check_function(_text: &str, _columns: usize) -> Result<(), Error> 
     Err(without())
 }
 
+/// Checks a user's WGSL function over blocks of inputs with these columns; columns of its result.
+///
+/// # Errors
+/// As of [`check_function`].
+#[cfg(feature = "gpu")]
+pub(crate) fn check_block(text: &str, columns: &[u64]) -> Result<u64, Error> {
+    gpu::block_function(text, columns).map(|function| u64::from(function.result_columns()))
+}
+
+/// The same function without the feature.
+///
+/// # Errors
+/// [`Error::Device`].
+#[cfg(not(feature = "gpu"))]
+pub(crate) fn check_block(_text: &str, _columns: &[u64]) -> Result<u64, Error> {
+    Err(without())
+}
+
 #[cfg(not(feature = "gpu"))]
 fn without() -> Error {
     Error::Device {
@@ -161,6 +182,21 @@ pub struct BlockRows<'a> {
     pub columns: &'a [Column<'a>],
     /// The program that computes each row first.
     pub program: Option<&'a ExprProgram>,
+}
+
+/// Rows of a block for a function that reads rows nearby.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockRange {
+    /// First row that is computed.
+    pub first: u64,
+    /// Number of rows that are computed.
+    pub count: u64,
+    /// First row of the inputs' values; not above `first`.
+    pub loaded_first: u64,
+    /// Number of rows of the inputs' values.
+    pub loaded: u64,
+    /// Rows of the whole inputs.
+    pub rows: u64,
 }
 
 /// A processor that computes blocks. *Values* are those of the expression, or the first column.
@@ -236,7 +272,48 @@ pub trait ComputeDevice: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Lost`]: nothing else can compute it.
-    fn function(&self, text: &str, columns: &[&[f64]]) -> Result<Vec<f64>, Lost>;
+    fn function(&self, text: &str, columns: &[&[f64]]) -> Result<Vec<f64>, Lost> {
+        let _ = (text, columns);
+        Err(Lost(NO_FUNCTIONS.to_owned()))
+    }
+
+    /// Numbers of rows in the order of their partitions; rows of a partition stay in order.
+    /// Partitions have numbers of `bits` bits, a multiple of 8.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn partition(&self, partitions: &[u32], bits: u32) -> Result<Vec<u32>, Lost> {
+        let _ = bits;
+        let mut rows: Vec<u32> = (0..partitions.len() as u32).collect();
+        rows.sort_by_key(|row| partitions[*row as usize]);
+        Ok(rows)
+    }
+
+    /// The product of matrices `left`, `(m, depth)`, and `right`, `(depth, n)`, in f32 without
+    /// promised bits. The CPU has another definition, in f64.
+    ///
+    /// # Errors
+    /// [`Lost`].
+    fn matmul(&self, left: &[f32], right: &[f32], depth: usize) -> Result<Vec<f32>, Lost> {
+        let _ = (left, right, depth);
+        Err(Lost(NO_FUNCTIONS.to_owned()))
+    }
+
+    /// A user's WGSL function of rows that reads rows nearby: the loaded rows of each input, and
+    /// their columns. Gives the rows of `range`.
+    ///
+    /// # Errors
+    /// [`Lost`]: nothing else can compute it.
+    fn block(
+        &self,
+        text: &str,
+        inputs: &[Vec<f32>],
+        columns: &[u64],
+        range: BlockRange,
+    ) -> Result<Vec<f32>, Lost> {
+        let _ = (text, inputs, columns, range);
+        Err(Lost(NO_FUNCTIONS.to_owned()))
+    }
 }
 
 /// Adds a block by a device; returns whether it supports such blocks. An error adds nothing.

@@ -10,12 +10,15 @@ use super::{BlockRows, Column, ComputeDevice, Cpu, DeviceChoice, Lost};
 use crate::expr::ExprProgram;
 use crate::groupby::Grouping;
 use crate::hist::Bins;
+use crate::jobs::{Grouped, joined};
 use crate::kmeans::Centroids;
 use crate::philox::Philox;
 use crate::reduce::Op;
 use crate::sort::Sort;
 use crate::topk::Pick;
-use crate::{Dtype, InputFile, InputSource, JobSpec, JobWorkers, Kind, Leases, Scratch};
+use crate::{
+    Dtype, InputFile, InputSource, JobSpec, JobWorkers, Kind, Leases, PartialResult, Scratch,
+};
 
 /// Expressions that devices compute, and some that they may leave to the CPU.
 const EXPRESSIONS: [&str; 8] = [
@@ -162,7 +165,13 @@ fn jobs_conform(device: &Arc<dyn ComputeDevice>) {
             while let Some(part) = leases.lease(0) {
                 all.merge(prepared.compute(part, &mut scratch).unwrap());
             }
-            serde_json::to_string(&all).unwrap()
+            match (all, &task.kind) {
+                // Groups come in another order from a device.
+                (PartialResult::GroupBy(groups), Kind::GroupBy(of) | Kind::Join(of)) => {
+                    serde_json::to_string(&Grouped::new(&groups, of.op)).unwrap()
+                }
+                (all, _) => serde_json::to_string(&all).unwrap(),
+            }
         });
         assert!(got == expected, "{task:?}");
     }
@@ -199,6 +208,11 @@ fn tasks(home: &Path) -> Vec<JobSpec> {
         Dtype::U64,
         words.flat_map(|w| (w >> (w % 40)).to_le_bytes()).collect(),
     );
+    let few: Vec<u8> = (0..20_000)
+        .map(|i| Philox::new(5).word(i, 0) % 700)
+        .flat_map(|word| (word as i16).to_le_bytes())
+        .collect();
+    let few = column(&home.join("few"), Dtype::I16, few);
     let mut points = x.clone();
     (points.rows, points.columns) = (5000, 4);
     let mut tasks: Vec<JobSpec> = Vec::new();
@@ -233,6 +247,22 @@ fn tasks(home: &Path) -> Vec<JobSpec> {
     tasks.push(JobSpec::of_files(vec![x.clone()], Kind::Hist(bins)));
     tasks.push(JobSpec::of_files(vec![u.clone()], Kind::Hist(raw)));
     tasks.push(JobSpec::of_files(vec![points], Kind::KMeans(centroids)));
+    for values in [&x, &wide] {
+        let of = Grouping {
+            keys: Dtype::I16,
+            values: values.dtype,
+            ..grouping
+        };
+        let inputs = vec![few.clone(), values.clone()];
+        tasks.push(JobSpec::of_files(inputs, Kind::GroupBy(of)));
+    }
+    for (op, pair) in [(Op::Sum, "x * y"), (Op::Max, "x - y"), (Op::Count, "x")] {
+        // 200 rows of the left table for each of the right one.
+        let [mut keys, mut values] = [few.clone(), y.clone()];
+        (keys.rows, values.rows) = (5000, 5000);
+        let inputs = [few.clone(), x.clone(), keys, values];
+        tasks.push(joined(inputs, op, pair.to_owned()));
+    }
     tasks.push(JobSpec::of_files(
         vec![u, x.clone()],
         Kind::GroupBy(grouping),
@@ -257,6 +287,7 @@ fn tasks(home: &Path) -> Vec<JobSpec> {
         },
         map: Some("select(x ^ 2 + y ^ 2 < 1, 4 + z, w)".to_owned()),
         wgsl: None,
+        block: None,
         kind: Kind::Reduce(Op::Var),
     });
     tasks
@@ -332,9 +363,6 @@ impl ComputeDevice for Broken {
         broken()
     }
     fn sort(&self, _keys: &mut [u8], _width: usize) -> Result<(), Lost> {
-        broken()
-    }
-    fn function(&self, _text: &str, _columns: &[&[f64]]) -> Result<Vec<f64>, Lost> {
         broken()
     }
 }

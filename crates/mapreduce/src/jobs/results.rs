@@ -113,7 +113,7 @@ pub struct Grouped {
 }
 
 impl Grouped {
-    pub(super) fn new(groups: &GroupTable, op: Op) -> Self {
+    pub(crate) fn new(groups: &GroupTable, op: Op) -> Self {
         let (keys, values): (Vec<i128>, Vec<ResultValue>) = groups.values().into_iter().unzip();
         Self {
             op: op.name(),

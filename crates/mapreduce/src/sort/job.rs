@@ -53,7 +53,9 @@ impl Sort {
         let (input, width) = (&self.input, self.input.dtype.bytes() as u64);
         let shared = crew.is_processes() || self.journal.is_some();
         let plan = SortPlan::new(input.bytes(), width, crew.threads(), self.memory, shared)?;
-        let folder = (!plan.in_memory).then(|| with_end(&self.out, "sort"));
+        let machines = crew.machines();
+        let spills = !plan.in_memory && machines == 0;
+        let folder = spills.then(|| with_end(&self.out, "sort"));
         if let Some(folder) = &folder {
             let made = std::fs::create_dir_all(folder);
             made.map_err(|source| Error::file("make", folder, source))?;
@@ -61,10 +63,14 @@ impl Sort {
         let store = Arc::new(SpillStore::new(folder.as_deref()));
         let mut overfull = 0;
         for attempt in 0..ATTEMPTS {
-            let scatter = match self.recorded(attempt) {
+            let mut scatter = match self.recorded(attempt) {
                 Some(scatter) => scatter,
                 None => plan.scatter(input, attempt, folder.clone())?,
             };
+            // A resumed job may have other machines; not none, since it has kept no keys.
+            if (scatter.machines > 0) != (machines > 0) {
+                scatter.machines = machines;
+            }
             let mut halves = Halves {
                 sort: self,
                 store: &store,
@@ -168,7 +174,9 @@ impl Halves<'_> {
         create_part(&part, journal.as_deref(), input)?;
         let parts = input.rows.div_ceil(scatter.part_rows);
         let gather = Gather::new(scatter, parts, counts, part.clone());
-        let task = JobSpec::of_files(Vec::new(), Kind::Gather(gather));
+        // Machines read the input again.
+        let inputs = (gather.scatter.machines > 0).then(|| input.clone());
+        let task = JobSpec::of_files(inputs.into_iter().collect(), Kind::Gather(gather));
         let PartialResult::Written(rows) = self.half("gather", &task, crew, watch)? else {
             unreachable!("buckets are written");
         };
@@ -205,7 +213,7 @@ fn create_part(part: &Path, journal: Option<&Path>, input: &InputFile) -> Result
             path: part.to_owned(),
             journal: journal.to_owned(),
         }),
-        _ => FileSink::create(part, input.dtype, input.rows),
+        _ => FileSink::create(part, input.dtype, &[input.rows]),
     }
 }
 

@@ -17,6 +17,7 @@
 mod job;
 mod plan;
 mod radix;
+mod ranges;
 mod split;
 mod store;
 
@@ -27,11 +28,12 @@ use serde::{Deserialize, Serialize};
 pub use job::{Sort, Sorted};
 pub use plan::{MEMORY_MIN, SortPlan};
 pub(crate) use radix::sort as radix_sort;
+pub use ranges::RangeStore;
 pub(crate) use split::Splitters;
 use store::BucketSpec;
 pub use store::SpillStore;
 
-use crate::{ComputeDevice, Dtype, Error, FileSource, RowPartition, RowSource as _, Sink};
+use crate::{ComputeDevice, Dtype, Error, FileSource, Leases, RowPartition, RowSource as _, Sink};
 
 /// Most splitters: a bucket's number fits 16 bits.
 pub const SPLITTERS_MAX: usize = 1023;
@@ -49,6 +51,10 @@ pub struct Scatter {
     pub part_rows: u64,
     /// Folder of spilled parts; `None` in the memory of this process.
     pub folder: Option<PathBuf>,
+    /// Machines that share no folder. Each scans the input again for its own buckets, so that a
+    /// part is counted and not kept. 0 where all processes are on one machine.
+    #[serde(default)]
+    pub machines: u64,
 }
 
 /// The second half of a sort: buckets are sorted. Its rows are buckets.
@@ -86,6 +92,13 @@ impl Gather {
         }
     }
 
+    /// The first bucket behind the range that a machine keeps with `bucket`.
+    pub(crate) fn range_end(&self, bucket: u64) -> u64 {
+        let ranges = Leases::segments(self.scatter.buckets() as u64, self.scatter.machines);
+        let range = ranges.into_iter().find(|range| range.contains(&bucket));
+        range.map_or(bucket + 1, |range| range.end)
+    }
+
     /// Rows of the result.
     pub(crate) fn rows(&self) -> u64 {
         self.starts.last().copied().unwrap_or(0)
@@ -94,22 +107,6 @@ impl Gather {
     /// Bytes of all values.
     pub(crate) fn bytes(&self) -> u64 {
         self.rows() * self.scatter.dtype.bytes() as u64
-    }
-
-    /// The keys of a bucket, for a worker that does not share the store; none of a splitter's
-    /// bucket, which is counted and not stored.
-    ///
-    /// # Errors
-    /// The errors of [`gather`].
-    pub(crate) fn keys(&self, bucket: u64, store: &SpillStore) -> Result<Vec<u8>, Error> {
-        let bucket = bucket as usize;
-        if bucket % 2 == 1 {
-            return Ok(Vec::new());
-        }
-        let rows = self.starts[bucket + 1] - self.starts[bucket];
-        let mut keys = vec![0; rows as usize * self.scatter.dtype.bytes()];
-        store.collect(&self.bucket_spec(bucket), &mut keys)?;
-        Ok(keys)
     }
 
     fn bucket_spec(&self, bucket: usize) -> BucketSpec {
@@ -202,18 +199,30 @@ pub(crate) fn scatter(
     part: RowPartition,
     store: &SpillStore,
 ) -> Result<Vec<u64>, Error> {
-    of_width!(scatter.dtype, scatter_keys(scatter, source, part, store))
+    let (counts, keys) = keys_of(scatter, source, part.start..part.start + part.rows)?;
+    if scatter.machines == 0 {
+        store.put(part.id, &counts, keys)?;
+    }
+    Ok(counts)
 }
 
-fn scatter_keys<const N: usize>(
+/// Keys of rows, bucket by bucket, and the rows of each bucket.
+fn keys_of(
     scatter: &Scatter,
     source: &FileSource,
-    part: RowPartition,
-    store: &SpillStore,
-) -> Result<Vec<u64>, Error> {
+    rows: std::ops::Range<u64>,
+) -> Result<(Vec<u64>, Vec<u8>), Error> {
+    of_width!(scatter.dtype, keys_of_width(scatter, source, rows))
+}
+
+fn keys_of_width<const N: usize>(
+    scatter: &Scatter,
+    source: &FileSource,
+    rows: std::ops::Range<u64>,
+) -> Result<(Vec<u64>, Vec<u8>), Error> {
     let order = KeyEncoding::of(scatter.dtype);
-    let mut keys = vec![[0; N]; part.rows as usize];
-    let mut first = part.start;
+    let mut keys = vec![[0; N]; (rows.end - rows.start) as usize];
+    let mut first = rows.start;
     for block in keys.chunks_mut(BLOCK_BYTES / N) {
         let rows = block.len() as u64;
         source.read(first..first + rows, block.as_flattened_mut())?;
@@ -224,8 +233,7 @@ fn scatter_keys<const N: usize>(
     }
     let splitters = Splitters::new(&scatter.splitters);
     let (counts, keys) = splitters.partition(keys);
-    store.put(part.id, &counts, keys.into_flattened())?;
-    Ok(counts)
+    Ok((counts, keys.into_flattened()))
 }
 
 /// Sorts a bucket, on a device where it takes it, and writes it; how many rows it has.
@@ -235,20 +243,20 @@ fn scatter_keys<const N: usize>(
 pub(crate) fn gather(
     gather: &Gather,
     bucket: u64,
-    store: &SpillStore,
+    (store, source): (&SpillStore, Option<&FileSource>),
     sink: &dyn Sink,
     device: Option<&dyn ComputeDevice>,
 ) -> Result<u64, Error> {
     of_width!(
         gather.scatter.dtype,
-        gather_bucket(gather, bucket as usize, store, sink, device)
+        gather_bucket(gather, bucket as usize, (store, source), sink, device)
     )
 }
 
 fn gather_bucket<const N: usize>(
     gather: &Gather,
     bucket: usize,
-    store: &SpillStore,
+    (store, source): (&SpillStore, Option<&FileSource>),
     sink: &dyn Sink,
     device: Option<&dyn ComputeDevice>,
 ) -> Result<u64, Error> {
@@ -260,7 +268,13 @@ fn gather_bucket<const N: usize>(
         return Ok(end - start);
     }
     let mut keys = vec![[0; N]; (end - start) as usize];
-    store.collect(&gather.bucket_spec(bucket), keys.as_flattened_mut())?;
+    let into = keys.as_flattened_mut();
+    match (store, source) {
+        (SpillStore::Ranges(ranges), Some(source)) => {
+            ranges.collect(gather, source, bucket as u64, into)?;
+        }
+        _ => store.collect(&gather.bucket_spec(bucket), into)?,
+    }
     sort_keys(&mut keys, device);
     let mut first = start;
     for block in keys.chunks_mut(BLOCK_BYTES / N) {

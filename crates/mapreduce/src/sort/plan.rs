@@ -107,6 +107,7 @@ impl SortPlan {
             splitters,
             part_rows: self.part_rows,
             folder,
+            machines: 0,
         })
     }
 

@@ -2,8 +2,7 @@
 //!
 //! A part's file has the first key of each bucket as `u64`, and the number of keys; then the keys.
 //! It gets its name once it is whole: a worker that was believed lost and writes the part again
-//! replaces it by equal bytes. For a worker that does not share the folder, the parent reads and
-//! writes these files ([`Line`]).
+//! replaces it by equal bytes. Machines that share no folder keep ranges ([`RangeStore`]).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,8 +13,8 @@ use std::sync::{Arc, Mutex};
 
 use paceline_base::lock;
 
+use super::RangeStore;
 use crate::Error;
-use crate::parent::ParentConnection;
 
 /// Parts that are cut into buckets.
 #[derive(Debug)]
@@ -24,8 +23,8 @@ pub enum SpillStore {
     Folder(PathBuf),
     /// Parts in the memory of this process, by number.
     Memory(Mutex<BTreeMap<u64, Arc<BucketedPart>>>),
-    /// Files of the parent, over the control channel.
-    Parent(Arc<ParentConnection>),
+    /// Buckets of this machine's ranges.
+    Ranges(RangeStore),
 }
 
 /// A part in memory.
@@ -36,7 +35,7 @@ pub struct BucketedPart {
 }
 
 /// First key of each bucket, and the number of keys. Buckets at a splitter have none.
-fn starts(counts: &[u64]) -> Vec<u64> {
+pub(super) fn starts(counts: &[u64]) -> Vec<u64> {
     let mut sum = 0;
     let mut starts = vec![0];
     for (bucket, count) in counts.iter().enumerate() {
@@ -58,11 +57,12 @@ impl SpillStore {
     /// Stores a part whose buckets have `counts` rows.
     ///
     /// # Errors
-    /// [`Error::File`]; [`Error::Cluster`] over the control channel.
+    /// [`Error::File`].
     pub(crate) fn put(&self, part: u64, counts: &[u64], keys: Vec<u8>) -> Result<(), Error> {
         let starts = starts(counts);
         match self {
-            Self::Parent(line) => line.put(part, &keys),
+            // They are read again.
+            Self::Ranges(_) => Ok(()),
             Self::Memory(parts) => {
                 lock(parts).insert(part, Arc::new(BucketedPart { starts, keys }));
                 Ok(())
@@ -85,14 +85,6 @@ impl SpillStore {
     /// # Errors
     /// [`Error::Changed`] when the parts have fewer or more; [`Error::File`].
     pub(super) fn collect(&self, wanted: &BucketSpec, into: &mut [u8]) -> Result<(), Error> {
-        if let Self::Parent(line) = self {
-            let keys = line.remove(wanted.bucket as u64);
-            if keys.len() != into.len() {
-                return Err(self.changed(wanted.parts));
-            }
-            into.copy_from_slice(&keys);
-            return Ok(());
-        }
         let mut rest = into;
         for part in 0..wanted.parts {
             rest = match self {
@@ -101,7 +93,7 @@ impl SpillStore {
                     stored.and_then(|stored| stored.copy(wanted, rest))
                 }
                 Self::Folder(folder) => copy_file(&file_of(folder, part), wanted, rest)?,
-                Self::Parent(_) => None,
+                Self::Ranges(_) => None,
             }
             .ok_or_else(|| self.changed(part))?;
         }
@@ -114,7 +106,7 @@ impl SpillStore {
     fn changed(&self, part: u64) -> Error {
         let path = match self {
             Self::Folder(folder) => file_of(folder, part),
-            Self::Memory(_) | Self::Parent(_) => PathBuf::from(format!("part {part}")),
+            Self::Memory(_) | Self::Ranges(_) => PathBuf::from(format!("part {part}")),
         };
         Error::Changed { path }
     }

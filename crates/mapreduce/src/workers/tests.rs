@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::*;
 use crate::groupby::{GroupTable, Grouping};
+use crate::messages::PackedPartial;
 use crate::reduce::{Op, State};
 use crate::{Dtype, FileSink, InputFile, InputSource, Values};
 
@@ -100,7 +101,7 @@ fn a_machine_writes_no_rows_but_those_of_its_task() {
     let sum = sum();
     let home = tempfile::tempdir().unwrap();
     let out = home.path().join("out.npy");
-    FileSink::create(&out, Dtype::F64, sum.rows()).unwrap();
+    FileSink::create(&out, Dtype::F64, &[sum.rows()]).unwrap();
     let bytes = || std::fs::read(&out).unwrap();
     let before = bytes();
     let write = JobSpec {
@@ -110,19 +111,13 @@ fn a_machine_writes_no_rows_but_those_of_its_task() {
     let rows = |first_row, bytes: usize| FromWorker::Rows {
         job: 1,
         first_row,
-        values: PackedPartial(vec![1; bytes]),
-    };
-    let keys = FromWorker::Keys {
-        job: 1,
-        part: 0,
-        keys: PackedPartial(vec![1; 8]),
+        values: PackedPartial([&[0][..], &vec![1; bytes]].concat()),
     };
     for (task, message) in [
         (&sum, rows(0, 8)),
         (&write, rows(0, 7)),
         (&write, rows(sum.rows(), 8)),
         (&write, rows(u64::MAX, 8)),
-        (&write, keys),
     ] {
         let lines = [ready(task.fingerprint().unwrap()), says(&message)];
         let mut crew = crew(&[("two", &lines)]);
@@ -145,18 +140,19 @@ fn a_machine_writes_no_rows_but_those_of_its_parts() {
         },
         map: None,
         wgsl: None,
+        block: None,
         kind: Kind::Write(out.clone()),
     };
     let rows = |first_row, count: usize| {
         says(&FromWorker::Rows {
             job: 1,
             first_row,
-            values: PackedPartial(vec![1; 8 * count]),
+            values: PackedPartial([&[0][..], &vec![1; 8 * count]].concat()),
         })
     };
     // A worker of one thread gets two parts of three.
     for (first_row, count) in [(2 * PART, 1), (2 * PART - 1, 2), (PART - 1, 2)] {
-        FileSink::create(&out, Dtype::F64, task.rows()).unwrap();
+        FileSink::create(&out, Dtype::F64, &[task.rows()]).unwrap();
         let before = std::fs::read(&out).unwrap();
         let header = before.len() - 8 * task.rows() as usize;
         let lines = [ready(0), rows(PART, 2), rows(first_row, count)];
@@ -175,7 +171,7 @@ fn groups_of_a_machine_are_those_of_as_many_values_as_its_part_has() {
     let home = tempfile::tempdir().unwrap();
     let input = |name: &str, dtype| {
         let path = home.path().join(name);
-        FileSink::create(&path, dtype, 8).unwrap();
+        FileSink::create(&path, dtype, &[8]).unwrap();
         InputFile::npy(&path).unwrap()
     };
     let grouping = Grouping {
