@@ -62,6 +62,11 @@ def groups() -> None:
     found, totals = machines.groupby("sum", keys, VALUES)
     assert found.tolist() == list(range(7))
     assert totals.tolist() == [math.fsum(VALUES[keys == key]) for key in range(7)]
+    left, right = (np.array([5, 7, 5]), [1.0, 2.0, 3.0]), ([5, 6, 5], [10.0, 20.0, 30.0])
+    found, totals = machines.join_by_key("sum", left, right)
+    assert (found.tolist(), totals.tolist()) == ([5], [160.0])
+    found, counts = machines.join_by_key("count", left, right, map="x")
+    assert (found.tolist(), counts.tolist()) == ([5], [4])
     rows = np.concatenate([np.zeros((30, 2)), np.full((10, 2), 9.0)])
     clusters = machines.kmeans(rows, 2)
     assert sorted(clusters.counts) == [10, 30] and clusters.inertia == 0, clusters
@@ -71,6 +76,10 @@ def groups() -> None:
 def expressions() -> None:
     machines = paceline.connect(2, threads=1)
     assert np.array_equal(machines.map("2*x + i", np.ones(5)), np.arange(5) + 2.0)
+    a, b = VALUES[:600].reshape(20, 30), VALUES[600:1800].reshape(30, 40)
+    product = machines.matmul(a, b)
+    assert np.array_equal(product, paceline.connect().matmul(a, b))
+    assert np.allclose(product, a @ b, rtol=1e-12), product
     one, two = (paceline.connect(nodes, threads=1).montecarlo("x*x", samples=20_000)
                 for nodes in (1, 2))
     assert one == two and abs(one[0] - 1 / 3) < 5 * one[1], one
@@ -172,6 +181,7 @@ def refusals() -> None:
         "row 1 has NaN": lambda: machines.kmeans(np.array([[1.0], [math.nan], [2.0]]), 2),
         "median": lambda: machines.reduce("median", np.zeros(2)),
         "nowhere.npy": lambda: machines.sum("/nowhere.npy"),
+        "10 rows, expected 3": lambda: machines.matmul(np.ones((2, 3)), np.ones((10, 2))),
         "complex128": lambda: machines.sum(np.zeros(2, complex)),
         "<c8": lambda: machines.sum(np.zeros(2, np.complex64)),
         "0.001 s": lambda: paceline.connect(deadline=0.001).montecarlo("x", samples=10**9),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ._functions import Figures, Limits
 
-__all__ = ["Clusters", "Limits", "Machines", "connect", "text_parts"]
+__all__ = ["Clusters", "Limits", "Machines", "Wgsl", "connect", "text_parts"]
 
 Progress = Any  # a function of two ints, or None
 
@@ -55,6 +55,25 @@ class Clusters:
     counts: list[int]
     inertia: float
     iterations: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Wgsl:
+    """A function in WGSL, which graphics processors compute in place of an expression.
+
+    Without `halo` it takes the values of a row: `fn f(x: f32, y: f32) -> f32`. With `halo` it reads
+    rows nearby, as `paceline mapreduce map --help` says under `--halo`: the first axis are the rows,
+    and results are `(rows, columns)`. Its floats differ between devices.
+
+    Attributes:
+        text: the function, and functions and constants that it uses.
+        halo: rows to each side that it reads, or `"all"`.
+        steps: times that it is computed, each time of its last result.
+    """
+
+    text: str
+    halo: int | str | None = None
+    steps: int = 1
 
 
 def __getattr__(name: str) -> Any:
@@ -121,19 +140,18 @@ class Machines:
         self.limits = limits
         self._team: Any = None
 
-    def reduce(self, op: str, *inputs: Any, map: str | None = None) -> Any:
+    def reduce(self, op: str, *inputs: Any, map: str | Wgsl | None = None) -> Any:
         """One number of all values.
 
         Args:
             op: `sum`, `mean`, `min`, `max`, `var`, `std`, `dot` (of two inputs) or `count`.
             inputs: `(n, ...)`, up to four of one length.
-            map: an expression that is computed of each row first.
+            map: an expression or a WGSL function that is computed of each row first.
 
         Returns:
             An int for sums and extremes of integers and for counts, else a float.
         """
-        options = ["--map", map] if map else []
-        value = self._job(["reduce", op], inputs, options)["value"]
+        value = self._job(["reduce", op], inputs, [], map)["value"]
         return float(value) if isinstance(value, str) else value
 
     def sum(self, x: Any) -> Any:
@@ -149,7 +167,7 @@ class Machines:
         return self.reduce("dot", x, y)
 
     def hist(self, *inputs: Any, bins: int = 256, range: tuple[float, float] | None = None,
-             map: str | None = None) -> tuple[Any, Any]:
+             map: str | Wgsl | None = None) -> tuple[Any, Any]:
         """How many values lie in each of `bins` intervals of equal width.
 
         Returns:
@@ -159,15 +177,13 @@ class Machines:
         options = ["--bins", str(bins)]
         if range:
             options += ["--range", repr(float(range[0])), repr(float(range[1]))]
-        if map:
-            options += ["--map", map]
-        done = self._job(["hist"], inputs, options)
+        done = self._job(["hist"], inputs, options, map)
         _warn_of_nan(done)
         np = _numpy()
         return np.array(done["counts"], np.int64), np.array(done["edges"], np.float64)
 
     def topk(self, *inputs: Any, k: int = 10, smallest: bool = False,
-             map: str | None = None) -> tuple[Any, Any]:
+             map: str | Wgsl | None = None) -> tuple[Any, Any]:
         """The `k` largest values, or the smallest, in order.
 
         NaN is left out; a `RuntimeWarning` counts it.
@@ -176,9 +192,7 @@ class Machines:
             Values `(k,)` and their row numbers `(k,)`; fewer where there are fewer.
         """
         options = ["-k", str(k), *(["--smallest"] if smallest else [])]
-        if map:
-            options += ["--map", map]
-        done = self._job(["topk"], inputs, options)
+        done = self._job(["topk"], inputs, options, map)
         _warn_of_nan(done)
         np = _numpy()
         return np.array([_number(value) for value in done["values"]]), np.array(
@@ -199,6 +213,38 @@ class Machines:
         np = _numpy()
         return np.array(done["keys"]), np.array([_number(value) for value in done["values"]])
 
+    def join_by_key(self, op: str, left: tuple[Any, Any], right: tuple[Any, Any], *,
+                    map: str = "x * y") -> tuple[Any, Any]:
+        """A reduction, for each key, of all pairs of a left and a right row with that key.
+
+        Args:
+            op: the reduction, as of `groupby`.
+            left: integer keys `(n,)` and values `(n,)`.
+            right: integer keys `(k,)` and values `(k,)`, in the memory of each node.
+            map: what a pair gives: an expression of the left value `x` and the right value `y`.
+
+        Returns:
+            The keys that both sides have `(m,)`, ascending, and a value for each `(m,)`.
+        """
+        done = self._job(["join", op], (*left, *right), ["--map", map])
+        np = _numpy()
+        return np.array(done["keys"]), np.array([_number(value) for value in done["values"]])
+
+    def matmul(self, a: Any, b: Any, *, out: str | os.PathLike[str] | None = None,
+               device: str = "cpu") -> Any:
+        """The product of `a`, `(m, k)`, and `b`, `(k, n)`, which may be files larger than memory.
+
+        Args:
+            a: the first matrix, or the path of its `.npy` file.
+            b: the second matrix, or the path of its `.npy` file.
+            out: the `.npy` file to write.
+            device: `cpu` computes in float64, the same bits for any number of nodes; `gpu` in float32.
+
+        Returns:
+            A new array `(m, n)` of float64, or `out` where it is given.
+        """
+        return self._written(["matmul"], (a, b), ["--device", device], out)
+
     def sort(self, x: Any, *, out: str | os.PathLike[str] | None = None,
              memory: str | None = None) -> Any:
         """The values of `x` in ascending order.
@@ -213,21 +259,22 @@ class Machines:
         """
         return self._written(["sort"], (x,), ["--memory", memory] if memory else [], out)
 
-    def map(self, expression: str | Callable[[Any], Any], *inputs: Any,
+    def map(self, expression: str | Wgsl | Callable[[Any], Any], *inputs: Any,
             out: str | os.PathLike[str] | None = None, progress: Progress = None) -> Any:
         """An expression of each row of arrays, or an own function of each item.
 
         Args:
-            expression: text such as `"2*x"`, or a function of one item.
+            expression: text such as `"2*x"`, a WGSL function, or a function of one item.
             inputs: arrays, or for a function the items.
             out: the `.npy` file to write, for an expression.
             progress: is called with the parts that are done and their number; may raise to cancel.
 
         Returns:
-            A new array `(n,)` of float64, or `out`; for a function the list of its results.
+            A new array `(n,)` of float64, of `Wgsl` with a halo `(n, columns)`, or `out`; for a
+            function the list of its results.
         """
         if not callable(expression):
-            return self._written(["map"], inputs, ["--map", expression], out)
+            return self._written(["map"], inputs, [], out, expression)
         (items,) = inputs
         return self._lists({"map": expression}, items, progress)
 
@@ -424,14 +471,16 @@ class Machines:
             return self._run(words)
 
     def _written(self, job: list[str], inputs: Sequence[Any], options: list[str],
-                 out: str | os.PathLike[str] | None) -> Any:
+                 out: str | os.PathLike[str] | None, map: str | Wgsl | None = None) -> Any:
         with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
             path = os.path.join(folder, "out.npy") if out is None else os.fspath(out)
-            self._job(job, inputs, [*options, "-o", path])
+            self._job(job, inputs, [*options, "-o", path], map)
             return _numpy().load(path, allow_pickle=False) if out is None else out
 
-    def _job(self, job: list[str], inputs: Sequence[Any], options: list[str]) -> dict[str, Any]:
+    def _job(self, job: list[str], inputs: Sequence[Any], options: list[str],
+             map: str | Wgsl | None = None) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+            options = options + _mapped(map, folder)
             paths = [_file(x, folder, at) for at, x in enumerate(inputs)]
             # Behind `--`, so that no path and no negative number is taken for an option.
             return self._run(["mapreduce", job[0], *options, *self._own(), "--", *job[1:], *paths])
@@ -476,6 +525,16 @@ def _by_key(found: list[bytes], reduce: Callable[[Any, Any], Any] | None = None)
                 raise JobError(f"{key!r} has other hashes in other workers: keys need a hash of their "
                                "value")
     return {key: values[key] for key in sorted(values, key=firsts.__getitem__)}
+
+
+def _mapped(map: str | Wgsl | None, folder: str) -> list[str]:
+    """Options of what is computed of each row first; a function is written to a file."""
+    if not isinstance(map, Wgsl):
+        return ["--map", map] if map else []
+    path = pathlib.Path(folder, "function.wgsl")
+    path.write_text(map.text, encoding="utf-8")
+    halo = [] if map.halo is None else ["--halo", str(map.halo), "--steps", str(map.steps)]
+    return ["--wgsl", str(path), "--device", "gpu", *halo]
 
 
 def _numpy() -> Any:
