@@ -15,7 +15,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
@@ -46,6 +47,9 @@ use crate::{CommandError, Error, MessageSink, devices, links, peers, traffic};
 
 /// Interval of polls for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// Timeout of a connection of the loopback interface, which takes 0.1 ms.
+const ENGINE_KNOCK: Duration = Duration::from_millis(50);
 
 /// Polls between two checks of the process's memory: 4 s. A trim takes a millisecond or so.
 const LOOKS_AT_MEMORY: u32 = 20;
@@ -105,6 +109,8 @@ pub(crate) struct Inner {
     pub(crate) downloads: Downloads,
     pub(crate) host: OnceLock<HostProbes>,
     pub(crate) rates: OnceLock<MeasuredRates>,
+    /// The state of `paceline compute` on this machine.
+    compute: OnceLock<PathBuf>,
     over: AtomicBool,
 }
 
@@ -144,6 +150,7 @@ impl Dashboard {
             downloads: Downloads::new(downloads),
             host: OnceLock::new(),
             rates: OnceLock::new(),
+            compute: OnceLock::new(),
             over: AtomicBool::new(false),
         }))
     }
@@ -226,6 +233,7 @@ impl Dashboard {
     /// [`Error::Events`], [`Error::Thread`].
     pub fn watch(&self, watch: DashboardOutputs) -> Result<DashboardThreads, Error> {
         let DashboardOutputs { events, home, tell } = watch;
+        let _ = self.0.compute.set(home.root().join("compute/engine.json")); // watched once
         let mut watching = DashboardThreads {
             board: self.clone(),
             threads: Vec::new(),
@@ -293,6 +301,7 @@ impl Dashboard {
             "instances": instances,
             "downloads": inner.downloads.recent(),
             "requests": requests,
+            "compute": inner.compute.get().and_then(|path| engine_dashboard(path)),
         })
     }
 
@@ -508,6 +517,17 @@ impl Inner {
         }
         all
     }
+}
+
+/// The address of the dashboard of an engine that `paceline compute` has started here, if it
+/// listens. Cost: a file and a connection of the loopback interface.
+fn engine_dashboard(state: &Path) -> Option<String> {
+    let state: Value = serde_json::from_slice(&std::fs::read(state).ok()?).ok()?;
+    let address = state["dashboard"].as_str()?;
+    let host = address.strip_prefix("http://")?.split('/').next()?;
+    let host: SocketAddr = host.parse().ok()?;
+    TcpStream::connect_timeout(&host, ENGINE_KNOCK).ok()?;
+    Some(address.to_owned())
 }
 
 /// Current energy per token: watts of all reporting machines over tokens a second of all requests.

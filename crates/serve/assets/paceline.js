@@ -91,6 +91,8 @@ function draw(status) {
     models.drawInstances(instances);
     models.drawDownloads(downloads);
   } else if (view === "machines") {
+    $("compute").hidden = !status.compute;
+    if (status.compute) attr($("compute-link"), "href", status.compute);
     machines.drawSums(nodes, requests);
     machines.drawMap(nodes, links);
     machines.drawNodes(nodes);
