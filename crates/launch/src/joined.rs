@@ -148,6 +148,14 @@ fn read_frame(
     }
 }
 
+/// For fuzzing: reads frames to the end or to the first that lies, and each as a request.
+pub(crate) fn read_all(mut bytes: &[u8]) {
+    while let Ok(Some((kind, payload))) = read_frame(&mut bytes, FRAME_BYTES_MAX) {
+        assert!(payload.len() <= FRAME_BYTES_MAX && FrameKind::of(kind as u8) == Some(kind));
+        let _: Result<Request, _> = serde_json::from_slice(&payload);
+    }
+}
+
 /// Sends `request` over `line`, the connection to the other machine. Forwards `input` there, and
 /// `output` and `errors` from there, until the program ends or the socket closes. Returns how the
 /// program ended.

@@ -6,9 +6,10 @@ use crate::marks::{Marks, StreamPart};
 /// Length limit below which no words can be too long for a mark.
 const SHORT: usize = 4096;
 
-/// For fuzzing: parses `bytes` as probe output of machines, as program output with marks, and as a
-/// hostfile. The fragment boundaries must not matter.
+/// For fuzzing: parses `bytes` as probe output of machines, as program output with marks, as a
+/// hostfile, and as frames of programs on joined machines. The fragment boundaries must not matter.
 pub fn parse_hosts(bytes: &[u8]) {
+    crate::joined::read_all(bytes);
     crate::topology::parse(bytes);
     if let Ok(text) = std::str::from_utf8(bytes) {
         let _ = Hostfile::parse(text);
