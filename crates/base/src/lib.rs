@@ -22,6 +22,7 @@
 
 mod awake_time;
 mod block_type;
+mod callback_error;
 pub mod exact;
 mod float8;
 mod hex;
@@ -37,6 +38,7 @@ mod units;
 
 pub use awake_time::AwakeTime;
 pub use block_type::{BlockType, UnknownBlockType};
+pub use callback_error::CallbackError;
 pub use float8::{e4m3, e8m0, ue4m3};
 pub use hex::{hex, unhex};
 pub use kernel_class::{KernelClass, UnknownKernelClass};
@@ -45,4 +47,4 @@ pub use median::{median, upper_median};
 pub use pages::whole_pages;
 pub use printable::{counted, printable};
 pub use random::SplitMix64;
-pub use units::{Bytes, LayerIdx, Micros, Rank};
+pub use units::{Bytes, BytesError, LayerIdx, Micros, Rank};

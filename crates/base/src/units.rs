@@ -10,8 +10,8 @@ impl Bytes {
     /// Parses a text such as `500M` or `2G`, in powers of 1024.
     ///
     /// # Errors
-    /// A sentence with the expected form.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    /// [`BytesError`].
+    pub fn parse(text: &str) -> Result<Self, BytesError> {
         let (digits, shift) = match text.strip_suffix(['K', 'M', 'G', 'T']) {
             Some(digits) => (
                 digits,
@@ -21,11 +21,21 @@ impl Bytes {
         };
         let number: Option<u64> = digits.parse().ok();
         let bytes = number.and_then(|number| number.checked_mul(1 << shift));
-        bytes
-            .map(Self)
-            .ok_or_else(|| "expected a number of bytes, as 500M or 2G".to_owned())
+        bytes.map(Self).ok_or(BytesError)
     }
 }
+
+/// A text that is no number of bytes. Its caller has the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BytesError;
+
+impl fmt::Display for BytesError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("expected a number of bytes, as 500M or 2G")
+    }
+}
+
+impl std::error::Error for BytesError {}
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

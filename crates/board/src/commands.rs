@@ -13,6 +13,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
 use paceline_auth::keys::{self, KeyInfo, KeyRole, Keys};
+use paceline_base::CallbackError;
 use paceline_base::{Bytes, CallbackError, KernelClass};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
@@ -112,7 +113,7 @@ pub fn start(
             let mut beat = || {
                 progress(Value::Null);
             };
-            leave(&fleet, &mut beat).map_err(|error| error.to_string())?;
+            leave(&fleet, &mut beat)?;
             Ok(json!({}))
         },
     );
@@ -121,7 +122,7 @@ pub fn start(
         "answer",
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            leases::answer(&fleet, arguments, progress)
+            Ok(leases::answer(&fleet, arguments, progress)?)
         },
     );
     // Consent of this machine's owner is for programs of others, not for its own.
@@ -134,8 +135,8 @@ pub fn start(
     agent.serve_local(
         "borrow",
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
-            let request = parse_load(arguments).map_err(|error| error.to_string())?;
-            leases::lend(&own, &request, progress)
+            let request = parse_load(arguments)?;
+            Ok(leases::lend(&own, &request, progress)?)
         },
     );
     Ok(fleet)
@@ -229,7 +230,7 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
             move |arguments: &Value, progress: &mut CommandProgress<'_>| {
                 let fleet = own.upgrade().ok_or("the node is stopping")?;
                 let done = awake(progress, AWAKE_EVERY, || command(&fleet, arguments));
-                done.map_err(|error| error.to_string())
+                Ok(done?)
             },
         );
     }
@@ -238,8 +239,7 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         "send",
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            let done = stores::ask_send(&fleet, arguments, progress);
-            done.map_err(|error| error.to_string())
+            Ok(stores::ask_send(&fleet, arguments, progress)?)
         },
     );
     let own = Arc::downgrade(fleet);
@@ -247,8 +247,7 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         MEND,
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            let done = stores::ask_mend(&fleet, arguments, progress);
-            done.map_err(|error| error.to_string())
+            Ok(stores::ask_mend(&fleet, arguments, progress)?)
         },
     );
 }
@@ -259,7 +258,7 @@ fn answer_lists(agent: &Agent, fleet: &Arc<Fleet>, upstreams: &Upstreams) {
         let (own, upstreams) = (Arc::downgrade(fleet), upstreams.clone());
         agent.serve_local(name, move |_: &Value, _: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            command(&fleet, upstreams.instances()).map_err(|error| error.to_string())
+            Ok(command(&fleet, upstreams.instances())?)
         });
     }
 }
@@ -374,16 +373,14 @@ fn of_cluster(agent: &Agent, command: &str, arguments: &Value) -> Result<Value, 
 }
 
 fn ask_load(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
-    let ids = fleet
-        .load(&parse_load(arguments)?)
-        .map_err(CommandError::other)?;
+    let ids = fleet.load(&parse_load(arguments)?)?;
     let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
     Ok(json!({ "id": ids.first(), "ids": ids }))
 }
 
 fn ask_preview(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
-    let preview = fleet.preview(&parse_load(arguments)?);
-    Ok(serde_json::to_value(preview.map_err(CommandError::other)?)?)
+    let preview = fleet.preview(&parse_load(arguments)?)?;
+    Ok(serde_json::to_value(preview)?)
 }
 
 /// Parses a request; a field that is null counts as absent. A wrong field is reported before a
@@ -410,8 +407,7 @@ struct UnloadArguments {
 
 fn ask_unload(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
     let UnloadArguments { model, replica } = UnloadArguments::deserialize(arguments)?;
-    let unloaded = fleet.unload(&model, replica);
-    let count = unloaded.map_err(CommandError::other)?;
+    let count = fleet.unload(&model, replica)?;
     Ok(json!({ "unloaded": count }))
 }
 
@@ -436,21 +432,17 @@ fn ask_ps(fleet: &Fleet, upstreams: Vec<Value>) -> Result<Value, CommandError> {
 
 fn ask_trace(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
     let ask: TraceRequest = serde_json::from_value(arguments.clone())?;
-    let recording = fleet.trace(&ask).map_err(CommandError::other)?;
-    Ok(serde_json::to_value(recording)?)
+    Ok(serde_json::to_value(fleet.trace(&ask)?)?)
 }
 
 /// Path of a local model's file. Reads all of a stored model the first time.
-fn find(home: &Home, name: &str) -> Result<PathBuf, String> {
-    match paceline_store::resolve(home, name) {
-        Ok(paceline_store::Resolution::Path(found)) => {
-            let checked = check_first_use(home, &found);
-            checked
-                .map(|()| found.path)
-                .map_err(|error| error.to_string())
+fn find(home: &Home, name: &str) -> Result<PathBuf, CallbackError> {
+    match paceline_store::resolve(home, name)? {
+        paceline_store::Resolution::Path(found) => {
+            check_first_use(home, &found)?;
+            Ok(found.path)
         }
-        Ok(_) => Err(format!("there is no model {name:?} on this machine")),
-        Err(error) => Err(error.to_string()),
+        _ => Err(format!("there is no model {name:?} on this machine").into()),
     }
 }
 
@@ -491,7 +483,7 @@ impl fleet::ModelRegistrar for HttpAdmission {
         (wanted, adapter): (&InstanceSpec, Option<&AdapterFile>),
         path: &Path,
         service: Arc<dyn Service>,
-    ) -> Result<(), String> {
+    ) -> Result<(), CallbackError> {
         let model = api_model::instance(path, wanted, &self.templates);
         let mut model = model.map_err(|error| chain(&error))?;
         if let Some(adapter) = adapter {
@@ -504,8 +496,7 @@ impl fleet::ModelRegistrar for HttpAdmission {
             let digits = adapter.sha256.get(..8).unwrap_or_default();
             model.fingerprint = format!("{}-{digits}", model.fingerprint);
         }
-        let opened = self.doors.register(key, model, service);
-        opened.map_err(|error| error.to_string())
+        Ok(self.doors.register(key, model, service)?)
     }
 
     fn close(&self, key: &str) {

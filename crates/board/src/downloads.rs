@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
+use paceline_base::CallbackError;
 use paceline_base::lock;
-use paceline_serve::CallbackError;
 use paceline_store::{Cancel, Error, Home, PullOptions, PullProgress, Resolution, pull, resolve};
 use serde::Serialize;
 

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use paceline_auth::keys;
-use paceline_serve::CallbackError;
+use paceline_base::CallbackError;
 use paceline_store::Error as StoreError;
 use paceline_text::tokenizer;
 
@@ -79,6 +79,8 @@ pub enum CommandError {
     /// The text has all causes.
     #[error("{}", chain(.0))]
     Keys(keys::Error),
+    #[error(transparent)]
+    Fleet(#[from] paceline_node::fleet::Error),
     /// From another crate, or from the program around the node.
     #[error(transparent)]
     Other(#[from] CallbackError),

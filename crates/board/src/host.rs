@@ -5,10 +5,10 @@ use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
+use paceline_base::CallbackError;
 use paceline_base::lock;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
-use paceline_serve::CallbackError;
 use serde::{Deserialize, Serialize};
 
 use crate::CommandError;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
+use paceline_base::CallbackError;
 use paceline_node::fleet::{ByteSink, FetchProgress, HubOrigin, ModelHub};
 use paceline_store::{
     Cancel, Home, PinnedFile, PullOptions, PullProgress, fetch_pinned, origin, read_pinned,
@@ -50,13 +51,13 @@ impl ModelHub for StoreHub {
         origin: &HubOrigin,
         path: &Path,
         came: &FetchProgress<'_>,
-    ) -> Result<(), String> {
+    ) -> Result<(), CallbackError> {
         let parts = (
             path.parent(),
             path.file_name().and_then(|name| name.to_str()),
         );
         let (Some(folder), Some(name)) = parts else {
-            return Err(format!("{}: no place for a file", path.display()));
+            return Err(format!("{}: no place for a file", path.display()).into());
         };
         let cancel = Cancel::default();
         let mut heard = RangeProgress {
@@ -70,7 +71,7 @@ impl ModelHub for StoreHub {
         };
         let (pinned, to) = (pinned(origin), (folder, name));
         let fetched = fetch_pinned(&pinned, to, &self.options, &cancel, &mut heard);
-        fetched.map_err(|error| chain(&error))
+        fetched.map_err(|error| chain(&error).into())
     }
 
     fn read(
@@ -78,13 +79,13 @@ impl ModelHub for StoreHub {
         origin: &HubOrigin,
         span: Range<u64>,
         take: &mut ByteSink<'_>,
-    ) -> Result<(), String> {
+    ) -> Result<(), CallbackError> {
         let (pinned, cancel) = (pinned(origin), Cancel::default());
         let mut options = self.options.clone();
         options.deadlines.stall = options.deadlines.stall.min(STALL);
         options.retry.attempts = options.retry.attempts.min(ATTEMPTS);
         let read = read_pinned(&pinned, span, &options, &cancel, take);
-        read.map_err(|error| chain(&error))
+        read.map_err(|error| chain(&error).into())
     }
 }
 

@@ -8,7 +8,7 @@ mod chat;
 use std::cmp::Ordering;
 use std::collections::VecDeque;
 
-use paceline_base::printable;
+use paceline_base::{CallbackError, printable};
 use ratatui::Frame;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
@@ -119,7 +119,7 @@ pub struct TopView {
 
 impl TopView {
     /// Applies a status of the node.
-    pub fn update(&mut self, status: Result<Value, String>) {
+    pub fn update(&mut self, status: Result<Value, CallbackError>) {
         match status {
             Ok(status) => {
                 let speed = tok_s(&status);
@@ -130,7 +130,7 @@ impl TopView {
                     self.speeds.pop_front();
                 }
             }
-            Err(problem) => self.problem = Some(problem),
+            Err(problem) => self.problem = Some(problem.to_string()),
         }
     }
 
@@ -241,7 +241,7 @@ impl TopView {
     }
 
     /// Ends an answer.
-    pub fn end_answer(&mut self, ended: Result<(), String>) {
+    pub fn end_answer(&mut self, ended: Result<(), CallbackError>) {
         self.chat.end(ended);
     }
 

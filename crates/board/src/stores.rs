@@ -36,7 +36,7 @@ pub(crate) fn own(spec: &NodeSettings) -> Arc<OwnStore> {
             match paceline_store::remove(&removed, name) {
                 Ok(done) => Ok(Some(done.bytes.0)),
                 Err(StoreError::NotInStore { .. }) => Ok(None),
-                Err(error) => Err(error.to_string()),
+                Err(error) => Err(error.into()),
             }
         }),
         free: Box::new(move || {
@@ -89,8 +89,7 @@ struct TransferArguments {
 /// Handles `remove`: the result on each node.
 pub(crate) fn ask_remove(fleet: &Fleet, arguments: &Value) -> Result<Value, CommandError> {
     let TransferArguments { model, nodes } = TransferArguments::deserialize(arguments)?;
-    let removed = fleet.remove(&model, &nodes).map_err(CommandError::other)?;
-    told(&removed)
+    told(&fleet.remove(&model, &nodes)?)
 }
 
 /// Handles `send`, with progress.
@@ -104,10 +103,7 @@ pub(crate) fn ask_send(
         // Continues without the client.
         let _ = progress(json!([done, of]));
     };
-    let sent = fleet
-        .send(&model, &nodes, &mut say)
-        .map_err(CommandError::other)?;
-    told(&sent)
+    told(&fleet.send(&model, &nodes, &mut say)?)
 }
 
 /// Repairs a file of this machine's store; null for an intact one. The command ends with its
@@ -118,9 +114,7 @@ pub(crate) fn ask_mend(
     progress: &mut CommandProgress<'_>,
 ) -> Result<Value, CommandError> {
     let file = StoredFile::deserialize(arguments)?;
-    let mended = fleet
-        .mend(&file, &mut |done| progress(json!(done)))
-        .map_err(CommandError::other)?;
+    let mended = fleet.mend(&file, &mut |done| progress(json!(done)))?;
     Ok(serde_json::to_value(mended)?)
 }
 

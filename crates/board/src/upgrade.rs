@@ -137,10 +137,9 @@ pub fn serve_restart(agent: &Agent, fleet: &Arc<Fleet>, restart: Arc<AtomicBool>
         RESTART,
         move |_: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            let moved = crate::commands::leave(&fleet, &mut || {
+            crate::commands::leave(&fleet, &mut || {
                 progress(Value::Null);
-            });
-            moved.map_err(|error| error.to_string())?;
+            })?;
             restart.store(true, Ordering::SeqCst);
             Ok(json!({}))
         },

@@ -15,6 +15,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow};
+use paceline_base::CallbackError;
 use paceline_board::screen::{self, TopAction, TopView};
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use serde_json::{Value, json};
@@ -91,13 +92,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 
 /// News for the view.
 enum TopUpdate {
-    Status(Result<Value, String>),
+    Status(Result<Value, CallbackError>),
     /// How a command went.
     Said(String),
     /// A part of an answer.
     Part(String),
     /// The end of an answer.
-    AnswerEnd(Result<(), String>),
+    AnswerEnd(Result<(), CallbackError>),
 }
 
 /// Draws and reads keys until the user exits.
@@ -152,7 +153,7 @@ impl Node {
     fn keep_asking(&self) {
         loop {
             std::thread::sleep(LOOK_EVERY);
-            let status = ask(self.url.as_deref()).map_err(|error| format!("{error:#}"));
+            let status = ask(self.url.as_deref()).map_err(|error| format!("{error:#}").into());
             if self.sender.send(TopUpdate::Status(status)).is_err() {
                 return;
             }
@@ -165,7 +166,9 @@ impl Node {
             TopAction::Load(model) => self.manage("load", model),
             TopAction::Unload(model) => self.manage("unload", model),
             TopAction::Ask(body) => {
-                let ended = self.answer(&body).map_err(|error| format!("{error:#}"));
+                let ended = self
+                    .answer(&body)
+                    .map_err(|error| format!("{error:#}").into());
                 TopUpdate::AnswerEnd(ended)
             }
         };

@@ -22,7 +22,7 @@ use paceline_board::{
 use paceline_engine::StepTimeTarget;
 use paceline_node::fleet::{Fleet, LoadRequest};
 use paceline_node::tunnel;
-use paceline_serve::{CallbackError, DEFAULT_PORT, HttpServer, StatusSource, UpstreamArg};
+use paceline_serve::{DEFAULT_PORT, HttpServer, StatusSource, UpstreamArg};
 use paceline_store::{Cancel, Error as StoreError, Home, PullOptions};
 use serde_json::json;
 
@@ -300,8 +300,7 @@ fn load_all(
             true => fleet.load_once(&request),
             false => fleet.lease(&request),
         };
-        let id = id.map_err(|reason| anyhow!(reason))?;
-        await_ready(fleet, &id.to_string(), cancel)?;
+        await_ready(fleet, &id?.to_string(), cancel)?;
     }
     Ok(())
 }

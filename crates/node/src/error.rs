@@ -72,6 +72,13 @@ pub enum Error {
     /// A rank did not return its recorded trace.
     #[error("{rank} did not tell what it recorded: trace again")]
     NotTraced { rank: Rank },
+    #[error("another trace of it runs")]
+    BeingTraced,
+    /// A traced request was refused, or failed.
+    #[error(transparent)]
+    Request(#[from] paceline_engine::RequestFailure),
+    #[error("no answer within {} s", limit.as_secs())]
+    NoAnswer { limit: std::time::Duration },
     /// The model's speed on this machine cannot be measured by probing some of its layers.
     #[error("speed cannot be measured: {what}")]
     NotMeasured { what: &'static str },

@@ -34,6 +34,7 @@ mod drain;
 mod durable_journals;
 mod encoders;
 mod engines;
+mod error;
 mod expansion;
 mod file_ranges;
 mod flaps;
@@ -75,7 +76,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use paceline_base::lock;
+use paceline_base::{CallbackError, lock};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::{NodeId, RegisterKey};
 use paceline_engine::{EncoderService, Service};
@@ -89,6 +90,7 @@ pub use answer_traces::TraceRequest;
 use copies::ModelCopies;
 pub use copies::{MendedFile, RepairReport, StoredFile};
 use durable_journals::DurableJournals;
+pub use error::Error;
 use hosts::NodeConnection;
 pub use hub::{ByteSink, FetchProgress, HubOrigin, ModelHub};
 use ingress::IngressService;
@@ -141,7 +143,7 @@ const RELEASE_LIMIT: Duration = Duration::from_secs(1);
 const REPLICAS_MAX: u16 = NODES_MAX as u16;
 
 /// The file of a model by the user's name for it, or why there is none.
-pub type FileLookup = dyn Fn(&str) -> Result<PathBuf, String> + Send + Sync;
+pub type FileLookup = dyn Fn(&str) -> Result<PathBuf, CallbackError> + Send + Sync;
 
 /// An instance to which this node can send requests.
 #[derive(Clone, Debug, Serialize)]
@@ -251,7 +253,7 @@ impl Fleet {
     /// # Errors
     /// What the system says when it refuses a thread.
     pub fn start(agent: Agent, mut spec: FleetSpec) -> std::io::Result<Self> {
-        let find = std::mem::replace(&mut spec.find, Box::new(|_| Err(String::new())));
+        let find = std::mem::replace(&mut spec.find, Box::new(|_| Err("the fleet has it".into())));
         let may_have = stores::limit(&spec.store, &spec.copies, &agent);
         let found = (find, spec.copies.clone());
         let copies = ModelCopies::new(found, may_have, Arc::clone(&spec.tell));
@@ -271,15 +273,15 @@ impl Fleet {
                 args: spec.program.1.clone(),
                 env: spec.worker_env.clone(),
                 writable: spec.worker_folders.clone(),
-                find: Box::new(move |model| own.find_part(&finder, model)),
+                find: Box::new(move |model| Ok(own.find_part(&finder, model)?)),
                 find_whole: Box::new(move |model| {
-                    wholes.find_right((&checker, model), copies::CheckRange::All)
+                    Ok(wholes.find_right((&checker, model), copies::CheckRange::All)?)
                 }),
                 bring: Box::new(move |model, file, parts, goes_on| {
-                    brings.bring(&bringer, (model, file), parts, goes_on)
+                    Ok(brings.bring(&bringer, (model, file), parts, goes_on)?)
                 }),
                 repair: Box::new(move |model, file, parts, goes_on| {
-                    repairs.repair(&repairer, (model, file), parts, goes_on)
+                    Ok(repairs.repair(&repairer, (model, file), parts, goes_on)?)
                 }),
                 trusts: Box::new(move |device, node| truster.trusts_cable(device, node)),
                 interface: spec.interface.clone(),
@@ -310,7 +312,7 @@ impl Fleet {
     /// # Errors
     /// The model is not on this machine, a node does not exist, or the replicas do not fit in
     /// memory. Nothing is loaded then.
-    pub fn load(&self, ask: &LoadRequest) -> Result<Vec<InstanceId>, String> {
+    pub fn load(&self, ask: &LoadRequest) -> Result<Vec<InstanceId>, Error> {
         let loaded = self.inner.load(ask);
         self.inner.agent.save();
         loaded
@@ -321,7 +323,7 @@ impl Fleet {
     ///
     /// # Errors
     /// The model is not on this machine, or a node does not exist.
-    pub fn preview(&self, ask: &LoadRequest) -> Result<Preview, String> {
+    pub fn preview(&self, ask: &LoadRequest) -> Result<Preview, Error> {
         self.inner.preview(ask)
     }
 
@@ -330,7 +332,7 @@ impl Fleet {
     ///
     /// # Errors
     /// No such instance.
-    pub fn unload(&self, name: &str, replica: Option<u16>) -> Result<usize, String> {
+    pub fn unload(&self, name: &str, replica: Option<u16>) -> Result<usize, Error> {
         let unloaded = self.inner.unload(name, replica);
         self.inner.agent.save();
         unloaded
@@ -341,7 +343,7 @@ impl Fleet {
     ///
     /// # Errors
     /// No such instance, or it does not answer.
-    pub fn trace(&self, ask: &TraceRequest) -> Result<Recording, String> {
+    pub fn trace(&self, ask: &TraceRequest) -> Result<Recording, Error> {
         answer_traces::trace(&self.inner, ask)
     }
 
@@ -350,7 +352,7 @@ impl Fleet {
     ///
     /// # Errors
     /// No such instance, it does not answer, or another trace of it is running.
-    pub fn stages(&self, name: &str) -> Result<Stages, String> {
+    pub fn stages(&self, name: &str) -> Result<Stages, Error> {
         answer_traces::stages(&self.inner, name)
     }
 
@@ -399,17 +401,18 @@ impl Fleet {
     ///
     /// # Errors
     /// The id does not parse, or the system refuses a thread.
-    pub fn service(&self, id: &str) -> Result<Arc<dyn Service>, String> {
-        let id: InstanceId = id.parse().map_err(|_| format!("{id:?} is no instance"))?;
+    pub fn service(&self, id: &str) -> Result<Arc<dyn Service>, Error> {
+        let id: InstanceId = id
+            .parse()
+            .map_err(|_| Error::InstanceId { id: id.to_owned() })?;
         if !self.inner.is_wanted(id) {
-            return Err(format!("instance {id} is not loaded"));
+            return Err(Error::NotLoaded { id });
         }
         if let Some(all) = self.inner.replicas_with(id) {
             return Ok(Arc::new(Preferred { all, first: id }));
         }
-        let service =
-            IngressService::start(&self.inner, id, None).map_err(|error| error.to_string())?;
-        Ok(Arc::new(service))
+        let service = IngressService::start(&self.inner, id, None);
+        Ok(Arc::new(service.map_err(Error::of("a thread"))?))
     }
 
     /// Summaries of the ready instances that this node owns, by id.
@@ -560,15 +563,9 @@ impl Inner {
         self.agent.name(id)
     }
 
-    fn want(
-        &self,
-        id: InstanceId,
-        epoch: u64,
-        wanted: Option<&InstanceSpec>,
-    ) -> Result<(), String> {
+    fn want(&self, id: InstanceId, epoch: u64, wanted: Option<&InstanceSpec>) -> Result<(), Error> {
         let text = wanted.map(|it| serde_json::to_string(it).expect("a record is JSON"));
-        let written = self.agent.write(RegisterKey::Record(id), epoch, text);
-        written.map_err(|error| error.to_string())
+        Ok(self.agent.write(RegisterKey::Record(id), epoch, text)?)
     }
 }
 
@@ -583,8 +580,8 @@ pub(crate) fn parse(bytes: &[u8]) {
     let _ = serde_json::from_slice::<Option<speed::Speed>>(bytes);
 }
 
-fn new_id() -> Result<InstanceId, String> {
+fn new_id() -> Result<InstanceId, Error> {
     let mut number = [0; 8];
-    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
+    getrandom::fill(&mut number).map_err(Error::Random)?;
     Ok(InstanceId(u64::from_le_bytes(number)))
 }

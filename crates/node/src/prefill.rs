@@ -20,7 +20,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_engine::Ticket;
+use paceline_engine::{RequestFailure, Ticket};
 use paceline_plan::prefill_offload::PrefillOffload;
 
 /// Prompts that the prefill ranks compute or transfer at once: one is computed, and the next is
@@ -61,7 +61,7 @@ pub enum Event {
     /// The caller cancelled the request.
     Cancel(Ticket),
     /// The prefill ranks have computed the prompt, or refuse it.
-    Read(Ticket, Result<(), String>),
+    Read(Ticket, Result<(), RequestFailure>),
     /// A decode rank has received all pages of the prompt.
     Arrived(Ticket, Rank),
     /// The decode ranks computed `tokens` tokens of a prompt themselves.
@@ -373,10 +373,10 @@ impl PrefillScheduler {
         }
     }
 
-    fn read(&mut self, now: Duration, ticket: Ticket, outcome: Result<(), String>) {
-        if let Err(reason) = outcome {
+    fn read(&mut self, now: Duration, ticket: Ticket, outcome: Result<(), RequestFailure>) {
+        if let Err(failure) = outcome {
             if let Some(prompt) = self.take(ticket) {
-                self.late(&prompt, reason);
+                self.late(&prompt, failure.to_string());
             }
             return;
         }

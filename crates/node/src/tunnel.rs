@@ -12,6 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use paceline_base::CallbackError;
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::local::{self, CommandProgress};
 use paceline_cluster::nodes::agent::{Agent, ServiceChannel};
@@ -86,14 +87,12 @@ pub fn lead(
     service: &str,
     arguments: &Value,
     progress: &mut CommandProgress<'_>,
-) -> Result<Value, String> {
+) -> Result<Value, CallbackError> {
     let text = |name: &str| arguments[name].as_str().unwrap_or_default();
     let node: NodeId = text("node").parse().map_err(|_| "no id of a node")?;
-    let channel = agent.open(node, service, OPEN_LIMIT);
-    let channel = channel.map_err(|error| error.to_string())?;
-    let socket = UnixStream::connect(text("socket")).map_err(|error| error.to_string())?;
-    let bridged = bridge(&channel, &socket, &mut || progress(Value::Null));
-    bridged.map_err(|error| error.to_string())?;
+    let channel = agent.open(node, service, OPEN_LIMIT)?;
+    let socket = UnixStream::connect(text("socket"))?;
+    bridge(&channel, &socket, &mut || progress(Value::Null))?;
     Ok(json!({}))
 }
 

@@ -11,7 +11,6 @@ use tokio::sync::Semaphore;
 use crate::Error;
 use crate::access::Access;
 use crate::clock::TimeSource;
-use crate::error::CallbackError;
 use crate::events::EventLog;
 use crate::facts::ProcessMetrics;
 use crate::journal::{JournalBounds, Journals};
@@ -20,6 +19,7 @@ use crate::live_requests::LiveRequests;
 use crate::tally::EventTally;
 use crate::upstream::Upstreams;
 use paceline_auth::tls::ServerProtocol;
+use paceline_base::CallbackError;
 
 /// The port of exo's API: clients that were set up for it find paceline there.
 pub const DEFAULT_PORT: u16 = 52415;

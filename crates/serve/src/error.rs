@@ -37,6 +37,3 @@ pub enum Error {
     #[error(transparent)]
     Tls(#[from] paceline_auth::tls::Error),
 }
-
-/// An error of the program around the server. Clients see its text.
-pub type CallbackError = Box<dyn std::error::Error + Send + Sync>;

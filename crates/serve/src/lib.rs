@@ -91,7 +91,7 @@ pub use config::{
     CommandHandler, Config, DEFAULT_PORT, DashboardConfig, PullStep, Puller, Removal, Remover,
     StageProbe, StatusSource, Timeouts,
 };
-pub use error::{CallbackError, Error};
+pub use error::Error;
 pub use facts::{MetricSample, ProcessMetrics};
 pub use journal::{
     JournalMatch, JournalPart, Journals, MIRROR_LIMIT, Mirror, MirrorCallback, MirrorOutcome,

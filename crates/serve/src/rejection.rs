@@ -11,12 +11,11 @@ use axum::http::header::{ALLOW, CONNECTION, CONTENT_TYPE, HeaderValue, RETRY_AFT
 use axum::http::header::{HeaderName, WWW_AUTHENTICATE};
 use axum::http::{Response, StatusCode};
 use axum::response::IntoResponse;
+use paceline_base::CallbackError;
 use paceline_engine::RequestFailure;
 use paceline_text::chat;
 use paceline_text::tokenizer;
 use serde_json::json;
-
-use crate::error::CallbackError;
 
 /// A rejection. Its display text is the `message` of the body.
 #[derive(Debug, thiserror::Error)]

@@ -1,6 +1,6 @@
 //! The chat of `paceline top`: its conversation, its input line, its drawing.
 
-use paceline_base::printable;
+use paceline_base::{CallbackError, printable};
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 use ratatui::layout::Rect;
@@ -95,9 +95,11 @@ impl ChatPane {
     }
 
     /// Ends the answer. An empty one is removed with its question.
-    pub(super) fn end(&mut self, ended: Result<(), String>) {
+    pub(super) fn end(&mut self, ended: Result<(), CallbackError>) {
         self.is_answering = false;
-        self.note = ended.err().unwrap_or_default();
+        self.note = ended
+            .err()
+            .map_or_else(String::new, |error| error.to_string());
         if self
             .messages
             .last()

@@ -296,7 +296,7 @@ fn a_chat_sends_its_conversation_and_shows_the_answer() {
         panic!("nothing is asked");
     };
     assert_eq!(body["messages"].as_array().unwrap().len(), 3);
-    view.end_answer(Err("the node is stopping".to_owned()));
+    view.end_answer(Err("the node is stopping".into()));
     let shown = plain(&mut view, (80, 8));
     assert!(
         shown.contains("> Go on_\nqwen3:8b: the node is stopping"),

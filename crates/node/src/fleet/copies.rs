@@ -214,7 +214,13 @@ impl ModelCopies {
 
     /// The file for a user's model name: from the store, else a complete copy with that name.
     pub(super) fn of_user(&self, name: &str) -> Result<PathBuf, String> {
-        (self.find)(name).or_else(|reason| self.named(name).ok_or(reason))
+        self.own(name)
+            .or_else(|reason| self.named(name).ok_or(reason))
+    }
+
+    /// The file of the store for a user's model name.
+    fn own(&self, name: &str) -> Result<PathBuf, String> {
+        (self.find)(name).map_err(|error| error.to_string())
     }
 
     /// The complete copy of a model with the user's name `name`.
@@ -338,7 +344,7 @@ impl ModelCopies {
         if model.manifest {
             return self.write_manifest(model);
         }
-        let path = (self.find)(&model.name)?;
+        let path = self.own(&model.name)?;
         let found = self.own_file(&path, &model.sha256)?;
         found.map_err(|own| another(&model.name, &own))
     }

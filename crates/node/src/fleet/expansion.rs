@@ -126,7 +126,7 @@ impl Inner {
         }
         let next = next_record(&owned.wanted, nodes, &then);
         let written = self.want(owned.id, owned.epoch + 1, Some(&next));
-        written.map_err(Refusal::NotYet)?;
+        written.map_err(|error| Refusal::NotYet(error.to_string()))?;
         let names: Vec<String> = nodes.iter().map(|id| self.name(*id)).collect();
         let (model, names) = (&owned.wanted.model, names.join(", "));
         let gain = gain.map_or(String::new(), |gain| {
@@ -151,7 +151,8 @@ impl Inner {
         let all: Vec<NodeId> = all.into_iter().collect();
         self.measure_unknown(&all);
         let threads = usize::from(wanted.threads.max(1));
-        let forecast = self.forecast(&source, &config, threads)?;
+        let forecast = self.forecast(&source, &config, threads);
+        let forecast = forecast.map_err(|error| error.to_string())?;
         let machines = self.machines(&all);
         let kind = wanted.split.parse().unwrap_or(SplitKind::Auto);
         let best = |ranks: &[NodeId], kind| {

@@ -22,7 +22,7 @@ pub(super) use super::node_connection::NodeConnection;
 use super::owner::RunningFacts;
 use super::unused_nodes::UnusedNodes;
 use super::{CREW, copies};
-use crate::workers::connection::pair;
+use crate::workers::connection::{ConnectionError, pair};
 use crate::workers::host::{HostSpec, host};
 use crate::workers::remote::{WorkerHost, WorkerHosts};
 use paceline_fleet::memory::{
@@ -136,9 +136,12 @@ impl InstanceNodes {
     }
 
     /// Checks whether a node has the engine for a rank planned for another node.
-    fn engine_for(&self, rank: Rank, view: &NodeView) -> Result<(), String> {
+    fn engine_for(&self, rank: Rank, view: &NodeView) -> Result<(), ConnectionError> {
         match self.is_on_mlx(rank) && !view.facts.has_engine("mlx") {
-            true => Err(format!("{} has no engine mlx", view.facts.name)),
+            true => Err(ConnectionError::new(format!(
+                "{} has no engine mlx",
+                view.facts.name
+            ))),
             false => Ok(()),
         }
     }
@@ -148,20 +151,20 @@ impl InstanceNodes {
         known.map_or_else(|| id.to_string(), |node| node.facts.name)
     }
 
-    fn reach(&self, id: NodeId) -> Result<WorkerHost, String> {
+    fn reach(&self, id: NodeId) -> Result<WorkerHost, ConnectionError> {
         let name = self.name(id);
         if id == self.agent.id() {
             return here(name, id, &self.host);
         }
         let opened = self.agent.open(id, CREW, OPEN_LIMIT);
-        let channel = opened.map_err(|error| format!("{name}: {error}"))?;
+        let channel = opened.map_err(|error| ConnectionError::new(format!("{name}: {error}")))?;
         let (node, line) = (id, Box::new(NodeConnection(channel)));
         Ok(WorkerHost { name, node, line })
     }
 }
 
 /// This machine as a host, over a connection inside the process.
-fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<WorkerHost, String> {
+fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<WorkerHost, ConnectionError> {
     let (line, there) = pair();
     let spec = Arc::clone(spec);
     // The thread ends with the connection; the other end reports the reason.
@@ -169,13 +172,13 @@ fn here(name: String, node: NodeId, spec: &Arc<HostSpec>) -> Result<WorkerHost, 
     let started = std::thread::Builder::new()
         .name("host".to_owned())
         .spawn(run);
-    started.map_err(|error| format!("{name}: cannot start a thread: {error}"))?;
+    started.map_err(|error| ConnectionError::new(format!("{name}: a thread: {error}")))?;
     let line = Box::new(line);
     Ok(WorkerHost { name, node, line })
 }
 
 impl WorkerHosts for InstanceNodes {
-    fn open(&self, rank: Rank) -> Result<WorkerHost, String> {
+    fn open(&self, rank: Rank) -> Result<WorkerHost, ConnectionError> {
         let mut reasons = Vec::new();
         self.flaps.vacated(rank);
         let (map, views) = (self.agent.map(), self.agent.nodes());
@@ -188,31 +191,31 @@ impl WorkerHosts for InstanceNodes {
                     self.flaps.started(rank, id);
                     return Ok(place);
                 }
-                Err(reason) => reasons.push(reason),
+                Err(error) => reasons.push(error.reason),
             }
         }
         if lacks {
             self.cramped.store(true, Ordering::SeqCst);
         }
-        match reasons.is_empty() {
-            true => Err("none of its nodes lives".to_owned()),
-            false => Err(reasons.join("; ")),
-        }
+        Err(ConnectionError::new(match reasons.is_empty() {
+            true => "none of its nodes lives".to_owned(),
+            false => reasons.join("; "),
+        }))
     }
 
-    fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String> {
+    fn open_spare(&self, rank: Rank) -> Result<WorkerHost, ConnectionError> {
         let before = lock(&self.seen).spares.remove(&rank);
-        let mut reason = "no other node lives and has the memory".to_owned();
+        let mut error = ConnectionError::new("no other node lives and has the memory");
         for id in self.spare_candidates(rank, before) {
             match self.get_model(id).and_then(|()| self.reach(id)) {
                 Ok(place) => {
                     lock(&self.seen).spares.insert(rank, id);
                     return Ok(place);
                 }
-                Err(why) => reason = why,
+                Err(why) => error = why,
             }
         }
-        Err(reason)
+        Err(error)
     }
 
     fn lives(&self, node: NodeId) -> bool {
@@ -371,7 +374,7 @@ impl InstanceNodes {
         rank: Rank,
         id: NodeId,
         (views, map): (&[NodeView], &Registers),
-    ) -> Result<(), String> {
+    ) -> Result<(), ConnectionError> {
         let is_home = self.nodes[rank.0 as usize] == id;
         let Some(view) = views.iter().find(|view| view.id == id && !is_home) else {
             return Ok(());
@@ -397,12 +400,11 @@ impl InstanceNodes {
             true => Ok(()),
             false => {
                 let room = usable.saturating_sub(held);
-                Err(NoRoom {
+                Err(ConnectionError::new(NoRoom {
                     node: view.facts.name.clone(),
                     part: Bytes(shard),
                     room: Bytes(room),
-                }
-                .to_string())
+                }))
             }
         }
     }
@@ -426,12 +428,14 @@ impl InstanceNodes {
     }
 
     /// Makes an idle node copy the model; the instance's nodes have it.
-    fn get_model(&self, id: NodeId) -> Result<(), String> {
+    fn get_model(&self, id: NodeId) -> Result<(), ConnectionError> {
         match self.nodes.contains(&id) {
             true => Ok(()),
             false => {
                 let mut models = self.wanted.clone().files();
-                models.try_for_each(|model| copies::ensure(&self.agent, id, &model, &|_| ()))
+                let had =
+                    models.try_for_each(|model| copies::ensure(&self.agent, id, &model, &|_| ()));
+                had.map_err(ConnectionError::new)
             }
         }
     }

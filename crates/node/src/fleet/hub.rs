@@ -11,6 +11,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
+use paceline_base::CallbackError;
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::{RegisterKey, Registers};
 use serde::{Deserialize, Serialize};
@@ -57,7 +58,7 @@ pub trait ModelHub: Send + Sync {
         origin: &HubOrigin,
         path: &Path,
         came: &FetchProgress<'_>,
-    ) -> Result<(), String>;
+    ) -> Result<(), CallbackError>;
 
     /// Reads the bytes `span` of a file, in order, until `take` returns false. Does not verify
     /// them.
@@ -69,7 +70,7 @@ pub trait ModelHub: Send + Sync {
         origin: &HubOrigin,
         span: Range<u64>,
         take: &mut ByteSink<'_>,
-    ) -> Result<(), String>;
+    ) -> Result<(), CallbackError>;
 }
 
 /// Register of a file's origin.
@@ -158,7 +159,7 @@ pub(super) fn fill(
         }
     };
     let read = hub.read(origin, partial.groups().span(run), &mut take);
-    ended.map_or(read, Err)?;
+    ended.map_or(read.map_err(|error| error.to_string()), Err)?;
     match filling.left.is_empty() {
         true => Ok(()),
         false => Err("it gave too few bytes".to_owned()),

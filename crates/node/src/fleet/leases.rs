@@ -27,7 +27,7 @@ use paceline_fleet::{EPOCH_UNWANTED, InstanceId, InstanceSpec, specs};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{Fleet, Inner, LoadRequest, new_id};
+use super::{Error, Fleet, Inner, LoadRequest, new_id};
 use paceline_fleet::replica_names::Name;
 
 /// Queued replies for a program. A program that falls further behind loses its answer.
@@ -35,6 +35,9 @@ const REPLIES_MAX: usize = 16_384;
 
 /// Heartbeat interval of the node, by which it also detects that the program is gone.
 const BEAT: Duration = Duration::from_millis(200);
+
+/// The request asks for no replica, which [`Fleet::load`] takes as one.
+const NOTHING: Error = Error::Replicas { replicas: 0 };
 
 /// Silence after which a program takes its node for dead.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -48,10 +51,10 @@ pub fn answer(
     fleet: &Fleet,
     arguments: &Value,
     progress: &mut CommandProgress<'_>,
-) -> Result<Value, String> {
+) -> Result<Value, Error> {
     let id = arguments["id"].as_str().unwrap_or_default();
     let submission = Submission::deserialize(&arguments["submission"]);
-    let submission = submission.map_err(|error| error.to_string())?;
+    let submission = submission.map_err(Error::of("submission"))?;
     let ticket = submission.ticket;
     let service = fleet.service(id)?;
     let (sender, replies) = sync_channel(REPLIES_MAX);
@@ -71,7 +74,7 @@ pub fn answer(
                 (json!(reply), is_last)
             }
             Err(RecvTimeoutError::Timeout) => (Value::Null, false),
-            Err(RecvTimeoutError::Disconnected) => return Err("the answer was lost".to_owned()),
+            Err(RecvTimeoutError::Disconnected) => return Err(Error::AnswerLost),
         };
         if !progress(told) {
             service.cancel(ticket);
@@ -91,8 +94,8 @@ pub fn lend(
     fleet: &Weak<Fleet>,
     ask: &LoadRequest,
     progress: &mut CommandProgress<'_>,
-) -> Result<Value, String> {
-    let here = fleet.upgrade().ok_or("the node is stopping")?;
+) -> Result<Value, Error> {
+    let here = fleet.upgrade().ok_or(Error::Stopping)?;
     let id = here.inner.load_lent(ask)?;
     drop(here); // a lease does not keep the fleet alive
     let outcome = hold(fleet, id, ask, progress);
@@ -108,7 +111,7 @@ impl Fleet {
     ///
     /// # Errors
     /// As there.
-    pub fn lease(&self, ask: &LoadRequest) -> Result<InstanceId, String> {
+    pub fn lease(&self, ask: &LoadRequest) -> Result<InstanceId, Error> {
         self.inner.load_lent(ask)
     }
 
@@ -116,9 +119,9 @@ impl Fleet {
     ///
     /// # Errors
     /// As there.
-    pub fn load_once(&self, ask: &LoadRequest) -> Result<InstanceId, String> {
+    pub fn load_once(&self, ask: &LoadRequest) -> Result<InstanceId, Error> {
         let records = self.inner.asked(ask)?;
-        let record = records.first().ok_or("nothing is asked for")?;
+        let record = records.first().ok_or(NOTHING)?;
         let map = self.inner.agent.map();
         let is_same =
             |wanted: &InstanceSpec| wanted.lender.is_none() && Name::of(wanted) == Name::of(record);
@@ -135,13 +138,14 @@ fn hold(
     id: InstanceId,
     ask: &LoadRequest,
     progress: &mut CommandProgress<'_>,
-) -> Result<Value, String> {
-    let here = || fleet.upgrade().ok_or("the node is stopping");
+) -> Result<Value, Error> {
+    let here = || fleet.upgrade().ok_or(Error::Stopping);
     let id = id.to_string();
     loop {
         let view = here()?.list().into_iter().find(|view| view.id == id);
         let Some(view) = view else {
-            return Err(format!("{} was unloaded", ask.model));
+            let model = ask.model.clone();
+            return Err(Error::Unloaded { model });
         };
         if !progress(json!(view)) {
             return here()?
@@ -154,14 +158,14 @@ fn hold(
 
 impl Inner {
     /// As [`load`](Self::load) for a program of this machine.
-    fn load_lent(&self, ask: &LoadRequest) -> Result<InstanceId, String> {
+    fn load_lent(&self, ask: &LoadRequest) -> Result<InstanceId, Error> {
         let one = LoadRequest {
             replicas: 1,
             spare: Some(ask.spare.unwrap_or(0)), // not worth it for one command
             ..ask.clone()
         };
         let records = self.asked(&one)?.into_iter().next();
-        let (id, mut wanted) = (new_id()?, records.ok_or("nothing is asked for")?);
+        let (id, mut wanted) = (new_id()?, records.ok_or(NOTHING)?);
         wanted.lender = Some(self.agent.id());
         // No node takes over from a dead lending node.
         wanted.successors.retain(|id| wanted.nodes.contains(id));

@@ -2,8 +2,9 @@
 
 mod nodes;
 
+pub(super) use nodes::{nodes_of, too_few};
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +24,7 @@ use super::expansion::open_model;
 use super::hosts::no_path;
 use super::preview::Proposal;
 use super::proposals::predictions;
-use super::{Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview};
+use super::{Error, Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview};
 use crate::classes::EngineChoice;
 use crate::model_setup::check_draft_model;
 use paceline_fleet::replica_names;
@@ -44,7 +45,7 @@ const PATHS_EVERY: Duration = Duration::from_millis(200);
 
 impl Inner {
     /// As [`Fleet::load`](super::Fleet::load).
-    pub(super) fn load(&self, ask: &LoadRequest) -> Result<Vec<InstanceId>, String> {
+    pub(super) fn load(&self, ask: &LoadRequest) -> Result<Vec<InstanceId>, Error> {
         // They count as replicas, and in memory, while their records are there.
         for id in self.failed(&ask.model) {
             self.want(id, EPOCH_UNWANTED, None)?;
@@ -61,18 +62,15 @@ impl Inner {
     }
 
     /// The first spec of each requested replica.
-    pub(super) fn asked(&self, ask: &LoadRequest) -> Result<Vec<InstanceSpec>, String> {
+    pub(super) fn asked(&self, ask: &LoadRequest) -> Result<Vec<InstanceSpec>, Error> {
         self.await_facts();
         let groups = match ask.replicas {
             0 | 1 => vec![self.choose(ask)?],
             2..=REPLICAS_MAX => self.spread(ask)?,
-            many => return Err(format!("{many} replicas, expected 1 to {REPLICAS_MAX}")),
+            replicas => return Err(Error::Replicas { replicas }),
         };
         if ask.spare.is_some_and(|spare| spare > 0) && groups.iter().any(|nodes| nodes.len() < 2) {
-            let reason = "a spare is kept by another node of the instance";
-            return Err(format!(
-                "{reason}: ask for --nodes 2 or more, or for no --spare"
-            ));
+            return Err(Error::SpareAlone);
         }
         let path = self.copies.of_user(&ask.model)?;
         let all: BTreeSet<NodeId> = groups.iter().flatten().copied().collect();
@@ -91,28 +89,24 @@ impl Inner {
     }
 
     /// Checks that prefill nodes and decode nodes are disjoint.
-    fn check_apart(&self, readers: &[NodeId], decoding: &BTreeSet<NodeId>) -> Result<(), String> {
+    fn check_apart(&self, readers: &[NodeId], decoding: &BTreeSet<NodeId>) -> Result<(), Error> {
         match readers.iter().find(|id| decoding.contains(id)) {
-            Some(both) => Err(format!(
-                "{} is to decode and to read prompts: name other --nodes",
-                self.name(*both)
-            )),
+            Some(both) => Err(Error::ReadsAndDecodes {
+                node: self.name(*both),
+            }),
             None => Ok(()),
         }
     }
 
     /// Checks whether a draft model fits a model.
-    fn check_draft(&self, draft: &str, (model, path): (&str, &Path)) -> Result<(), String> {
+    fn check_draft(&self, draft: &str, (model, path): (&str, &Path)) -> Result<(), Error> {
         let of_draft = self.copies.of_user(draft)?;
-        let open = |name: &str, path: &Path| {
-            ModelSource::open(path).map_err(|error| format!("{name}: {error}"))
-        };
+        let open = |name: &str, path: &Path| ModelSource::open(path).map_err(Error::of(name));
         let (source, own) = (open(draft, &of_draft)?, open(model, path)?);
-        let config = Config::read(&own).map_err(|error| format!("{model}: {error}"))?;
-        let failed = |error: &dyn Display| format!("{draft}: {error}");
+        let config = Config::read(&own).map_err(Error::of(model))?;
         let captures = draft_captures(&source, &config, of_draft == path);
-        if captures.map_err(|error| failed(&error))?.is_none() {
-            check_draft_model(&source, &own).map_err(|error| failed(&error))?;
+        if captures.map_err(Error::of(draft))?.is_none() {
+            check_draft_model(&source, &own).map_err(Error::of(draft))?;
         }
         Ok(())
     }
@@ -123,7 +117,7 @@ impl Inner {
         ask: &LoadRequest,
         path: &Path,
         groups: Vec<Vec<NodeId>>,
-    ) -> Result<Vec<InstanceSpec>, String> {
+    ) -> Result<Vec<InstanceSpec>, Error> {
         let map = self.agent.map();
         let others: Vec<_> = specs(&map).collect();
         let others = others.iter().map(|(id, _, wanted)| (*id, wanted));
@@ -143,9 +137,9 @@ impl Inner {
                 }
                 None => self.plan_record(ask, path, &mut record)?,
             }
-            Ok::<_, String>(record)
+            Ok::<_, Error>(record)
         };
-        let records: Result<Vec<InstanceSpec>, String> =
+        let records: Result<Vec<InstanceSpec>, Error> =
             groups.into_iter().zip(numbers).map(of_group).collect();
         let mut records = records?;
         let first = &records[0];
@@ -170,7 +164,7 @@ impl Inner {
         ask: &LoadRequest,
         path: &Path,
         record: &mut InstanceSpec,
-    ) -> Result<(), String> {
+    ) -> Result<(), Error> {
         let engines = self.engine_choice(ask, &record.nodes)?;
         let opened = open_model(path).ok(); // an encoder has no engine to choose
         let model = opened.as_ref().map(|(source, config)| (source, config));
@@ -241,7 +235,7 @@ impl Inner {
         ask: &LoadRequest,
         (source, config): OpenModel<'_>,
         (record, engines): (&InstanceSpec, &EngineChoice),
-    ) -> Result<Vec<Proposal>, String> {
+    ) -> Result<Vec<Proposal>, Error> {
         let nodes = &record.nodes;
         let forecast = self.forecast(source, config, self.threads(ask))?;
         let (wishes, machines) = ((ask.split, engines), self.machines(nodes));
@@ -249,7 +243,10 @@ impl Inner {
         let (proposals, mut reasons) =
             self.proposals(model, wishes, (nodes, &machines), (None, record));
         match proposals.is_empty() {
-            true => Err(reasons.pop().unwrap_or_else(|| "no split fits".into())),
+            true => Err(reasons
+                .pop()
+                .unwrap_or_else(|| "no split fits".into())
+                .into()),
             false => Ok(proposals),
         }
     }
@@ -291,7 +288,7 @@ impl Inner {
     }
 
     /// Fields that the records of all replicas share.
-    fn record(&self, ask: &LoadRequest, path: &Path) -> Result<InstanceSpec, String> {
+    fn record(&self, ask: &LoadRequest, path: &Path) -> Result<InstanceSpec, Error> {
         let ModelIdentity {
             sha256,
             bytes,
@@ -324,7 +321,7 @@ impl Inner {
     }
 
     /// A model of this machine as a spec without an instance, for copies to other nodes.
-    pub(super) fn sent(&self, model: &str) -> Result<InstanceSpec, String> {
+    pub(super) fn sent(&self, model: &str) -> Result<InstanceSpec, Error> {
         let path = self.copies.of_user(model)?;
         let ask = LoadRequest {
             model: model.to_owned(),
@@ -342,7 +339,7 @@ impl Inner {
     }
 
     /// Identifies the model at `path` and publishes its hub origin.
-    fn identify(&self, path: &Path) -> Result<ModelIdentity, String> {
+    fn identify(&self, path: &Path) -> Result<ModelIdentity, Error> {
         let identity = self.copies.identify(&self.agent, path)?;
         self.tell_origin((&identity.sha256, identity.manifest), path);
         Ok(identity)
@@ -361,7 +358,7 @@ impl Inner {
     }
 
     /// A draft model of this machine's store, as a record names it.
-    fn draft(&self, name: &str) -> Result<DraftOf, String> {
+    fn draft(&self, name: &str) -> Result<DraftOf, Error> {
         let ModelIdentity {
             sha256,
             bytes,
@@ -377,28 +374,33 @@ impl Inner {
 
     /// The requested adapters as copies for other nodes: one GGUF file each. Reads them and the
     /// model's shape.
-    fn adapters(&self, ask: &LoadRequest, path: &Path) -> Result<Vec<AdapterFile>, String> {
-        let (got, most) = (ask.adapters.len(), ADAPTERS_MAX);
-        if got > most {
-            return Err(format!("{got} adapters, expected at most {most}"));
+    fn adapters(&self, ask: &LoadRequest, path: &Path) -> Result<Vec<AdapterFile>, Error> {
+        let got = ask.adapters.len();
+        if got > ADAPTERS_MAX {
+            return Err(Error::Count {
+                what: "adapters",
+                got,
+                least: 0,
+                most: ADAPTERS_MAX,
+            });
         }
         if got == 0 {
             return Ok(Vec::new());
         }
-        let failed = |error: &dyn Display| format!("{}: {error}", path.display());
-        let source = ModelSource::open(path).map_err(|error| failed(&error))?;
-        let config = Config::read(&source).map_err(|error| failed(&error))?;
+        let source = ModelSource::open(path).map_err(Error::of(path.display()))?;
+        let config = Config::read(&source).map_err(Error::of(path.display()))?;
         let mut all: Vec<AdapterFile> = Vec::new();
         for (name, from) in &ask.adapters {
             if name.is_empty() || all.iter().any(|known| known.name == *name) {
-                return Err(format!("{name:?} is no name for one more adapter"));
+                return Err(Error::AdapterName { name: name.clone() });
             }
             let folder = &self.copies.folder;
-            std::fs::create_dir_all(folder).map_err(|error| failed(&error))?;
-            let made = tempfile::tempdir_in(folder).map_err(|error| failed(&error))?;
+            let failed = || Error::of(folder.display());
+            std::fs::create_dir_all(folder).map_err(failed())?;
+            let made = tempfile::tempdir_in(folder).map_err(failed())?;
             let file = adapters::as_gguf((name.as_str(), from.as_path()), &config, made.path());
-            let file = file.map_err(|error| format!("adapter {name}: {error}"))?;
-            let bytes = std::fs::metadata(&file).map_err(|error| failed(&error))?;
+            let file = file.map_err(Error::of(format_args!("adapter {name}")))?;
+            let bytes = std::fs::metadata(&file).map_err(failed())?;
             let model = ask.names.first().unwrap_or(&ask.model);
             let sha256 = self.copies.keep(&file, &format!("{model}:{name}"))?;
             all.push(AdapterFile {
@@ -411,7 +413,7 @@ impl Inner {
     }
 
     /// Writes the first specs of new instances, all or none.
-    fn want_all(&self, records: &[InstanceSpec]) -> Result<Vec<InstanceId>, String> {
+    fn want_all(&self, records: &[InstanceSpec]) -> Result<Vec<InstanceId>, Error> {
         let mut ids = Vec::new();
         for record in records {
             match self.want_new(record) {
@@ -427,7 +429,7 @@ impl Inner {
         Ok(ids)
     }
 
-    pub(super) fn want_new(&self, record: &InstanceSpec) -> Result<InstanceId, String> {
+    pub(super) fn want_new(&self, record: &InstanceSpec) -> Result<InstanceId, Error> {
         let id = new_id()?;
         self.want(id, 1, Some(record)).map(|()| id)
     }
@@ -451,7 +453,7 @@ impl Inner {
     }
 
     /// As [`Fleet::unload`](super::Fleet::unload).
-    pub(super) fn unload(&self, name: &str, replica: Option<u16>) -> Result<usize, String> {
+    pub(super) fn unload(&self, name: &str, replica: Option<u16>) -> Result<usize, Error> {
         let map = self.agent.map();
         let all: Vec<_> = specs(&map).collect();
         let numbers = replica_names::numbers(all.iter().map(|(id, _, wanted)| (*id, wanted)));
@@ -461,14 +463,16 @@ impl Inner {
         let named = all.iter().filter(|(id, _, wanted)| is_it(*id, wanted));
         let mut ids: Vec<InstanceId> = named.map(|(id, ..)| *id).collect();
         if ids.is_empty() {
-            return Err(format!("no instance of {name:?} is loaded"));
+            let name = name.to_owned();
+            return Err(Error::UnknownInstance { name });
         }
         if let Some(replica) = replica {
             // A single instance has no number.
             ids.retain(|id| numbers.get(id).map_or(1, |it| it.number) == replica);
         }
         if let (true, Some(replica)) = (ids.is_empty(), replica) {
-            return Err(format!("no replica {replica} of {name:?} is loaded"));
+            let name = name.to_owned();
+            return Err(Error::UnknownReplica { replica, name });
         }
         for id in &ids {
             self.want(*id, EPOCH_UNWANTED, None)?;

@@ -20,8 +20,9 @@ use paceline_model::{Config, ModelSource};
 use serde::Serialize;
 
 use super::hosts::NodeConnection;
+use super::loading::too_few;
 use super::speed::{self, Speed};
-use super::{Inner, LoadRequest, SPEED};
+use super::{Error, Inner, LoadRequest, SPEED};
 use crate::forecast::devices::DeviceSpeed;
 use crate::forecast::machines::{RemoteDevice, RemoteMachine, best_first};
 use crate::forecast::{Forecast, Setting};
@@ -125,7 +126,7 @@ struct NodeCandidate {
 
 impl Inner {
     /// Computes the placements of a request.
-    pub(super) fn preview(self: &Arc<Self>, ask: &LoadRequest) -> Result<Preview, String> {
+    pub(super) fn preview(self: &Arc<Self>, ask: &LoadRequest) -> Result<Preview, Error> {
         self.await_facts();
         if ask.replicas > 1 {
             let (placements, notes) = self.preview_spread(ask)?;
@@ -137,8 +138,8 @@ impl Inner {
             });
         }
         let path = self.copies.of_user(&ask.model)?;
-        let source = ModelSource::open(&path).map_err(|error| error.to_string())?;
-        let config = Config::read(&source).map_err(|error| error.to_string())?;
+        let source = ModelSource::open(&path).map_err(crate::Error::from)?;
+        let config = Config::read(&source).map_err(crate::Error::from)?;
         let (sets, mut notes) = self.sets(ask)?;
         let largest = sets.last().cloned().unwrap_or_default();
         self.measure_unknown(&largest);
@@ -149,7 +150,7 @@ impl Inner {
             let of_set = (&set[..], &machines[..]);
             let engines = match self.engine_choice(ask, set) {
                 Ok(engines) => engines,
-                Err(reason) if sets.len() == 1 => return Err(reason),
+                Err(reason) if sets.len() == 1 => return Err(reason.into()),
                 Err(reason) => {
                     notes.push(reason);
                     continue;
@@ -175,7 +176,7 @@ impl Inner {
 
     /// Candidate sets of nodes, each with one node more than the last, and why some nodes are left
     /// out.
-    fn sets(&self, ask: &LoadRequest) -> Result<(Vec<Vec<NodeId>>, Vec<String>), String> {
+    fn sets(&self, ask: &LoadRequest) -> Result<(Vec<Vec<NodeId>>, Vec<String>), Error> {
         if !ask.nodes.is_empty() {
             return Ok((vec![self.choose(ask)?], Vec::new()));
         }
@@ -183,9 +184,7 @@ impl Inner {
         let (least, most) = match ask.count {
             None | Some(0) => (1, COUNT_MAX),
             Some(count) if count <= order.len() => (count, count),
-            Some(count) => {
-                return Err(format!("{count} nodes are wanted and {} live", order.len()));
-            }
+            Some(count) => return Err(too_few(count, order.len(), Vec::new())),
         };
         let most = most.min(order.len()).min(NODES_MAX);
         Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))
@@ -286,7 +285,7 @@ impl Inner {
         source: &ModelSource,
         config: &Config,
         threads: usize,
-    ) -> Result<Forecast, String> {
+    ) -> Result<Forecast, Error> {
         let setting = Setting {
             source,
             config,
@@ -294,8 +293,12 @@ impl Inner {
             threads,
             backend: Backend::Tcp,
         };
-        let forecast = Forecast::new(&self.spec.home, setting, 1, &self.spec.kernels);
-        forecast.map_err(|error| error.to_string())
+        Ok(Forecast::new(
+            &self.spec.home,
+            setting,
+            1,
+            &self.spec.kernels,
+        )?)
     }
 
     /// Memory and speed of each known node; speeds are multiples of this node's.

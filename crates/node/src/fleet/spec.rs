@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use paceline_base::CallbackError;
 use paceline_engine::{EngineConfig, Service};
 use paceline_fleet::rules::route::UnservedModel;
 use paceline_fleet::{AdapterFile, InstanceSpec};
@@ -28,7 +29,7 @@ pub trait ModelRegistrar: Send + Sync {
         model: (&InstanceSpec, Option<&AdapterFile>),
         path: &Path,
         service: Arc<dyn Service>,
-    ) -> Result<(), String>;
+    ) -> Result<(), CallbackError>;
 
     /// Removes the registration `key`.
     fn close(&self, key: &str);

@@ -8,13 +8,14 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use paceline_base::Bytes;
+use paceline_base::{Bytes, CallbackError};
 use paceline_cluster::nodes::NodeId;
 use paceline_fleet::{NODES_MAX, specs};
 use paceline_model::{Config, ModelSource};
 
+use super::loading::{nodes_of, too_few};
 use super::preview::{COUNT_MAX, Proposal, unnamed_record};
-use super::{Inner, LoadRequest, encoders};
+use super::{Error, Inner, LoadRequest, encoders};
 use crate::context_size::needed_positions;
 use crate::forecast::Forecast;
 use paceline_fleet::assignment::{Need, Short, check, deal, share_out};
@@ -43,22 +44,22 @@ impl NodePool {
 
 impl Inner {
     /// The nodes of each replica of a request.
-    pub(super) fn spread(&self, ask: &LoadRequest) -> Result<Vec<Vec<NodeId>>, String> {
+    pub(super) fn spread(&self, ask: &LoadRequest) -> Result<Vec<Vec<NodeId>>, Error> {
         let (pool, each) = (self.pool(ask)?, ask.count.unwrap_or(1));
         if matches!(pool, NodePool::Any(_)) && !(1..=NODES_MAX).contains(&each) {
-            return Err(format!("{each} nodes, expected 1 to {NODES_MAX}"));
+            return Err(nodes_of(each));
         }
         let (proposals, mut notes) = self.spread_over(ask, &pool, each..=each)?;
         let best = proposals.into_iter().next();
         best.map(|(groups, _)| groups)
-            .ok_or_else(|| notes.pop().unwrap_or_else(|| NO_WAY.to_owned()))
+            .ok_or_else(|| notes.pop().unwrap_or_else(|| NO_WAY.to_owned()).into())
     }
 
     /// As [`preview`](Self::preview), for several replicas.
     pub(super) fn preview_spread(
         &self,
         ask: &LoadRequest,
-    ) -> Result<(Vec<Proposal>, Vec<String>), String> {
+    ) -> Result<(Vec<Proposal>, Vec<String>), Error> {
         let pool = self.pool(ask)?;
         let most = match &pool {
             NodePool::Named(groups) => groups[0].len(),
@@ -79,7 +80,7 @@ impl Inner {
         ask: &LoadRequest,
         pool: &NodePool,
         each: std::ops::RangeInclusive<usize>,
-    ) -> Result<(Vec<ReplicaPlacement>, Vec<String>), String> {
+    ) -> Result<(Vec<ReplicaPlacement>, Vec<String>), Error> {
         let path = self.copies.of_user(&ask.model)?;
         let (source, config, forecast) = self.opened(ask, &path)?;
         let each = match pool {
@@ -114,29 +115,25 @@ impl Inner {
         &self,
         ask: &LoadRequest,
         path: &Path,
-    ) -> Result<(ModelSource, Config, Forecast), String> {
+    ) -> Result<(ModelSource, Config, Forecast), Error> {
         if encoders::is_encoder(path) {
-            return Err(format!(
-                "{} makes vectors: every node that has it answers, so it has no replicas",
-                ask.model
-            ));
+            let model = ask.model.clone();
+            return Err(Error::EncoderReplicas { model });
         }
-        let source = ModelSource::open(path).map_err(|error| error.to_string())?;
-        let mut config = Config::read(&source).map_err(|error| error.to_string())?;
+        let source = ModelSource::open(path).map_err(crate::Error::from)?;
+        let mut config = Config::read(&source).map_err(crate::Error::from)?;
         let forecast = self.forecast(&source, &config, self.threads(ask))?;
         config.context = needed_positions(&config, &ask.options);
         Ok((source, config, forecast))
     }
 
     /// The nodes available to the replicas.
-    fn pool(&self, ask: &LoadRequest) -> Result<NodePool, String> {
+    fn pool(&self, ask: &LoadRequest) -> Result<NodePool, Error> {
         if !ask.nodes.is_empty() {
             let named = self.named(ask)?;
             self.check_alike(&named)?;
             let groups = share_out(&named, usize::from(ask.replicas));
-            return groups
-                .map(NodePool::Named)
-                .map_err(|error| error.to_string());
+            return Ok(NodePool::Named(groups.map_err(CallbackError::from)?));
         }
         let (mut order, notes) = self.ranked();
         let count = ask.count.unwrap_or(1);
@@ -144,16 +141,14 @@ impl Inner {
             order = self.broken_now(&order).group(&order);
         }
         if order.len() < count.max(1) {
-            let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
-            let live = order.len();
-            return Err(format!("{count} nodes are wanted and {live} live{notes}"));
+            return Err(too_few(count, order.len(), notes));
         }
         Ok(NodePool::Any(order))
     }
 
     /// Checks that nodes have equal numerics, so that an answer continues at another replica with
     /// the same bits.
-    fn check_alike(&self, named: &[NodeId]) -> Result<(), String> {
+    fn check_alike(&self, named: &[NodeId]) -> Result<(), Error> {
         let mut views = self.agent.nodes();
         views.retain(|view| named.contains(&view.id));
         let Some((first, others)) = views.split_first() else {
@@ -162,13 +157,12 @@ impl Inner {
         let kind = |at: usize| views[at].facts.kind();
         match (1..=others.len()).find(|at| kind(*at) != kind(0)) {
             None => Ok(()),
-            Some(at) => Err(format!(
-                "{} has {}; {} has {}: they share no model's replicas",
-                first.facts.name,
-                kind(0),
-                views[at].facts.name,
-                kind(at)
-            )),
+            Some(at) => Err(Error::UnlikeNodes {
+                a: first.facts.name.clone(),
+                kind_a: kind(0),
+                b: views[at].facts.name.clone(),
+                kind_b: kind(at),
+            }),
         }
     }
 

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use paceline_base::Bytes;
+use paceline_base::{Bytes, CallbackError};
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::agent::{Agent, ClusterAct};
 use paceline_cluster::nodes::member::Life;
@@ -28,12 +28,15 @@ use super::copies;
 use super::copies::{MendedFile, StoredFile};
 use super::copies::{QuotaCheck, RepairReport};
 use super::hosts::NodeConnection;
-use super::{Fleet, Inner, STORES, hub};
+use super::{Error, Fleet, Inner, STORES, hub};
 use crate::workers::connection::{MessageConnection, receive_message, send_message};
 use disk::all;
 
 /// Longest wait for another node's store contents, which it reads from disk.
 const LIMIT: Duration = Duration::from_secs(5);
+
+/// Why a node's answer is not understood.
+const OTHER_VERSION: &str = "it speaks another version";
 
 /// Why a node keeps a model of its user that another node asks it to remove.
 const NOT_A_COPY: &str = "a model of that machine's user, which other machines remove only where \
@@ -103,7 +106,7 @@ pub struct CopyOutcome {
 pub(super) type ListModels = dyn Fn() -> Vec<Holding> + Send + Sync;
 
 /// Removes one by its name; returns the bytes freed, or `None` if there is none.
-pub(super) type RemoveModel = dyn Fn(&str) -> Result<Option<u64>, String> + Send + Sync;
+pub(super) type RemoveModel = dyn Fn(&str) -> Result<Option<u64>, CallbackError> + Send + Sync;
 
 /// The user's models on this machine, and the disk budget.
 pub struct OwnStore {
@@ -153,7 +156,7 @@ pub(super) fn answer(inner: &Arc<Inner>, line: &dyn MessageConnection, peer: Nod
         Ok(Some(StoreRequest::List)) => StoreResponse::Store(inner.own_store()),
         Ok(Some(StoreRequest::Remove(name))) => match inner.remove_here(&name, Some(peer)) {
             Ok(bytes) => StoreResponse::Removed(bytes),
-            Err(reason) => StoreResponse::Refused(reason),
+            Err(error) => StoreResponse::Refused(error.to_string()),
         },
         Ok(Some(StoreRequest::Has(files))) => StoreResponse::Has(inner.have(&files)),
         _ => return line.close(),
@@ -303,13 +306,12 @@ impl Inner {
 
     /// Removes a model of the user's store and all copies of this name, at the request of `asker`
     /// or of this node's user. Returns the bytes freed.
-    fn remove_here(&self, name: &str, asker: Option<NodeId>) -> Result<u64, String> {
+    fn remove_here(&self, name: &str, asker: Option<NodeId>) -> Result<u64, Error> {
         let models = self.own_store().models.into_iter();
         let models: Vec<Holding> = models.filter(|it| it.name == name).collect();
         if models.iter().any(|it| it.is_loaded) {
-            return Err(format!(
-                "{name} is loaded: `paceline unload {name}` comes first"
-            ));
+            let name = name.to_owned();
+            return Err(Error::InUse { name });
         }
         let store = &self.spec.store;
         let mut freed = match asker.is_none() || store.lets_others_remove {
@@ -317,13 +319,12 @@ impl Inner {
             false => copies_only(&models).map(|()| None)?,
         };
         for copy in models.iter().filter_map(|it| it.sha256.as_deref()) {
-            let bytes = self
-                .copies
-                .forget(copy)
-                .map_err(|error| error.to_string())?;
+            let bytes = self.copies.forget(copy).map_err(CallbackError::from)?;
             freed = Some(freed.unwrap_or(0) + bytes);
         }
-        let freed = freed.ok_or_else(|| format!("it has no model {name:?}"))?;
+        let freed = freed.ok_or_else(|| Error::NoModel {
+            name: name.to_owned(),
+        })?;
         self.agent.record(ClusterAct::Removed {
             name: name.to_owned(),
             by: asker.map(|id| self.name(id)),
@@ -354,7 +355,7 @@ impl Inner {
     }
 
     /// Queries a node, which may be this one.
-    fn ask_store(&self, node: NodeId, asked: &StoreRequest) -> Result<StoreResponse, String> {
+    fn ask_store(&self, node: NodeId, asked: &StoreRequest) -> Result<StoreResponse, Error> {
         if node == self.agent.id() {
             return match asked {
                 StoreRequest::List => Ok(StoreResponse::Store(self.own_store())),
@@ -364,14 +365,13 @@ impl Inner {
                 StoreRequest::Has(files) => Ok(StoreResponse::Has(self.have(files))),
             };
         }
-        let opened = self.agent.open(node, STORES, LIMIT);
-        let line = NodeConnection(opened.map_err(|error| error.to_string())?);
-        send_message(&line, asked).map_err(|broken| broken.to_string())?;
+        let line = NodeConnection(self.agent.open(node, STORES, LIMIT)?);
+        send_message(&line, asked)?;
         // Removing a large file takes seconds on some disks.
-        match receive_message(&line, LIMIT * 4).map_err(|broken| broken.to_string())? {
-            Some(StoreResponse::Refused(reason)) => Err(reason),
+        match receive_message(&line, LIMIT * 4)? {
+            Some(StoreResponse::Refused(reason)) => Err(reason.into()),
             Some(told) => Ok(told),
-            None => Err("it does not answer".to_owned()),
+            None => Err(Error::Silent { node: "it".into() }),
         }
     }
 
@@ -379,8 +379,8 @@ impl Inner {
     fn ask_stores<T: Send>(
         &self,
         nodes: &[NodeId],
-        ask: &(dyn Fn(NodeId) -> Result<T, String> + Sync),
-    ) -> Vec<(String, Result<T, String>)> {
+        ask: &(dyn Fn(NodeId) -> Result<T, Error> + Sync),
+    ) -> Vec<(String, Result<T, Error>)> {
         std::thread::scope(|scope| {
             let asked = nodes.iter().map(|node| scope.spawn(move || ask(*node)));
             let asked: Vec<_> = asked.collect();
@@ -394,7 +394,7 @@ impl Inner {
     }
 
     /// The nodes of these names; all live ones if there are no names.
-    fn nodes_named(&self, names: &[String]) -> Result<Vec<NodeId>, String> {
+    fn nodes_named(&self, names: &[String]) -> Result<Vec<NodeId>, Error> {
         if names.is_empty() {
             let nodes = self.agent.nodes().into_iter();
             let living = nodes.filter(|node| matches!(node.state, Life::Alive | Life::Suspect));
@@ -404,9 +404,8 @@ impl Inner {
             }
             return Ok(ids);
         }
-        let find = |name: &String| self.agent.find(name).map(|node| node.id);
-        let found: Result<_, _> = names.iter().map(find).collect();
-        found.map_err(|error| error.to_string())
+        let find = |name: &String| Ok(self.agent.find(name)?.id);
+        names.iter().map(find).collect()
     }
 }
 
@@ -416,7 +415,7 @@ impl Fleet {
         let inner = &self.inner;
         let nodes = inner.nodes_named(&[]).unwrap_or_default();
         let ask = |node| inner.ask_store(node, &StoreRequest::List);
-        let store = |(node, told): (String, Result<StoreResponse, String>)| match told {
+        let store = |(node, told): (String, Result<StoreResponse, Error>)| match told {
             // The node's own name may not be unique.
             Ok(StoreResponse::Store(store)) => NodeStore { node, ..store },
             told => NodeStore {
@@ -424,9 +423,10 @@ impl Fleet {
                 models: Vec::new(),
                 free_bytes: None,
                 budget_bytes: None,
-                problem: told
-                    .err()
-                    .or_else(|| Some("it speaks another version".to_owned())),
+                problem: Some(match told {
+                    Err(error) => error.to_string(),
+                    Ok(_) => OTHER_VERSION.to_owned(),
+                }),
             },
         };
         inner
@@ -440,13 +440,13 @@ impl Fleet {
     ///
     /// # Errors
     /// A name without a node.
-    pub fn remove(&self, model: &str, names: &[String]) -> Result<Vec<CopyOutcome>, String> {
+    pub fn remove(&self, model: &str, names: &[String]) -> Result<Vec<CopyOutcome>, Error> {
         let inner = &self.inner;
         let mut nodes = inner.nodes_named(names)?;
         if names.is_empty() {
             let has = |node| inner.ask_store(node, &StoreRequest::List);
             let told = inner.ask_stores(&nodes, &has);
-            let lacks = |told: &Result<StoreResponse, String>| match told {
+            let lacks = |told: &Result<StoreResponse, Error>| match told {
                 Ok(StoreResponse::Store(store)) => store.models.iter().all(|it| it.name != model),
                 _ => false,
             };
@@ -454,10 +454,10 @@ impl Fleet {
             nodes.retain(|_| told.next().is_some_and(|(_, told)| !lacks(told)));
         }
         let remove = |node| inner.ask_store(node, &StoreRequest::Remove(model.to_owned()));
-        let outcome = |(node, told): (String, Result<StoreResponse, String>)| match told {
+        let outcome = |(node, told): (String, Result<StoreResponse, Error>)| match told {
             Ok(StoreResponse::Removed(bytes)) => CopyOutcome::done(node, bytes),
-            Ok(_) => CopyOutcome::not(node, "it speaks another version".to_owned()),
-            Err(reason) => CopyOutcome::not(node, reason),
+            Ok(_) => CopyOutcome::not(node, OTHER_VERSION),
+            Err(error) => CopyOutcome::not(node, error),
         };
         let told = inner.ask_stores(&nodes, &remove);
         Ok(told.into_iter().map(outcome).collect())
@@ -472,7 +472,7 @@ impl Fleet {
         &self,
         file: &StoredFile,
         progress: &mut dyn FnMut(u64) -> bool,
-    ) -> Result<Option<MendedFile>, String> {
+    ) -> Result<Option<MendedFile>, Error> {
         let (inner, done, is_over) = (&self.inner, AtomicU64::new(0), AtomicBool::new(false));
         let count = |bytes: u64| {
             done.fetch_add(bytes, Ordering::Relaxed);
@@ -486,7 +486,7 @@ impl Fleet {
                 std::thread::sleep(TELL_EVERY);
             }
             let ended = mending.join();
-            ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            Ok(ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?)
         })
     }
 
@@ -501,7 +501,7 @@ impl Fleet {
         model: &str,
         names: &[String],
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Vec<CopyOutcome>, String> {
+    ) -> Result<Vec<CopyOutcome>, Error> {
         let inner = &self.inner;
         let mut nodes = inner.nodes_named(names)?;
         nodes.retain(|node| *node != inner.agent.id());
@@ -523,7 +523,7 @@ impl Fleet {
                     done[at].store(bytes, Ordering::Relaxed);
                 }
             };
-            copies::ensure_right(&inner.agent, node, &wanted, &told)
+            Ok(copies::ensure_right(&inner.agent, node, &wanted, &told)?)
         };
         let told = std::thread::scope(|scope| {
             let (nodes, ensure) = (&nodes, &ensure);
@@ -535,12 +535,12 @@ impl Fleet {
             let ended = asked.join();
             ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         });
-        let outcome = |(node, told): (String, Result<Option<RepairReport>, String>)| match told {
+        let outcome = |(node, told): (String, Result<Option<RepairReport>, Error>)| match told {
             Ok(mended) => CopyOutcome {
                 mended,
                 ..CopyOutcome::done(node, wanted.bytes)
             },
-            Err(reason) => CopyOutcome::not(node, reason),
+            Err(error) => CopyOutcome::not(node, error),
         };
         Ok(told.into_iter().map(outcome).collect())
     }
@@ -556,12 +556,12 @@ impl CopyOutcome {
         }
     }
 
-    fn not(node: String, reason: String) -> Self {
+    fn not(node: String, reason: impl fmt::Display) -> Self {
         Self {
             node,
             bytes: None,
             mended: None,
-            reason: Some(reason),
+            reason: Some(reason.to_string()),
         }
     }
 }

@@ -448,7 +448,7 @@ impl Shell {
         let sink: Sink = Box::new(move |reply| {
             let outcome = match reply {
                 Reply::Finished { .. } => Ok(()),
-                Reply::Failed(failure) => Err(failure.to_string()),
+                Reply::Failed(failure) => Err(failure),
                 Reply::PromptRead { .. } | Reply::Token { .. } | Reply::Continued => return,
             };
             let _ = signals.send(PrefillSignal::Read(ticket, outcome)); // the instance ends
@@ -460,13 +460,13 @@ impl Shell {
         };
         match self.there.accept(submission, sink) {
             Ok(()) => open.is_reading = true,
-            Err(failure) => self.refused(ticket, &failure),
+            Err(failure) => self.refused(ticket, failure),
         }
     }
 
-    fn refused(&self, ticket: Ticket, failure: &RequestFailure) {
-        let outcome = Err(failure.to_string());
-        let _ = self.signals.send(PrefillSignal::Read(ticket, outcome)); // read by this thread
+    fn refused(&self, ticket: Ticket, failure: RequestFailure) {
+        let refused = PrefillSignal::Read(ticket, Err(failure));
+        let _ = self.signals.send(refused); // read by this thread
     }
 
     fn round(&self, number: u64) -> TransferRound {

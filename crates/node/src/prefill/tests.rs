@@ -144,7 +144,7 @@ fn pages_that_do_not_come_are_not_waited_for() {
 #[test]
 fn a_prompt_that_is_refused_is_read_here() {
     let mut apart = up();
-    let refused = Event::Read(Ticket(2), Err("busy".to_owned()));
+    let refused = Event::Read(Ticket(2), Err(RequestFailure::Busy { waiting: 1 }));
     apart.step(SECOND, submit(2, 1000));
     assert_eq!(
         apart.step(SECOND, refused),
@@ -152,7 +152,7 @@ fn a_prompt_that_is_refused_is_read_here() {
             PrefillAction::Stop(Ticket(2)),
             PrefillAction::Go(Ticket(2)),
             PrefillAction::Tell(PrefillUpdate::Late {
-                reason: "busy".to_owned()
+                reason: RequestFailure::Busy { waiting: 1 }.to_string()
             })
         ]
     );
@@ -191,7 +191,7 @@ fn every_request_goes_on_once() {
                 5 => Event::Read(
                     any,
                     if below(3) == 0 {
-                        Err(String::new())
+                        Err(RequestFailure::Busy { waiting: 1 })
                     } else {
                         Ok(())
                     },

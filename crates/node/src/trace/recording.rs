@@ -5,14 +5,14 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Rank, lock};
-use paceline_engine::{GenerationRequest, Reply, RequestFailure, Service};
+use paceline_engine::{GenerationRequest, Reply, Service};
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split};
 use serde::{Deserialize, Serialize};
 
 use super::stages::stretch;
 use super::{AnswerTimes, UnixClock};
-use crate::Instance;
+use crate::{Error, Instance};
 
 /// Longest traced answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(240);
@@ -73,12 +73,12 @@ impl Recording {
         instance: &Instance,
         config: &Config,
         request: GenerationRequest,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, Error> {
         let _alone = lock(instance.traces()); // another trace takes a bounded time
         let clock = UnixClock::now();
         instance.trace();
         let answered = answer(instance, request, &clock);
-        let traces = instance.traced().map_err(|error| error.to_string());
+        let traces = instance.traced();
         let (times, traces) = (answered?, traces?);
         Ok(Self::new(traces, times, instance.split(), config))
     }
@@ -88,13 +88,13 @@ impl Recording {
     ///
     /// # Errors
     /// Another trace is running, or a rank returned no trace.
-    pub fn watch(instance: &Instance, time: Duration) -> Result<Self, String> {
+    pub fn watch(instance: &Instance, time: Duration) -> Result<Self, Error> {
         let Ok(_alone) = instance.traces().try_lock() else {
-            return Err("another trace of it runs".to_owned());
+            return Err(Error::BeingTraced);
         };
         instance.trace();
         std::thread::sleep(time);
-        let traces = instance.traced().map_err(|error| error.to_string())?;
+        let traces = instance.traced()?;
         let split = instance.split();
         let leader = split.leader().0;
         Ok(Self {
@@ -127,25 +127,26 @@ fn answer(
     instance: &Instance,
     request: GenerationRequest,
     clock: &UnixClock,
-) -> Result<AnswerTimes, String> {
+) -> Result<AnswerTimes, Error> {
     let (sender, replies) = channel();
     let asked = Instant::now();
     let sink = Box::new(move |reply| {
         let _ = sender.send((Instant::now(), reply)); // the receiver may be gone
     });
-    let failed = |failure: RequestFailure| failure.to_string();
-    let ticket = instance.submit(request, sink).map_err(failed)?;
+    let ticket = instance.submit(request, sink)?;
     let mut first = None;
     loop {
         let left = (asked + ANSWER_LIMIT).saturating_duration_since(Instant::now());
         let Ok((at, reply)) = replies.recv_timeout(left) else {
             instance.cancel(ticket);
-            return Err(format!("no answer within {} s", ANSWER_LIMIT.as_secs()));
+            return Err(Error::NoAnswer {
+                limit: ANSWER_LIMIT,
+            });
         };
         match reply {
             Reply::PromptRead { .. } => first = Some(at),
             Reply::Token { .. } | Reply::Continued => {}
-            Reply::Failed(failure) => return Err(failed(failure)),
+            Reply::Failed(failure) => return Err(failure.into()),
             Reply::Finished { .. } => {
                 return Ok(AnswerTimes {
                     asked_unix_ns: clock.unix_ns(asked),

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::intervals::{Interval, Moments};
 use super::{AnswerTimes, RankLine, Recording, Shares, TimeBreakdown, Timeline};
-use crate::Instance;
+use crate::{Error, Instance};
 
 /// Target number of steps of a sample, and its least and longest time. A second has some 30 steps
 /// of a small model; a step of a large model on a slow machine takes seconds.
@@ -66,7 +66,7 @@ impl Stages {
     ///
     /// # Errors
     /// Another trace of it is running, or a rank returned no trace.
-    pub fn look(instance: &Instance) -> Result<Self, String> {
+    pub fn look(instance: &Instance) -> Result<Self, Error> {
         let wanted = instance.measured().map_or(0.0, |tok_s| LOOK_STEPS / tok_s);
         let time = Duration::try_from_secs_f64(wanted).unwrap_or(LOOK_MAX);
         let recording = Recording::watch(instance, time.clamp(LOOK_MIN, LOOK_MAX))?;

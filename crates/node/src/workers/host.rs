@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use paceline_base::Rank;
+use paceline_base::{CallbackError, Rank};
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::discovery::listen_address;
 use paceline_cluster::workers::Event;
@@ -127,7 +127,7 @@ pub(super) fn parse(bytes: &[u8]) {
 }
 
 /// Finds a model's file on this machine, or says why there is none.
-pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, String> + Send + Sync;
+pub type FindModel = dyn Fn(&ModelName) -> Result<PathBuf, CallbackError> + Send + Sync;
 
 /// Byte ranges of a file: first bytes and ends.
 pub type FileRanges = [(u64, u64)];
@@ -137,8 +137,9 @@ pub type FetchGuard<'a> = dyn Fn() -> bool + Sync + 'a;
 
 /// Fetches ranges of a model's file while the guard returns true; the error is the reason of a
 /// failure. The string is the file's name in the model's folder, empty for a model of one file.
-pub type RangeFetcher =
-    dyn Fn(&ModelName, &str, &FileRanges, &FetchGuard<'_>) -> Result<(), String> + Send + Sync;
+pub type RangeFetcher = dyn Fn(&ModelName, &str, &FileRanges, &FetchGuard<'_>) -> Result<(), CallbackError>
+    + Send
+    + Sync;
 
 /// Whether a machine trusts the cable from a device of its own to a node.
 pub type TrustsCable = dyn Fn(&str, NodeId) -> bool + Send + Sync;
@@ -225,16 +226,14 @@ fn start(
     files: WorkerFiles<'_>,
     pin: Option<usize>,
 ) -> Result<LocalInstanceWorkers, ConnectionError> {
-    let bind = listen_address(spec.interface.as_deref()).map_err(|error| error.to_string());
+    let bind = listen_address(spec.interface.as_deref()).map_err(CallbackError::from);
     let started = bind.and_then(|bind| Ok((bind, spawn(spec, files, pin)?)));
-    let (bind, crew) = match started {
+    let (bind, crew) = match started.map_err(ConnectionError::new) {
         Ok(started) => started,
-        Err(reason) => {
-            let refused = FromHost::Refused {
-                reason: reason.clone(),
-            };
-            send_message(line, &refused)?;
-            return Err(ConnectionError::new(reason));
+        Err(error) => {
+            let reason = error.reason.clone();
+            send_message(line, &FromHost::Refused { reason })?;
+            return Err(error);
         }
     };
     let post = crew.post(Rank(0));
@@ -258,7 +257,7 @@ fn spawn(
     spec: &HostSpec,
     (model, draft, adapters): WorkerFiles<'_>,
     pin: Option<usize>,
-) -> Result<LocalInstanceWorkers, String> {
+) -> Result<LocalInstanceWorkers, CallbackError> {
     let path = (spec.find)(model)?;
     let on_line = Arc::clone(&spec.on_line);
     let crew = LocalInstanceWorkers::spawn(LocalSpec {
@@ -276,7 +275,7 @@ fn spawn(
         pin,
         on_line: Some(Box::new(move |_, line| on_line(line))),
     });
-    crew.map_err(|error| error.to_string())
+    Ok(crew?)
 }
 
 /// Forwards the owner's messages to the worker until the connection ends.
@@ -332,6 +331,7 @@ fn supply(
         };
         if let Err(reason) = brought {
             // A lost owner does not receive the reason.
+            let reason = reason.to_string();
             let _: Result<(), _> = send_message(line, &FromHost::Gone { reason });
             over.store(true, Ordering::SeqCst);
         }

@@ -172,9 +172,8 @@ impl RemoteWorkers {
         &self,
         rank: Rank,
         worker: u64,
-        place: Result<WorkerHost, String>,
+        place: Result<WorkerHost, ConnectionError>,
     ) -> Result<RemoteWorker, Error> {
-        let place = place.map_err(ConnectionError::new);
         let seat = place.and_then(|place| self.begin(place));
         let mut seat = seat.map_err(|source| Error::Place { rank, source })?;
         let reader = MessageReader {

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use paceline_base::lock;
+use paceline_base::{CallbackError, lock};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -48,12 +48,12 @@ pub type CommandProgress<'a> = dyn FnMut(Value) -> bool + 'a;
 
 /// Handles a command, with its arguments and the receiver of progress reports.
 pub trait Command:
-    Fn(&Value, &mut CommandProgress<'_>) -> Result<Value, String> + Send + Sync + 'static
+    Fn(&Value, &mut CommandProgress<'_>) -> Result<Value, CallbackError> + Send + Sync + 'static
 {
 }
 
 impl<F> Command for F where
-    F: Fn(&Value, &mut CommandProgress<'_>) -> Result<Value, String> + Send + Sync + 'static
+    F: Fn(&Value, &mut CommandProgress<'_>) -> Result<Value, CallbackError> + Send + Sync + 'static
 {
 }
 
@@ -249,23 +249,23 @@ fn answer(agent: &Agent, stream: &UnixStream) -> io::Result<()> {
     let mut progress = |value| send(stream, &CommandReply::Progress(value)).is_ok();
     let outcome = match serde_json::from_str::<CommandRequest>(&request) {
         Ok(request) => execute(agent, &request, &mut progress),
-        Err(error) => Err(format!("not a command: {error}")),
+        Err(error) => Err(format!("not a command: {error}").into()),
     };
-    send(
-        stream,
-        &outcome.map_or_else(CommandReply::Error, CommandReply::Ok),
-    )
+    let reply = match outcome {
+        Ok(value) => CommandReply::Ok(value),
+        Err(error) => CommandReply::Error(describe(&*error)),
+    };
+    send(stream, &reply)
 }
 
 fn execute(
     agent: &Agent,
     request: &CommandRequest,
     progress: &mut CommandProgress<'_>,
-) -> Result<Value, String> {
+) -> Result<Value, CallbackError> {
     let arguments = &request.arguments;
     let text = |name: &str| arguments[name].as_str();
     let needed = |name: &str| text(name).ok_or_else(|| format!("the argument {name} is missing"));
-    let said = |error: super::Error| describe(&error);
     match request.command.as_str() {
         "nodes" => Ok(json!({
             "cluster": agent.cluster(),
@@ -282,25 +282,25 @@ fn execute(
         }
         "token" => Ok(json!({ "token": *agent.token() })),
         "invite" => {
-            let code = agent.invite().map_err(said)?;
+            let code = agent.invite()?;
             Ok(json!({ "code": code.shown(), "name": agent.inner.config.facts.name }))
         }
         "join" => {
             let joined = match text("code") {
                 Some(code) => {
-                    let code = Code::parse(code).map_err(|error| error.to_string())?;
+                    let code = Code::parse(code)?;
                     agent.join_by_code(&code, text("peer"))
                 }
                 None => {
                     let key = ClusterKey::from_token(needed("token")?);
-                    agent.join(&key.map_err(|error| error.to_string())?)
+                    agent.join(&key?)
                 }
             };
-            Ok(json!(joined.map_err(said)?))
+            Ok(json!(joined?))
         }
-        "leave" => agent.leave().map(|()| json!({})).map_err(said),
+        "leave" => Ok(agent.leave().map(|()| json!({}))?),
         "revoke" => {
-            let told = agent.revoke(needed("node")?).map_err(said)?;
+            let told = agent.revoke(needed("node")?)?;
             Ok(json!(told))
         }
         "cables" => Ok(json!({ "cables": agent.cable_list() })),
@@ -309,11 +309,11 @@ fn execute(
                 true => CableTrust::Untrusted,
                 false => CableTrust::Trusted,
             };
-            agent.trust_cable(needed("link")?, trust).map_err(said)?;
+            agent.trust_cable(needed("link")?, trust)?;
             Ok(json!({ "cables": agent.cable_list() }))
         }
         "forget" => {
-            let id = agent.forget(needed("node")?).map_err(said)?;
+            let id = agent.forget(needed("node")?)?;
             Ok(json!({ "id": id }))
         }
         other => {

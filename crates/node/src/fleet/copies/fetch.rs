@@ -191,7 +191,10 @@ impl ModelCopies {
         let place = self.whole(model)?;
         let named = fs::create_dir_all(&self.folder).and_then(|()| self.write_name(model));
         named.map_err(|error| format!("{}: {error}", place.display()))?;
-        let run = |count: &Count<'_>| hub.whole(&origin, &place, count);
+        let run = |count: &Count<'_>| {
+            let whole = hub.whole(&origin, &place, count);
+            whole.map_err(|error| error.to_string())
+        };
         let had = watched(run, told);
         had.map_err(|failed| unavailable(agent, model, reason, Some(&failed)))
     }

@@ -1,6 +1,7 @@
 //! Copies of models of several files.
 
 use super::super::hub::HubOrigin;
+use paceline_base::CallbackError;
 use paceline_cluster::nodes::member::Life;
 use paceline_fleet::InstanceSpec;
 use std::os::unix::fs::FileExt;
@@ -325,7 +326,7 @@ fn a_wrong_byte_names_its_file_and_its_node_and_comes_from_another() {
     until("they meet", || two.life(liar.id()) == Life::Alive);
     let told: Arc<Mutex<Vec<String>>> = Arc::default();
     let heard = Arc::clone(&told);
-    let find: Box<FileLookup> = Box::new(|_| Err("there is none".to_owned()));
+    let find: Box<FileLookup> = Box::new(|_| Err("there is none".into()));
     let tell = move |line: &str| lock(&heard).push(line.to_owned());
     let lacks = ModelCopies::new((find, pair.folder()), Box::new(|_| Ok(())), Arc::new(tell));
     let failed = pair.take(&lacks).unwrap_err();
@@ -380,7 +381,7 @@ fn a_disk_that_is_too_small_takes_no_byte_of_it() {
         true => Err(format!("{bytes} bytes are too many")),
         false => Ok(()),
     };
-    let find: Box<FileLookup> = Box::new(|_| Err("there is none".to_owned()));
+    let find: Box<FileLookup> = Box::new(|_| Err("there is none".into()));
     let lacks = ModelCopies::new((find, pair.folder()), Box::new(full), Arc::new(|_| {}));
     let refused = pair.take(&lacks).unwrap_err();
     assert_eq!(refused, format!("{} bytes are too many", pair.record.bytes));
@@ -486,9 +487,9 @@ impl ModelHub for FolderHub {
         origin: &HubOrigin,
         path: &Path,
         _: &hub::FetchProgress<'_>,
-    ) -> Result<(), String> {
+    ) -> Result<(), CallbackError> {
         let copied = fs::copy(self.path(origin), path);
-        copied.map(drop).map_err(|error| error.to_string())
+        Ok(copied.map(drop)?)
     }
 
     fn read(
@@ -496,8 +497,8 @@ impl ModelHub for FolderHub {
         origin: &HubOrigin,
         span: Range<u64>,
         take: &mut hub::ByteSink<'_>,
-    ) -> Result<(), String> {
-        let file = fs::read(self.path(origin)).map_err(|error| error.to_string())?;
+    ) -> Result<(), CallbackError> {
+        let file = fs::read(self.path(origin))?;
         take(&file[span.start as usize..span.end as usize]);
         Ok(())
     }

@@ -207,7 +207,7 @@ impl ModelCopies {
 
     /// The user's model of this name, if its manifest has this SHA-256.
     fn own_model(&self, model: &ModelName) -> Result<PathBuf, String> {
-        let path = (self.find)(&model.name)?;
+        let path = self.own(&model.name)?;
         match self.manifest_at(&path)? {
             Some((sha256, _)) if sha256 == model.sha256 => Ok(path),
             Some((sha256, _)) => Err(another(&model.name, &sha256)),

@@ -3,6 +3,7 @@
 use super::super::FILE;
 use super::super::hub::HubOrigin;
 use super::messages::fetch;
+use paceline_base::CallbackError;
 use paceline_cluster::nodes::member::Life;
 use paceline_fleet::InstanceSpec;
 use paceline_store::verified::damage::merged;
@@ -38,7 +39,7 @@ fn copies_of(folder: &Path, find: Box<FileLookup>) -> ModelCopies {
 
 /// Copies of a node whose store is empty.
 pub(super) fn none(folder: &Path) -> ModelCopies {
-    copies_of(folder, Box::new(|_| Err("there is none".to_owned())))
+    copies_of(folder, Box::new(|_| Err("there is none".into())))
 }
 
 pub(super) fn until(what: &str, done: impl Fn() -> bool) {
@@ -195,7 +196,7 @@ fn a_source_that_lies_is_named_and_another_one_taken() {
 
     let told: Arc<Mutex<Vec<String>>> = Arc::default();
     let heard = Arc::clone(&told);
-    let find: Box<FileLookup> = Box::new(|_| Err("there is none".to_owned()));
+    let find: Box<FileLookup> = Box::new(|_| Err("there is none".into()));
     let tell = move |line: &str| lock(&heard).push(line.to_owned());
     let lacks = ModelCopies::new((find, folder(2)), Box::new(|_| Ok(())), Arc::new(tell));
     let failed = lacks.take(&two, None, &record, &|_| ()).unwrap_err();
@@ -244,7 +245,7 @@ fn a_worker_gets_the_parts_that_it_asks_for_and_no_others() {
     });
     let folder = homes[1].path().join("copies");
     let full = ModelCopies::new(
-        (Box::new(|_| Err(String::new())), folder.clone()),
+        (Box::new(|_| Err("".into())), folder.clone()),
         Box::new(|bytes| Err(format!("{bytes} bytes are too many"))),
         Arc::new(|_| {}),
     );
@@ -311,11 +312,11 @@ impl ModelHub for OneFile {
         _: &HubOrigin,
         path: &Path,
         came: &hub::FetchProgress<'_>,
-    ) -> Result<(), String> {
+    ) -> Result<(), CallbackError> {
         self.reach()?;
         let bytes = lock(&self.bytes);
         assert!(came(bytes.len() as u64));
-        fs::write(path, &*bytes).map_err(|error| error.to_string())
+        Ok(fs::write(path, &*bytes)?)
     }
 
     fn read(
@@ -323,7 +324,7 @@ impl ModelHub for OneFile {
         _: &HubOrigin,
         span: Range<u64>,
         take: &mut hub::ByteSink<'_>,
-    ) -> Result<(), String> {
+    ) -> Result<(), CallbackError> {
         self.reach()?;
         lock(&self.read).push((span.start, span.end));
         let part = lock(&self.bytes)[span.start as usize..span.end as usize].to_vec();
@@ -430,7 +431,7 @@ impl CopyPair {
         let told: Arc<Mutex<Vec<String>>> = Arc::default();
         let heard = Arc::clone(&told);
         let tell = move |line: &str| lock(&heard).push(line.to_owned());
-        let find: Box<FileLookup> = Box::new(|_| Err("there is none".to_owned()));
+        let find: Box<FileLookup> = Box::new(|_| Err("there is none".into()));
         // A repaired copy takes no more disk than before.
         let full = Box::new(|bytes| Err(format!("{bytes} bytes are too many")));
         Self {

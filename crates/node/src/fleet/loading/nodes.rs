@@ -9,24 +9,25 @@ use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_fleet::NODES_MAX;
 
 use super::super::hosts::no_path;
-use super::super::{Inner, LoadRequest, engines, preview};
+use super::super::{Error, Inner, LoadRequest, engines, preview};
 use super::{PATHS_EVERY, PATHS_WAIT, RELAY_AFTER, may_relay};
 
 impl Inner {
     /// Chooses the nodes of one instance, this one first if it is among them.
-    pub(in crate::fleet) fn choose(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
+    pub(in crate::fleet) fn choose(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, Error> {
         let mut nodes: Vec<NodeId> = match ask.nodes.is_empty() {
             true => self.best(ask, &self.readers(ask)?)?,
             false => self.named(ask)?,
         };
         if nodes.is_empty() || nodes.len() > NODES_MAX {
-            return Err(format!("{} nodes, expected 1 to {NODES_MAX}", nodes.len()));
+            return Err(nodes_of(nodes.len()));
         }
         let own = self.agent.id();
         nodes.sort_by_key(|id| *id != own);
-        let each: BTreeSet<_> = nodes.iter().collect();
-        if each.len() != nodes.len() {
-            return Err("a node is named twice".to_owned());
+        let mut each = BTreeSet::new();
+        if let Some(twice) = nodes.iter().find(|id| !each.insert(**id)) {
+            let node = self.name(*twice);
+            return Err(Error::NamedTwice { node });
         }
         let star = |broken: &BrokenPairs| broken.star(&nodes, nodes.len());
         let is_relayed = |broken: &BrokenPairs| may_relay(ask) && star(broken).is_some();
@@ -34,7 +35,7 @@ impl Inner {
         match (broken.iter().next(), star(&broken)) {
             (None, _) => Ok(nodes),
             (Some(_), Some(star)) if may_relay(ask) => Ok(star),
-            (Some((a, b)), _) => Err(no_path(&self.name(a), &self.name(b))),
+            (Some((a, b)), _) => Err(no_path(&self.name(a), &self.name(b)).into()),
         }
     }
 
@@ -75,11 +76,7 @@ impl Inner {
     }
 
     /// `count` live nodes in order of their routes, without prefill nodes.
-    pub(super) fn best(
-        &self,
-        ask: &LoadRequest,
-        readers: &[NodeId],
-    ) -> Result<Vec<NodeId>, String> {
+    pub(super) fn best(&self, ask: &LoadRequest, readers: &[NodeId]) -> Result<Vec<NodeId>, Error> {
         let (count, views) = (ask.count.unwrap_or(1), self.agent.nodes());
         let (mut order, notes) = self.ranked();
         let lacks = |id: &NodeId| {
@@ -88,9 +85,7 @@ impl Inner {
         };
         order.retain(|id| !readers.contains(id) && !lacks(id));
         if order.len() < count {
-            let live = order.len();
-            let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
-            return Err(format!("{count} nodes are wanted and {live} live{notes}"));
+            return Err(too_few(count, order.len(), notes));
         }
         let suffice = |broken: &BrokenPairs| broken.group(&order).len() >= count;
         let star = |broken: &BrokenPairs| broken.star(&order, count);
@@ -101,22 +96,24 @@ impl Inner {
             if let Some(star) = star(&broken).filter(|_| may_relay(ask)) {
                 return Ok(star);
             }
-            let told = |(a, b)| format!("; {}", no_path(&self.name(a), &self.name(b)));
-            let (live, paths) = (speaking.len(), broken.iter().map(told).collect::<String>());
-            return Err(format!(
-                "{count} nodes are wanted and {live} can all speak to each other{paths}"
-            ));
+            let told = |(a, b)| no_path(&self.name(a), &self.name(b));
+            return Err(Error::TooFewNodes {
+                wanted: count,
+                live: speaking.len(),
+                how: "can all speak to each other",
+                notes: broken.iter().map(told).collect(),
+            });
         }
         speaking.truncate(count);
         Ok(speaking)
     }
 
     /// The named nodes, in order. A draining node is an error: it would never start its part.
-    pub(in crate::fleet) fn named(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
+    pub(in crate::fleet) fn named(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, Error> {
         let find = |name: &String| {
-            let node = self.agent.find(name).map_err(|error| error.to_string())?;
+            let node = self.agent.find(name)?;
             match node.facts.leaving {
-                true => Err(preview::takes_none(&node)),
+                true => Err(preview::takes_none(&node).into()),
                 false => Ok(node.id),
             }
         };
@@ -124,40 +121,63 @@ impl Inner {
     }
 
     /// The prefill nodes. They must have this node's revision of the numerics.
-    pub(super) fn readers(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, String> {
+    pub(super) fn readers(&self, ask: &LoadRequest) -> Result<Vec<NodeId>, Error> {
         if ask.prefill_nodes.is_empty() {
             return Ok(Vec::new());
         }
         if ask.prefill_nodes.len() > NODES_MAX {
-            let got = ask.prefill_nodes.len();
-            return Err(format!(
-                "{got} nodes for prompts, expected {NODES_MAX} at most"
-            ));
+            return Err(Error::Count {
+                what: "nodes for prompts",
+                got: ask.prefill_nodes.len(),
+                least: 0,
+                most: NODES_MAX,
+            });
         }
         if ask.replicas > 1 || ask.options.grows {
-            return Err("nodes for prompts read for one instance: ask for one replica".to_owned());
+            return Err(Error::ReadersOfReplicas);
         }
         let views = self.agent.nodes();
         let own = views.iter().find(|view| view.id == self.agent.id());
         let own = own.map(|view| view.facts.kind());
         let mut all = BTreeSet::new();
         let find = |name: &String| {
-            let node = self.agent.find(name).map_err(|error| error.to_string())?;
-            let (name, facts) = (&node.facts.name, &node.facts);
+            let node = self.agent.find(name)?;
+            let (node_name, facts) = (node.facts.name.clone(), &node.facts);
             if facts.leaving {
-                return Err(preview::takes_none(&node));
+                return Err(preview::takes_none(&node).into());
             }
             let kind = facts.kind();
             if own.as_ref().is_some_and(|own| *own != kind) {
-                return Err(format!(
-                    "{name} has {kind}, which hands no pages to this node"
-                ));
+                return Err(Error::ReaderKind {
+                    node: node_name,
+                    kind,
+                });
             }
             match all.insert(node.id) {
                 true => Ok(node.id),
-                false => Err(format!("{name} is named twice for prompts")),
+                false => Err(Error::NamedTwice { node: node_name }),
             }
         };
         ask.prefill_nodes.iter().map(find).collect()
+    }
+}
+
+/// A number of nodes of one instance that is out of bounds.
+pub(in crate::fleet) fn nodes_of(got: usize) -> Error {
+    Error::Count {
+        what: "nodes",
+        got,
+        least: 1,
+        most: NODES_MAX,
+    }
+}
+
+/// Fewer nodes live than a request wants; `notes` say which were left out.
+pub(in crate::fleet) fn too_few(wanted: usize, live: usize, notes: Vec<String>) -> Error {
+    Error::TooFewNodes {
+        wanted,
+        live,
+        how: "live",
+        notes,
     }
 }

@@ -4,7 +4,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use paceline_base::Rank;
-use paceline_engine::{Sink, Submission, Ticket};
+use paceline_engine::{RequestFailure, Sink, Submission, Ticket};
 use paceline_model::Split;
 use paceline_worker::messages::FromWorker;
 
@@ -28,7 +28,7 @@ pub(in crate::instance) enum PrefillSignal {
     Lost(GroupRole, String),
     /// A worker's message about KV transfer.
     Worker(Rank, FromWorker),
-    Read(Ticket, Result<(), String>),
+    Read(Ticket, Result<(), RequestFailure>),
     ReadHere(u32, Duration),
     End,
 }

@@ -8,7 +8,7 @@ use paceline_base::Rank;
 use paceline_cluster::nodes::NodeId;
 use paceline_worker::messages::RankCables;
 
-use super::super::connection::MessageConnection;
+use super::super::connection::{ConnectionError, MessageConnection};
 
 /// A machine that can host a worker, with an open connection.
 #[derive(Debug)]
@@ -26,15 +26,15 @@ pub trait WorkerHosts: Send + Sync + fmt::Debug {
     /// replacement if it is lost. Called before a worker starts; blocks for a bounded time.
     ///
     /// # Errors
-    /// Why there is none.
-    fn open(&self, rank: Rank) -> Result<WorkerHost, String>;
+    /// [`ConnectionError`]: why there is none.
+    fn open(&self, rank: Rank) -> Result<WorkerHost, ConnectionError>;
 
     /// Opens a connection to a machine for a standby worker of a rank: not the machine of the first
     /// worker, and with enough memory. Blocks while that machine gets the model.
     ///
     /// # Errors
-    /// Why there is none.
-    fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String>;
+    /// [`ConnectionError`]: why there is none.
+    fn open_spare(&self, rank: Rank) -> Result<WorkerHost, ConnectionError>;
 
     /// Whether a node is alive by the current membership.
     fn lives(&self, node: NodeId) -> bool;

@@ -26,10 +26,11 @@ struct FakeWorkerHosts {
 type Settled = Mutex<Vec<(usize, Option<usize>)>>;
 
 impl WorkerHosts for FakeWorkerHosts {
-    fn open(&self, _: Rank) -> Result<WorkerHost, String> {
+    fn open(&self, _: Rank) -> Result<WorkerHost, ConnectionError> {
         let mut lines = lock(&self.lines);
         let left = lines.len() as u8;
-        let line = lines.pop_front().ok_or("no machine is left")?;
+        let line = lines.pop_front();
+        let line = line.ok_or_else(|| ConnectionError::new("no machine is left"))?;
         Ok(WorkerHost {
             name: "quokka".to_owned(),
             node: NodeId([left; 16]), // each is another one
@@ -55,7 +56,7 @@ impl WorkerHosts for FakeWorkerHosts {
         (ends == [1, 3] || ends == [3, 1]).then_some(Ipv4Addr::LOCALHOST.into())
     }
 
-    fn open_spare(&self, rank: Rank) -> Result<WorkerHost, String> {
+    fn open_spare(&self, rank: Rank) -> Result<WorkerHost, ConnectionError> {
         self.open(rank)
     }
 
