@@ -19,18 +19,26 @@
 //! damaged read ends the step with an error that names the file, and every later one. The file is
 //! removed then, so that the next load writes another.
 
+mod budget;
+mod disk;
+
 use std::collections::{HashMap, VecDeque};
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, lock};
+
+use budget::Division;
+pub(crate) use budget::ProcessMemory;
+pub use budget::{MemoryLimit, StreamCounts};
+pub use disk::disk_rate;
+use disk::{Aligned, open_direct};
 
 use crate::Error;
 use crate::packed_file::{BLOCK, Hash, PIECE, StreamedMatrix};
@@ -58,30 +66,6 @@ pub(crate) enum StreamUnit {
     Layer(usize),
     /// An expert of a layer.
     Expert(usize, usize),
-}
-
-/// The most memory of a model that streams.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MemoryLimit {
-    /// Of its whole process: program, cache and steps too.
-    Process(Bytes),
-    /// Of the layers and experts alone.
-    Units(Bytes),
-}
-
-/// Counters of a streamed model.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StreamCounts {
-    /// Bytes read from the disk.
-    pub read: u64,
-    /// Units that a step found in memory.
-    pub hits: u64,
-    /// Units that a step waited for.
-    pub misses: u64,
-    /// Most bytes of units in memory at a time.
-    pub most: u64,
-    /// The bytes of units that may be in memory.
-    pub budget: u64,
 }
 
 /// Reads the units of a model within a budget.
@@ -481,43 +465,6 @@ impl State {
     }
 }
 
-/// Bytes for layers and for experts.
-#[derive(Debug, PartialEq, Eq)]
-struct Division {
-    layers: u64,
-    experts: u64,
-    /// How many layers stay, from the first on.
-    stay: usize,
-    /// Bytes that are needed in any case.
-    least: u64,
-}
-
-impl Division {
-    /// Every token needs all layers, but few experts. So layers come first, as long as a quarter of
-    /// the budget is left for experts.
-    fn of(layers: &[(usize, u64)], (expert, experts): (u64, u64), budget: u64) -> Self {
-        let all: u64 = layers.iter().map(|(_, bytes)| bytes).sum();
-        let largest = layers.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
-        let some = experts.min((budget / 4).max(expert));
-        let for_layers = all.min(budget.saturating_sub(some));
-        let window = largest * (AHEAD as u64 + 1);
-        let (mut stay, mut kept) = (0, 0);
-        for (_, bytes) in layers {
-            kept += bytes;
-            if for_layers < all && kept + window > for_layers {
-                break;
-            }
-            stay += 1;
-        }
-        Self {
-            layers: for_layers,
-            experts: budget.saturating_sub(for_layers).min(experts),
-            stay,
-            least: largest + expert,
-        }
-    }
-}
-
 impl Shared {
     /// Waits until `ready` gives something, and keeps the state locked.
     fn wait<T>(
@@ -623,36 +570,6 @@ fn failed(path: &Path, reason: String) -> Error {
     Error::Streaming { path, reason }
 }
 
-/// A block at an address that direct reads take.
-#[derive(Clone, Copy)]
-#[repr(align(4096))]
-struct Aligned([u8; BLOCK]);
-
-/// Memory of this process in bytes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ProcessMemory {
-    /// Now, including file pages.
-    resident: u64,
-    /// Allocated, touched or not.
-    data: u64,
-}
-
-impl ProcessMemory {
-    /// `None` if the system does not report it.
-    pub(crate) fn now() -> Option<Self> {
-        let text = fs::read_to_string("/proc/self/status").ok()?;
-        let field = |name: &str| -> Option<u64> {
-            let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-            let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-            Some(kib << 10)
-        };
-        Some(Self {
-            resident: field("VmRSS:")?,
-            data: field("VmData:")?,
-        })
-    }
-}
-
 /// The units of `matrices`, whose matrices follow one another.
 fn units_of(matrices: &[StreamedMatrix]) -> HashMap<StreamUnit, UnitState> {
     let mut units = HashMap::new();
@@ -671,81 +588,4 @@ fn units_of(matrices: &[StreamedMatrix]) -> HashMap<StreamUnit, UnitState> {
         units.insert(run[0].unit, state);
     }
     units
-}
-
-/// Bytes a second at which a disk reads the file at `path`, or a folder's largest file, as streamed
-/// weights are read. Takes a tenth of a second on an NVMe disk. `None` for a small or unreadable
-/// file.
-pub fn disk_rate(path: &Path) -> Option<f64> {
-    /// Enough for some rounds of all readers.
-    const SAMPLE: u64 = 128 << 20;
-    let files = fs::read_dir(path).ok().into_iter().flatten().flatten();
-    let files = files.map(|entry| entry.path());
-    let size = |path: &PathBuf| fs::metadata(path).map_or(0, |facts| facts.len());
-    let path = files.chain([path.to_owned()]).max_by_key(size)?;
-    let pieces = size(&path).min(SAMPLE) / PIECE as u64;
-    let file = open_direct(&path).ok().filter(|_| pieces >= READERS as u64)?;
-    let (next, began) = (AtomicU64::new(0), Instant::now());
-    let read = || {
-        let mut blocks = vec![Aligned([0; BLOCK]); PIECE / BLOCK];
-        // SAFETY: blocks follow one another without gaps, and are bytes.
-        let out = unsafe { std::slice::from_raw_parts_mut(blocks.as_mut_ptr().cast(), PIECE) };
-        let piece = || next.fetch_add(1, Ordering::Relaxed);
-        std::iter::repeat_with(piece)
-            .take_while(|piece| *piece < pieces)
-            .all(|piece| file.read_exact_at(out, piece * PIECE as u64).is_ok())
-    };
-    let are_read = thread::scope(|scope| {
-        let readers: Vec<_> = (0..READERS).map(|_| scope.spawn(read)).collect();
-        let ended = readers.into_iter().map(|reader| reader.join());
-        ended.fold(true, |all, own| all && own.unwrap_or(false))
-    });
-    are_read.then(|| (pieces * PIECE as u64) as f64 / began.elapsed().as_secs_f64())
-}
-
-/// Opens a file to be read past the system's cache, where the file system can.
-fn open_direct(path: &Path) -> io::Result<File> {
-    #[cfg(target_os = "linux")]
-    {
-        use std::os::unix::fs::OpenOptionsExt as _;
-        let direct = rustix::fs::OFlags::DIRECT.bits() as i32;
-        let opened = File::options().read(true).custom_flags(direct).open(path);
-        if let Ok(file) = opened {
-            return Ok(file);
-        }
-    }
-    let file = File::open(path)?;
-    #[cfg(target_vendor = "apple")]
-    let _ = rustix::fs::fcntl_nocache(&file, true); // refused: it takes cache
-    Ok(file)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_budget_is_divided_between_layers_and_experts() {
-        let layers: Vec<(usize, u64)> = (0..8).map(|index| (index, 10)).collect();
-        for (experts, budget, expected) in [
-            // Dense: all fit; a window of three besides those that stay; not even a window.
-            ((0, 0), 80, (80, 0, 8, 10)),
-            ((0, 0), 55, (55, 0, 2, 10)),
-            ((0, 0), 10, (10, 0, 0, 10)),
-            // Experts: all; some; as many as leave three quarters for layers.
-            ((2, 100), 200, (80, 100, 8, 12)),
-            ((2, 100), 120, (80, 40, 8, 12)),
-            ((2, 100), 80, (60, 20, 3, 12)),
-            ((2, 100), 12, (9, 3, 0, 12)),
-        ] {
-            let (layer_bytes, expert_bytes, stay, least) = expected;
-            let division = Division {
-                layers: layer_bytes,
-                experts: expert_bytes,
-                stay,
-                least,
-            };
-            assert_eq!(Division::of(&layers, experts, budget), division, "{budget}");
-        }
-    }
 }

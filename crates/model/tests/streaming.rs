@@ -1,8 +1,9 @@
 //! Weights that stay on the disk: the bits of the whole model, within the budget, and errors that
 //! name the file.
 
-use std::fs;
-use std::path::Path;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
 
 use crate::common::kernels;
 use crate::common::runner::Runner;
@@ -68,35 +69,23 @@ fn streamed_weights_give_the_bits_of_the_whole_model() {
     }
 }
 
-#[test]
-fn a_damaged_file_and_too_little_memory_are_named() {
-    let home = tempfile::tempdir().unwrap();
-    let tiny = Tiny::new(ModelFamily::Llama, BlockType::Q8_0);
-    tiny.write(&home.path().join("model.gguf"));
-    let error = load(home.path(), Some(Bytes(1))).unwrap_err().to_string();
-    assert!(error.contains("are needed"), "{error}");
-    let folder = fs::read_dir(home.path().join("packed")).unwrap().next();
-    let folder = folder.unwrap().unwrap().path();
-    let files = fs::read_dir(folder)
-        .unwrap()
-        .map(|file| file.unwrap().path());
-    let file = files
-        .into_iter()
-        .find(|file| file.extension().is_some_and(|it| it == "packed"));
-    let file = file.expect("made");
-    let mut bytes = fs::read(&file).unwrap();
-    let at = bytes.len() / 2;
-    bytes[at] ^= 1;
-    fs::write(&file, &bytes).unwrap();
-    let model = load(home.path(), Some(Bytes(1 << 30))).unwrap();
+/// The packed file below `home`.
+fn packed_file(home: &Path) -> Option<PathBuf> {
+    let folder = fs::read_dir(home.join("packed")).unwrap().next()?.unwrap();
+    let files = fs::read_dir(folder.path()).unwrap();
+    let mut files = files.map(|file| file.unwrap().path());
+    files.find(|file| file.extension().is_some_and(|it| it == "packed"))
+}
+
+/// A step of one row.
+fn step(model: &Model) -> Result<(), Error> {
     let size = BatchSize {
         rows: 1,
         logit_rows: 1,
         sequences: 1,
         context: 64,
     };
-    let mut cache = model.new_cache(size, 64).unwrap();
-    let mut workspace = Workspace::new(&model, size);
+    let mut cache = model.new_cache(size, 64)?;
     let sequence = BatchSequence {
         tokens: &[1],
         position: 0,
@@ -108,12 +97,39 @@ fn a_damaged_file_and_too_little_memory_are_named() {
     let batch = Batch {
         sequences: &[sequence],
     };
-    let error = model
-        .forward(&batch, &mut workspace, &mut cache)
-        .unwrap_err();
-    let error = error.to_string();
-    assert!(
-        error.contains(".packed") && error.contains("other bytes"),
-        "{error}"
-    );
+    let mut workspace = Workspace::new(model, size);
+    model.forward(&batch, &mut workspace, &mut cache).map(drop)
+}
+
+#[test]
+fn failed_reads_and_too_little_memory_are_named() {
+    let home = tempfile::tempdir().unwrap();
+    let tiny = Tiny::new(ModelFamily::Llama, BlockType::Q8_0);
+    tiny.write(&home.path().join("model.gguf"));
+    let error = load(home.path(), Some(Bytes(1))).unwrap_err().to_string();
+    assert!(error.contains("are needed"), "{error}");
+    for (harm, expected) in [("a changed bit", "other bytes"), ("a cut", "buffer")] {
+        let model = load(home.path(), Some(Bytes(1 << 30))).unwrap();
+        let path = packed_file(home.path()).expect("written");
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        let half = file.metadata().unwrap().len() / 2;
+        if harm == "a cut" {
+            file.set_len(half).unwrap();
+        } else {
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, half).unwrap();
+            file.write_all_at(&[byte[0] ^ 1], half).unwrap();
+        }
+        for _ in 0..2 {
+            let error = step(&model).unwrap_err().to_string();
+            let is_named = error.contains(".packed") && error.contains(expected);
+            assert!(is_named, "{harm}: {error}");
+        }
+        assert_eq!(
+            packed_file(home.path()),
+            None,
+            "the next load writes another"
+        );
+    }
+    step(&load(home.path(), Some(Bytes(1 << 30))).unwrap()).unwrap();
 }
