@@ -35,7 +35,7 @@ pub use recurrent::{HeadRows, Recurrence, Recurrent};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self_test::same_products;
 pub use short_conv::ShortConvStep;
-pub use sparse::{IndexStep, SparseScratch};
+pub use sparse::{Choice, IndexStep, SparseScratch};
 
 /// Preferred multiple of activation rows: one panel of weights is multiplied with this many at
 /// once.

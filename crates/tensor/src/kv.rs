@@ -36,6 +36,8 @@
 //! a position's key is in two runs, `(64, value_dim)` and `(64, head_dim - value_dim)`. So reading a
 //! selected position touches no others. The indexer's own keys `(dim, 64)` follow.
 
+mod pooled;
+
 use std::ops::Range;
 use std::str::FromStr;
 
@@ -303,6 +305,9 @@ pub enum LayerStore {
     /// A state of fixed size.
     State(StateShape),
     /// The state of a gated delta net.
+    /// As `Rows`, where an indexer selects pools of positions. Index keys of this many elements, in
+    /// f32, are behind the heads.
+    Pooled(KvShape, usize),
     Delta(DeltaShape),
     /// Nothing: it reads another layer's cache.
     Nothing,
@@ -311,7 +316,10 @@ pub enum LayerStore {
 impl LayerStore {
     const fn heads(self) -> usize {
         match self {
-            Self::Rows(shape) | Self::Latent(shape) | Self::Indexed(shape, _) => shape.heads,
+            Self::Rows(shape)
+            | Self::Latent(shape)
+            | Self::Indexed(shape, _)
+            | Self::Pooled(shape, _) => shape.heads,
             Self::State(shape) => shape.heads,
             Self::Delta(_) => 1, // in one piece
             Self::Nothing => 0,
@@ -328,6 +336,7 @@ impl LayerStore {
             Self::State(shape) => shape.page_bytes(),
             Self::Delta(shape) => shape.page_bytes(),
             Self::Nothing => 0,
+            Self::Pooled(shape, dim) => shape.page_bytes() + 4 * PAGE * dim,
         }
     }
 }
@@ -382,11 +391,12 @@ impl KvCache {
         let place = |&(pool, store): &(usize, LayerStore)| {
             if let LayerStore::Rows(shape)
             | LayerStore::Latent(shape)
-            | LayerStore::Indexed(shape, _) = store
+            | LayerStore::Indexed(shape, _)
+            | LayerStore::Pooled(shape, _) = store
             {
                 let (head_dim, value_dim) = (shape.head_dim, shape.value_dim);
                 let within = match store {
-                    LayerStore::Rows(_) => true,
+                    LayerStore::Rows(_) | LayerStore::Pooled(..) => true,
                     _ => value_dim <= head_dim && shape.kv_type.of_latent() == shape.kv_type,
                 };
                 let fits = head_dim.is_multiple_of(16) && value_dim.is_multiple_of(16) && within;
@@ -399,7 +409,10 @@ impl KvCache {
                 store,
                 start,
                 heads: store.heads(),
-                head_bytes: store.page_bytes() / store.heads().max(1),
+                head_bytes: match store {
+                    LayerStore::Pooled(shape, _) => shape.head_bytes(),
+                    _ => store.page_bytes() / store.heads().max(1),
+                },
             }
         };
         let layers = layers.iter().map(place).collect();
@@ -469,9 +482,10 @@ impl KvCache {
     /// If it keeps none.
     pub fn rows(&self, layer: usize) -> KvShape {
         match self.layers[layer].store {
-            LayerStore::Rows(shape) | LayerStore::Latent(shape) | LayerStore::Indexed(shape, _) => {
-                shape
-            }
+            LayerStore::Rows(shape)
+            | LayerStore::Latent(shape)
+            | LayerStore::Indexed(shape, _)
+            | LayerStore::Pooled(shape, _) => shape,
             other => panic!("layer {layer} keeps {other:?}"),
         }
     }
@@ -482,7 +496,7 @@ impl KvCache {
     /// If it keeps none.
     pub(crate) fn index_dim(&self, layer: usize) -> usize {
         match self.layers[layer].store {
-            LayerStore::Indexed(_, dim) => dim,
+            LayerStore::Indexed(_, dim) | LayerStore::Pooled(_, dim) => dim,
             other => panic!("layer {layer} keeps {other:?}"),
         }
     }
@@ -576,11 +590,15 @@ impl KvCache {
     /// The index keys of a page, without values.
     pub(crate) fn index_page(&self, layer: usize, page: u32) -> PageView {
         let (shape, dim) = (self.rows(layer), self.index_dim(layer));
-        let start = self.offset(layer, page, 0);
-        let place = &self.layers[layer];
-        let bytes = &self.pools[place.pool].data[start..start + place.head_bytes];
-        let keys = &bytes[shape.key_bytes(shape.head_dim)..];
-        let scales = &keys[key_elements(shape.kv_type, dim)..];
+        let (start, len, kv_type) = match self.is_pooled(layer) {
+            true => (self.pooled_offset(layer, page), 4 * PAGE * dim, KvType::F32),
+            false => {
+                let start = self.offset(layer, page, 0) + shape.key_bytes(shape.head_dim);
+                (start, shape.key_bytes(dim), shape.kv_type)
+            }
+        };
+        let keys = &self.pools[self.layers[layer].pool].data[start..start + len];
+        let scales = &keys[key_elements(kv_type, dim)..];
         PageView {
             keys: keys.as_ptr(),
             key_scales: scales.as_ptr().cast(),
@@ -672,10 +690,16 @@ impl KvWriter<'_> {
             self.cache.index_dim(self.layer),
         );
         assert_eq!(key.len(), dim);
-        let start = self.cache.offset(self.layer, page, 0) + shape.key_bytes(shape.head_dim);
+        let (start, kv_type) = match self.cache.is_pooled(self.layer) {
+            true => (self.cache.pooled_offset(self.layer, page), KvType::F32),
+            false => {
+                let start = self.cache.offset(self.layer, page, 0);
+                (start + shape.key_bytes(shape.head_dim), shape.kv_type)
+            }
+        };
         // SAFETY: the index keys of a page lie within the cache; elements and scales of other
         // positions are not touched.
-        unsafe { write_key(shape.kv_type, key, self.data.add(start), slot) }
+        unsafe { write_key(kv_type, key, self.data.add(start), slot) }
     }
 
     /// Copies the keys of positions, each a page and a slot of `layer` of `from`, into the first

@@ -66,8 +66,8 @@ pub use batch::amx::AmxState;
 pub use dispatch::InstructionSet;
 pub use error::Error;
 pub use kernels::{
-    AttentionRows, AttentionScratch, AttentionStep, BLOCK, DeltaStep, HeadRows, IndexStep, Kernels,
-    MAX_PRODUCTS, Product, Recurrence, Recurrent, ShortConvStep, SparseScratch, StateRule,
+    AttentionRows, AttentionScratch, AttentionStep, BLOCK, Choice, DeltaStep, HeadRows, IndexStep,
+    Kernels, MAX_PRODUCTS, Product, Recurrence, Recurrent, ShortConvStep, SparseScratch, StateRule,
     Unavailable,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};

@@ -6,6 +6,9 @@
 //! positions -> their keys copied into pages of the row's own -> attention as over any pages
 //! ```
 //!
+//! An indexer may choose whole pools of consecutive positions, each by the index key of its last
+//! one; positions behind the last whole pool are attended to besides.
+//!
 //! A row's keys lie in the order of their positions. So a row with at most `top_k` positions has
 //! the bits of plain attention, and no row depends on others. Memory is reserved for blocks of
 //! [`SELECTED_ROWS`] and [`GATHERED_ROWS`] rows.
@@ -25,6 +28,35 @@ const GATHERED_ROWS: usize = 8;
 
 /// Pages that a task scores: 64 heads of 128 elements take some 40 us for each page.
 const RUN_PAGES: usize = 8;
+
+/// How many positions an indexer chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// Positions in chosen pools, a multiple of `pool`.
+    pub top_k: usize,
+    /// Positions of a pool; 1 for positions that are chosen one by one.
+    pub pool: usize,
+}
+
+impl Choice {
+    /// Most positions of a row.
+    pub const fn room(self) -> usize {
+        self.top_k + self.pool - 1
+    }
+
+    /// Whether a row that sees `seen` positions attends to some of them only.
+    pub const fn is_sparse(self, seen: usize) -> bool {
+        seen / self.pool * self.pool > self.top_k
+    }
+
+    /// Positions that a row attends to.
+    const fn chosen(self, seen: usize) -> usize {
+        match self.is_sparse(seen) {
+            true => self.top_k + seen % self.pool,
+            false => seen,
+        }
+    }
+}
 
 /// Selection of a step's rows over the index keys of one layer.
 #[derive(Debug)]
@@ -46,13 +78,13 @@ pub struct IndexStep<'a> {
 /// Working memory for sparse attention.
 #[derive(Debug)]
 pub struct SparseScratch {
-    top_k: usize,
+    choice: Choice,
     /// `(SELECTED_ROWS, positions)`: for each position its score, inverted, and itself; the
     /// smallest is the best.
     ranks: Vec<u64>,
     /// Positions of a row of `ranks`.
     positions: usize,
-    /// `(GATHERED_ROWS, top_k)` positions of one layer.
+    /// `(GATHERED_ROWS, room)` positions of one layer.
     gathered: KvCache,
     /// Numbers of the pages of `gathered`.
     pages: Vec<u32>,
@@ -101,8 +133,8 @@ fn rank(score: f32, position: usize) -> u64 {
 }
 
 impl SparseScratch {
-    /// For attention of up to `heads` heads over the `top_k` best of up to `positions` positions,
-    /// whose keys a layer of `store` keeps.
+    /// For attention of up to `heads` heads over the best of up to `positions` positions, whose
+    /// keys a layer of `store` keeps.
     ///
     /// # Errors
     /// [`Error::Memory`].
@@ -113,30 +145,32 @@ impl SparseScratch {
         kernels: &Kernels,
         store: LayerStore,
         heads: usize,
-        (top_k, positions): (usize, usize),
+        (choice, positions): (Choice, usize),
     ) -> Result<Self, Error> {
-        let LayerStore::Indexed(shape, _) = store else {
-            panic!("{store:?} has no index keys");
+        let (shape, gathered) = match store {
+            LayerStore::Indexed(shape, _) => (shape, LayerStore::Indexed(shape, 0)),
+            LayerStore::Pooled(shape, _) => (shape, LayerStore::Rows(shape)),
+            _ => panic!("{store:?} has no index keys"),
         };
-        let pages = GATHERED_ROWS * top_k.div_ceil(PAGE);
+        let pages = GATHERED_ROWS * choice.room().div_ceil(PAGE);
         let positions = positions.next_multiple_of(PAGE);
         Ok(Self {
-            top_k,
+            choice,
             ranks: vec![0; SELECTED_ROWS * positions],
             positions,
-            gathered: KvCache::new(&[(0, LayerStore::Indexed(shape, 0))], &[pages])?,
+            gathered: KvCache::new(&[(0, gathered)], &[pages])?,
             pages: (0..pages as u32).collect(),
             attention: kernels.attention_scratch(
                 GATHERED_ROWS,
                 heads,
                 (shape.head_dim, shape.value_dim),
-                top_k,
+                choice.room(),
             ),
         })
     }
 
-    pub const fn top_k(&self) -> usize {
-        self.top_k
+    pub const fn choice(&self) -> Choice {
+        self.choice
     }
 }
 
@@ -162,15 +196,55 @@ impl Kernels {
         });
     }
 
-    /// Selects the positions that each row attends to: `out` is `(rows, top_k)`. A row has the
-    /// first `min(top_k, position + 1)`, ascending. Allocates nothing.
+    /// Makes the index keys of pools that end in a batch, from rows that
+    /// [`write_index`](Self::write_index) wrote: `finish` gets a row of the batch and the mean of
+    /// its pool, and turns it into the key. `keys` `(rows, dim)` is room for these.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn pool_index(
+        &self,
+        cache: &mut KvCache,
+        layer: usize,
+        (sequences, pool): (&[AttentionRows<'_>], usize),
+        keys: &mut [f32],
+        finish: impl Fn(usize, &mut [f32]) + Sync,
+    ) {
+        let rows = rows_of(sequences);
+        let dim = cache.index_dim(layer);
+        let writer = cache.writer(layer);
+        let keys = DisjointMut::new(&mut keys[..rows * dim], dim);
+        self.for_rows(rows, |t| {
+            let row = row_of(sequences, t);
+            if !row.seen().is_multiple_of(pool) {
+                return;
+            }
+            let place = |position: usize| (row.sequence.page(position / PAGE), position % PAGE);
+            // SAFETY: each row is visited once; only this one reads or writes its pool.
+            unsafe {
+                let key = keys.part(t);
+                key.fill(0.0);
+                for position in row.seen() - pool..row.seen() {
+                    let (page, slot) = place(position);
+                    writer.add_index(page, slot, key);
+                }
+                key.iter_mut().for_each(|sum| *sum /= pool as f32);
+                finish(t, key);
+                let (page, slot) = place(row.position);
+                writer.write_index(page, slot, key);
+            }
+        });
+    }
+
+    /// Selects the positions that each row attends to: `out` is `(rows, room)`. A row has the
+    /// first of them, ascending. Allocates nothing.
     ///
     /// # Panics
     /// On lengths that do not fit, or pages that a sequence lacks.
     pub fn select(&self, step: &IndexStep<'_>, scratch: &mut SparseScratch, out: &mut [u32]) {
         let rows = rows_of(step.sequences);
-        let (top_k, positions) = (scratch.top_k, scratch.positions);
-        let out = DisjointMut::new(&mut out[..rows * top_k], top_k);
+        let (choice, positions) = (scratch.choice, scratch.positions);
+        let out = DisjointMut::new(&mut out[..rows * choice.room()], choice.room());
         for first in (0..rows).step_by(SELECTED_ROWS) {
             let block = first..rows.min(first + SELECTED_ROWS);
             self.score(step, block.clone(), scratch);
@@ -179,22 +253,20 @@ impl Kernels {
                 let seen = row_of(step.sequences, first + i).seen();
                 // SAFETY: each row is visited once.
                 let (out, ranks) = unsafe { (out.part(first + i), ranks.part(i)) };
-                choose(&mut ranks[..seen], out);
+                choose(choice, &mut ranks[..seen], out);
             });
         }
     }
 
-    /// Ranks of all positions of the rows `block` that have more than `top_k`.
+    /// Ranks of all positions of the rows `block` that attend to some only.
     fn score(
         &self,
         step: &IndexStep<'_>,
         block: std::ops::Range<usize>,
         scratch: &mut SparseScratch,
     ) {
-        let (dim, kv_type) = (
-            step.cache.index_dim(step.layer),
-            step.cache.rows(step.layer).kv_type,
-        );
+        let dim = step.cache.index_dim(step.layer);
+        let kv_type = step.cache.index_type(step.layer);
         let kernel = match kv_type {
             KvType::F16 => self.table.index_f16,
             KvType::F32 => self.table.index_f32,
@@ -209,7 +281,7 @@ impl Kernels {
             let (i, run) = (task / runs, task % runs);
             let t = block.start + i;
             let row = row_of(step.sequences, t);
-            if row.seen() <= scratch.top_k {
+            if !scratch.choice.is_sparse(row.seen()) {
                 return;
             }
             let queries = &step.queries[t * step.heads * dim..][..step.heads * dim];
@@ -251,13 +323,13 @@ impl Kernels {
         let rows = rows_of(step.sequences);
         for first in (0..rows).step_by(GATHERED_ROWS) {
             let block = first..rows.min(first + GATHERED_ROWS);
-            let each = scratch.top_k.div_ceil(PAGE);
+            let each = scratch.choice.room().div_ceil(PAGE);
             self.gather(step, selected, block.clone(), scratch);
             let own = |i: usize| {
                 let seen = row_of(step.sequences, (first + i).min(block.end - 1)).seen();
                 AttentionRows {
                     rows: 1,
-                    position: seen.min(scratch.top_k) - 1,
+                    position: scratch.choice.chosen(seen) - 1,
                     pages: &scratch.pages[i * each..(i + 1) * each],
                     first_page: 0,
                 }
@@ -282,41 +354,57 @@ impl Kernels {
         block: std::ops::Range<usize>,
         scratch: &mut SparseScratch,
     ) {
-        let (top_k, layer) = (scratch.top_k, step.layer);
-        let each = top_k.div_ceil(PAGE);
+        let (choice, layer) = (scratch.choice, step.layer);
+        let each = choice.room().div_ceil(PAGE);
+        let is_pooled = !step.cache.is_latent(layer);
         let writer = scratch.gathered.writer(0);
         self.pool().run(block.len() * each, &|task| {
             let (i, page) = (task / each, task % each);
             let row = row_of(step.sequences, block.start + i);
-            let chosen = row.seen().min(top_k);
+            let chosen = choice.chosen(row.seen());
             let own = page * PAGE..chosen.min((page + 1) * PAGE);
             if own.is_empty() {
                 return;
             }
-            let first = (block.start + i) * top_k;
+            let first = (block.start + i) * choice.room();
             let mut from = [(0, 0); PAGE];
             let positions = &selected[first + own.start..first + own.end];
             for (from, position) in from.iter_mut().zip(positions) {
                 let position = *position as usize;
                 *from = (row.sequence.page(position / PAGE), position % PAGE);
             }
+            let (page, source) = (task as u32, (step.cache, layer));
             // SAFETY: each page of the gathered rows is written by one task.
-            unsafe { writer.copy(task as u32, (step.cache, layer), &from[..own.len()]) };
+            unsafe {
+                match is_pooled {
+                    true => writer.copy_heads(page, source, &from[..own.len()]),
+                    false => writer.copy(page, source, &from[..own.len()]),
+                }
+            }
         });
     }
 }
 
 /// Writes the positions of the best of `ranks`, ascending; all where there are no more.
-fn choose(ranks: &mut [u64], out: &mut [u32]) {
-    let top_k = out.len();
-    if ranks.len() <= top_k {
-        let all = out.iter_mut().zip(0..ranks.len() as u32);
+fn choose(choice: Choice, ranks: &mut [u64], out: &mut [u32]) {
+    let Choice { top_k, pool } = choice;
+    let seen = ranks.len();
+    if !choice.is_sparse(seen) {
+        let all = out.iter_mut().zip(0..seen as u32);
         all.for_each(|(out, position)| *out = position);
         return;
     }
-    ranks.select_nth_unstable(top_k - 1);
-    for (out, rank) in out.iter_mut().zip(&*ranks) {
-        *out = *rank as u32;
+    let pools = seen / pool;
+    (0..pools).for_each(|i| ranks[i] = ranks[(i + 1) * pool - 1]);
+    ranks[..pools].select_nth_unstable(top_k / pool - 1);
+    for (out, rank) in out.chunks_exact_mut(pool).zip(&ranks[..top_k / pool]) {
+        let end = *rank as u32 + 1;
+        let all = out.iter_mut().zip(end - pool as u32..end);
+        all.for_each(|(out, position)| *out = position);
     }
-    out.sort_unstable();
+    out[..top_k].sort_unstable();
+    let rest = out[top_k..]
+        .iter_mut()
+        .zip((pools * pool) as u32..seen as u32);
+    rest.for_each(|(out, position)| *out = position);
 }

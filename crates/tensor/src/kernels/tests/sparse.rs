@@ -47,7 +47,8 @@ fn sparse(
     let keys = KernelRng(5).floats(POSITIONS * DIMS.0, 1.0);
     kernels.write_kv(&mut cache, 1, &[last(POSITIONS)], &keys, &[]);
     kernels.write_index(&mut cache, 1, &[last(POSITIONS)], &index_keys());
-    let mut scratch = SparseScratch::new(kernels, store, HEADS, (top_k, 256)).unwrap();
+    let mut scratch =
+        SparseScratch::new(kernels, store, HEADS, (Choice { top_k, pool: 1 }, 256)).unwrap();
     let step = IndexStep {
         cache: &cache,
         layer: 1,
@@ -179,4 +180,175 @@ fn other_positions_do_not_matter() {
         kernels.attention(&step, &mut scratch, &mut expected);
         assert_eq!(bits(&out), bits(&expected), "{kv_type:?}");
     }
+}
+
+/// Pools: the last rows of a prompt, alone and with the others, choose those of the definition, and
+/// attend to them as to a cache of these positions alone.
+#[test]
+fn a_row_attends_to_the_best_pools_and_the_rest() {
+    let choice = Choice { top_k: 24, pool: 4 };
+    for kv_type in KvType::ALL {
+        let shape = KvShape {
+            heads: 2,
+            ..shape(kv_type)
+        };
+        let store = LayerStore::Pooled(shape, INDEX);
+        let naive = pooled(store, choice, POSITIONS, &all_kernels()[0]);
+        for kernels in all_kernels() {
+            let [all, one] = [POSITIONS, 1].map(|rows| pooled(store, choice, rows, &kernels));
+            let room = choice.room();
+            assert!(all.0 == naive.0 && one.0[..] == all.0[(POSITIONS - 1) * room..]);
+            let row = 2 * HEADS * DIMS.1;
+            assert_eq!(bits(&all.1), bits(&naive.1), "{kv_type:?} {kernels:?}");
+            assert_eq!(bits(&one.1), bits(&all.1[(POSITIONS - 1) * row..]));
+        }
+        for position in [0, 25, 26, 27, 28, 140, 149] {
+            let expected = defined_pools(position, choice);
+            let got = &naive.0[position * choice.room()..][..expected.len()];
+            assert_eq!(got, expected, "position {position}");
+        }
+    }
+}
+
+/// As [`sparse`], over pools and two KV heads; the prompt was written in two parts.
+fn pooled(
+    store: LayerStore,
+    choice: Choice,
+    rows: usize,
+    kernels: &Kernels,
+) -> (Vec<u32>, Vec<f32>) {
+    let mut cache = KvCache::new(&[(0, store); 2], &[4]).unwrap();
+    cache.soil();
+    let [keys, values] = [(5, DIMS.0), (7, DIMS.1)]
+        .map(|(seed, dim)| KernelRng(seed).floats(POSITIONS * 2 * dim, 1.0));
+    kernels.write_kv(&mut cache, 1, &[last(POSITIONS)], &keys, &values);
+    let index = index_keys();
+    for part in [0..70, 70..POSITIONS] {
+        let sequences = [AttentionRows {
+            rows: part.len(),
+            position: part.start,
+            ..last(0)
+        }];
+        let mut rows = index[part.start * INDEX..part.end * INDEX].to_vec();
+        kernels.write_index(&mut cache, 1, &sequences, &rows);
+        let pools = (&sequences[..], choice.pool);
+        kernels.pool_index(&mut cache, 1, pools, &mut rows, |_, _| {});
+    }
+    let mut scratch = SparseScratch::new(kernels, store, 2 * HEADS, (choice, 256)).unwrap();
+    let step = IndexStep {
+        cache: &cache,
+        layer: 1,
+        heads: INDEX_HEADS,
+        queries: &KernelRng(9).floats(POSITIONS * INDEX_HEADS * INDEX, 1.0)
+            [(POSITIONS - rows) * INDEX_HEADS * INDEX..],
+        weights: &vec![0.25; rows * INDEX_HEADS],
+        sequences: &[last(rows)],
+    };
+    let mut selected = vec![u32::MAX; rows * choice.room()];
+    kernels.select(&step, &mut scratch, &mut selected);
+    let query = 2 * HEADS * DIMS.0;
+    let queries = &KernelRng(6).floats(POSITIONS * query, 0.5)[(POSITIONS - rows) * query..];
+    let step = AttentionStep {
+        cache: &cache,
+        layer: 1,
+        heads: 2 * HEADS,
+        group: HEADS,
+        skipped: 0,
+        window: None,
+        sinks: None,
+        cap: None,
+        queries,
+        sequences: &[last(rows)],
+    };
+    let mut out = vec![f32::NAN; rows * 2 * HEADS * DIMS.1];
+    kernels.sparse_attention(&step, &selected, &mut scratch, &mut out);
+    check_last(
+        &step,
+        &selected[(rows - 1) * choice.room()..],
+        [&keys, &values],
+        kernels,
+        &out,
+    );
+    (selected, out)
+}
+
+/// Attention of the last row over a cache of the selected positions alone has its bits.
+fn check_last(
+    step: &AttentionStep<'_>,
+    selected: &[u32],
+    [keys, values]: [&[f32]; 2],
+    kernels: &Kernels,
+    out: &[f32],
+) {
+    let shape = step.cache.rows(1);
+    let chosen = 24 + POSITIONS % 4;
+    let of = |all: &[f32], dim: usize| -> Vec<f32> {
+        let rows = selected[..chosen].iter().map(|at| *at as usize * 2 * dim);
+        rows.flat_map(|at| all[at..at + 2 * dim].to_vec()).collect()
+    };
+    let mut cache = KvCache::uniform(shape, 1, 4).unwrap();
+    let whole = [AttentionRows {
+        rows: chosen,
+        position: 0,
+        ..last(0)
+    }];
+    kernels.write_kv(
+        &mut cache,
+        0,
+        &whole,
+        &of(keys, DIMS.0),
+        &of(values, DIMS.1),
+    );
+    let (query, value) = (2 * HEADS * DIMS.0, 2 * HEADS * DIMS.1);
+    let rows = step.sequences[0].rows;
+    let sequences = [AttentionRows {
+        rows: 1,
+        position: chosen - 1,
+        ..last(0)
+    }];
+    let alone = AttentionStep {
+        cache: &cache,
+        layer: 0,
+        queries: &step.queries[(rows - 1) * query..],
+        sequences: &sequences,
+        ..*step
+    };
+    let mut expected = vec![f32::NAN; value];
+    let mut scratch = kernels.attention_scratch(1, 2 * HEADS, DIMS, 256);
+    kernels.attention(&alone, &mut scratch, &mut expected);
+    assert_eq!(
+        bits(&expected),
+        bits(&out[(rows - 1) * value..]),
+        "{kernels:?}"
+    );
+}
+
+/// The definition: the pools of the best means, and the positions behind the last whole pool.
+fn defined_pools(position: usize, choice: Choice) -> Vec<u32> {
+    let Choice { top_k, pool } = choice;
+    let queries = KernelRng(9).floats(POSITIONS * INDEX_HEADS * INDEX, 1.0);
+    let index = index_keys();
+    let pools = (position + 1) / pool;
+    let mean = |i: usize, d: usize| {
+        let rows = i * pool..(i + 1) * pool;
+        rows.fold(0.0f32, |sum, j| sum + index[j * INDEX + d]) / pool as f32
+    };
+    let score = |i: usize| {
+        (0..INDEX_HEADS).fold(0.0f32, |score, h| {
+            let query = &queries[(position * INDEX_HEADS + h) * INDEX..][..INDEX];
+            let pairs = query.iter().enumerate();
+            let s = pairs.fold(0.0f32, |s, (d, q)| q.mul_add(mean(i, d), s));
+            0.25f32.mul_add(s.max(0.0), score)
+        })
+    };
+    let mut all: Vec<(f32, usize)> = (0..pools).map(|i| (score(i), i)).collect();
+    all.sort_by(|a, b| b.0.partial_cmp(&a.0).unwrap().then(a.1.cmp(&b.1)));
+    let best = all.into_iter().take(top_k / pool);
+    let mut chosen: Vec<u32> = best
+        .flat_map(|(_, i)| i * pool..(i + 1) * pool)
+        .chain(pools * pool..=position)
+        .map(|at| at as u32)
+        .collect();
+    chosen.sort_unstable();
+    chosen
 }
