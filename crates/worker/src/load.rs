@@ -96,31 +96,7 @@ impl ShardSpec<'_> {
                 None => Arc::new(model),
             });
         }
-        let options = LoadOptions { class };
-        let shard = || Ok::<_, Error>(split.shard(&Config::read(self.source)?, rank));
-        let packed = match self.packed {
-            Some(place) => place.open(&format!("{class} {:?}", shard()?), self.memory.is_some()),
-            None => None,
-        };
-        let part = (split, rank);
-        let model = match (packed, self.memory) {
-            (Some(packed), Some(memory)) => {
-                let (options, limit) = ((options, packed), MemoryLimit::Process(memory));
-                Model::load_streamed(self.source, part, options, limit, kernels, progress)?
-            }
-            (None, Some(_)) => return Err(Error::StreamPlace),
-            (Some(packed), None) => {
-                let options = (options, &packed);
-                let model = Model::load_packed(self.source, part, options, kernels, progress)?;
-                if let Some(fault) = packed.take_fault() {
-                    warn!(rank = rank.0, "{fault}");
-                }
-                model
-            }
-            (None, None) => {
-                Model::load_shard(self.source, split, rank, options, kernels, progress)?
-            }
-        };
+        let model = self.load_packed(kernels, progress)?;
         let model = model.with_adapters(self.source, self.adapters)?;
         let model = model.with_captures(self.captures.to_vec());
         let model = match self.kv {
@@ -131,6 +107,35 @@ impl ShardSpec<'_> {
             Some(links) => Arc::new(model.link(links)),
             None => Arc::new(model),
         })
+    }
+
+    /// Its weights on the CPU: from packed ones, streamed or not, or packed now.
+    fn load_packed(
+        self,
+        kernels: Arc<Kernels>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Model, Error> {
+        let (split, rank) = (self.split, self.rank);
+        let (part, options) = ((split, rank), LoadOptions { class: self.class });
+        let shard = split.shard(&Config::read(self.source)?, rank);
+        let (name, streams) = (format!("{} {shard:?}", self.class), self.memory.is_some());
+        let packed = self.packed.and_then(|place| place.open(&name, streams));
+        match (packed, self.memory) {
+            (Some(packed), Some(memory)) => {
+                let (options, limit) = ((options, packed), MemoryLimit::Process(memory));
+                Model::load_streamed(self.source, part, options, limit, kernels, progress)
+            }
+            (None, Some(_)) => Err(Error::StreamPlace),
+            (Some(packed), None) => {
+                let options = (options, &packed);
+                let model = Model::load_packed(self.source, part, options, kernels, progress)?;
+                if let Some(fault) = packed.take_fault() {
+                    warn!(rank = rank.0, "{fault}");
+                }
+                Ok(model)
+            }
+            (None, None) => Model::load_shard(self.source, split, rank, options, kernels, progress),
+        }
     }
 }
 
@@ -193,7 +198,7 @@ mod tests {
             env!("CARGO_MANIFEST_DIR"),
             "/../../tests-data/golden/hf/llama-tied"
         );
-        let source = Arc::new(ModelSource::open(folder).unwrap());
+        let source = Arc::new(ModelSource::open(folder.as_ref()).unwrap());
         let split = Split::whole(&Config::read(&source).unwrap());
         let adapter = Adapter {
             id: AdapterId {
@@ -206,7 +211,11 @@ mod tests {
         let told = "engine mlx adds no adapters to its weights: fuse them";
         for (adapters, memory, told) in [
             (&[adapter][..], None, told),
-            (&[], Some(Bytes(1)), "engine mlx keeps all weights in memory"),
+            (
+                &[],
+                Some(Bytes(1)),
+                "engine mlx keeps all weights in memory",
+            ),
         ] {
             let wanted = ShardSpec {
                 source: &source,
