@@ -23,8 +23,8 @@ impl BlockMap {
     /// A function of inputs whose rows are their first axis.
     ///
     /// # Errors
-    /// [`Error::Device`]: the function is refused, or its result of one step has other columns than
-    /// the first input, which the next step reads.
+    /// [`Error::Device`]: the function is refused, or cannot be computed in steps. A result of one
+    /// step must have the columns of the first input, which the next step reads.
     pub fn new(text: &str, inputs: &[InputFile], halo: u64, steps: u32) -> Result<Self, Error> {
         let columns = device::check_block(text, &widths(inputs))?;
         let first = inputs.first().map_or(0, |input| input.columns);
@@ -32,6 +32,14 @@ impl BlockMap {
         if i32::try_from(rows).is_err() {
             return Err(Error::Device {
                 reason: format!("{rows} rows, expected at most {}", i32::MAX),
+            });
+        }
+        if steps > 1 && halo == u64::MAX {
+            return Err(Error::Device {
+                reason: format!(
+                    "{steps} steps that read all rows: each part would compute all of them; \
+                     compute one step at a time"
+                ),
             });
         }
         if steps > 1 && columns != first {

@@ -274,6 +274,13 @@ class Machines:
             function the list of its results.
         """
         if not callable(expression):
+            if isinstance(expression, Wgsl) and expression.halo == "all" and expression.steps > 1:
+                # A step reads all rows of the last one, so it is a job of its own.
+                once = dataclasses.replace(expression, steps=1)
+                first, *others = inputs
+                for _ in range(expression.steps - 1):
+                    first = self._written(["map"], (first, *others), [], None, once)
+                return self._written(["map"], (first, *others), [], out, once)
             return self._written(["map"], inputs, [], out, expression)
         (items,) = inputs
         return self._lists({"map": expression}, items, progress)
