@@ -30,6 +30,7 @@ from transformers import (
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.qwen4_exp import modeling_qwen4_exp
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.mistral4 import Mistral4Config, Mistral4ForCausalLM
@@ -171,7 +172,7 @@ QWEN3_5_MOE = DELTA_NET | {
     "model_type": "qwen3_5_moe_text", "num_experts": 6, "num_experts_per_tok": 3,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
 }
-DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text")
 SLIDING, FULL = "sliding_attention", "full_attention"
 GEMMA4 = {
     "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text",
@@ -463,6 +464,17 @@ MODELS |= {
             "decoder_sparse_step": 1, "dtype": "bfloat16", "rope_parameters": {
                 "rope_type": "default", "rope_theta": 5000000.0, "mrope_interleaved": True,
                 "mrope_section": [6, 5, 5]}}}, torch.bfloat16, 1),
+}
+MODELS |= {
+    # Three residual streams; rows of the last layer attend to eight pools of four positions.
+    "qwen4-bf16": (DELTA_NET | {
+        "architectures": ["Qwen4ExpForCausalLM"], "model_type": "qwen4_exp_text",
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32, "hc_count": 3, "hc_lowrank": 16,
+        "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 32,
+        "indexer_budget": 32, "indexer_compress_ratio": 4, "tie_word_embeddings": False,
+        "dtype": "bfloat16", "rope_parameters": THETA | {"partial_rotary_factor": 0.25}},
+        torch.bfloat16, 1),
 }
 # Folders whose configuration and weights have the text part in a place of its own.
 WITH_PICTURES = ["gemma4-moe-bf16"]
@@ -804,7 +816,7 @@ def recurrent_rule(query, key, value, g, beta, **_):
 
 def with_rule(rule, run):
     """What `run` gives when all delta nets of transformers compute with `rule`."""
-    modules = [modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe]
+    modules = [modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen4_exp]
     before = [m.torch_chunk_gated_delta_rule for m in modules]
     for module in modules:
         module.torch_chunk_gated_delta_rule = rule
@@ -848,7 +860,8 @@ def trace(model, prompt):
     is_dbrx = model.config.model_type == "dbrx"
     layers = model.transformer.blocks if is_dbrx else model.model.layers
     inner = model.transformer if is_dbrx else model.model
-    norm = next(getattr(inner, name) for name in ("norm", "norm_f", "embedding_norm")
+    norm = next(getattr(inner, name)
+                for name in ("norm", "norm_f", "embedding_norm", "hyper_connection_mixer")
                 if hasattr(inner, name))
     hooks = [layer.register_forward_hook(
         lambda _, args, out: stream.append(out[0] if isinstance(out, tuple) else out))

@@ -381,6 +381,9 @@ fn refuse(config: &Config, class: KernelClass) -> Result<(), Error> {
     if config.layers.iter().any(has_state) {
         return Err(Error::Recurrence { engine: "mlx" });
     }
+    if config.streams.is_some() {
+        return Err(Error::Streams { engine: "mlx" });
+    }
     Ok(())
 }
 

@@ -6,7 +6,7 @@
 use std::borrow::Cow;
 
 use paceline_tensor::{
-    DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, RopePairs, StateRule, StateShape,
+    Choice, DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, RopePairs, StateRule, StateShape,
 };
 
 use crate::families::{ConfigFields, ModelFamily, unknown_fields};
@@ -190,6 +190,18 @@ pub struct Indexer {
     pub pairs: RopePairs,
 }
 
+/// An indexer of pools of positions. It scores a pool by the sum over its queries of
+/// `max(query . key, 0)`, with a key made of all rows of the pool; a row attends to the positions of
+/// the best pools and to those behind the last whole one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolIndexer {
+    pub choice: Choice,
+    /// Queries of a row (I).
+    pub heads: usize,
+    /// Elements of a query and of a key (X), a multiple of 16.
+    pub dim: usize,
+}
+
 /// Queries at position p are multiplied by `1 + rate * ln(1 + floor(p / length))`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PositionScaling {
@@ -284,6 +296,8 @@ pub struct LayerShape {
     pub experts: Option<Experts>,
     /// Latent attention, where all heads share one key whose first elements are the value.
     pub latent: Option<Latent>,
+    /// The indexer of a layer whose rows attend to pools of positions; not of latent attention.
+    pub pooled: Option<PoolIndexer>,
     /// Whether a dense feed-forward runs in parallel to the experts.
     pub dense_beside: bool,
     /// Whether values have a norm without weights.
@@ -378,7 +392,8 @@ impl LayerShape {
             _ => {
                 let queries = (1 + usize::from(self.gated)) * self.heads;
                 let values = (self.heads + values) * self.value_dim;
-                width * ((queries + keys) * self.head_dim + values)
+                let index = self.pooled.map_or(0, |of| (of.heads + 1) * of.dim);
+                width * ((queries + keys) * self.head_dim + values + index)
             }
         };
         let experts = self.experts.map_or(0, |experts| {
@@ -435,6 +450,21 @@ impl LayerShape {
     }
 }
 
+/// Residual streams of a position. Each half of a layer reads a mix of them and adds its output,
+/// with a weight, to every one.
+///
+/// Source: Zhu et al. 2024 (Hyper-Connections); `Qwen4ExpTextGatedResidual` of transformers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Streams {
+    /// Number of streams (S): 2 to [`MAX_STREAMS`].
+    pub count: usize,
+    /// Rank of the matrices that weigh the mix (R).
+    pub rank: usize,
+}
+
+/// Maximum residual streams: twice those of published models.
+pub(crate) const MAX_STREAMS: u64 = 8;
+
 /// The shape of a model. Every number is checked to be computable.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -442,6 +472,8 @@ pub struct Config {
     pub family: ModelFamily,
     /// Length of the residual stream (C).
     pub width: usize,
+    /// Several residual streams, mixed by hyper-connections; `None` for one.
+    pub streams: Option<Streams>,
     /// Query heads of a layer, unless its [`LayerShape`] says otherwise.
     pub heads: usize,
     /// Key and value heads, as `heads`.
@@ -568,6 +600,7 @@ impl Config {
         let mut config = Self {
             family,
             width,
+            streams: None,
             heads,
             kv_heads: most(&kv_heads),
             head_dim,
@@ -683,6 +716,7 @@ impl Config {
             ffn: self.ffn,
             experts: None,
             latent: self.latent,
+            pooled: None,
             dense_beside: false,
             value_norm: false,
             keys_as_values: false,
@@ -727,13 +761,25 @@ impl Config {
         Ok(())
     }
 
+    /// Elements of the residual of a position: all of its streams.
+    pub const fn residual_width(&self) -> usize {
+        match self.streams {
+            Some(streams) => streams.count * self.width,
+            None => self.width,
+        }
+    }
+
     /// Number of weights, without norms.
     pub fn parameters(&self, tied: bool) -> u64 {
         let tables = if tied { 1 } else { 2 };
         let layers: u64 = self.layers.iter().map(|l| l.parameters(self.width)).sum();
         let (width, n) = (self.per_layer as u64, self.layers.len() as u64);
         let per_layer = n * width * (3 * self.width + self.vocab) as u64;
-        layers + per_layer + tables * self.width as u64 * self.vocab as u64
+        let mixes = self.streams.map_or(0, |of| {
+            let (each, all) = (2 * of.rank, of.count * self.width);
+            (2 * self.layers.len() * (each + of.count) + each) * all
+        });
+        layers + mixes as u64 + per_layer + tables * self.width as u64 * self.vocab as u64
     }
 
     /// As [`LayerShape::looks_back`], for the furthest reader of the layer's cache.
@@ -893,7 +939,10 @@ pub fn store(
                 Some(Selection::Own(indexer)) => LayerStore::Indexed(shape, indexer.dim),
                 Some(Selection::Before) => LayerStore::Indexed(shape, 0),
                 Some(Selection::All) => LayerStore::Latent(shape),
-                None => LayerStore::Rows(shape),
+                None => match layer.pooled {
+                    Some(indexer) => LayerStore::Pooled(shape, indexer.dim),
+                    None => LayerStore::Rows(shape),
+                },
             }
         }
         LayerCache::Delta(net) => LayerStore::Delta(DeltaShape {

@@ -119,13 +119,19 @@ pub enum Error {
     AdapterEngine { engine: &'static str },
     #[error("engine {engine} does not compute recurrent layers other than gated delta nets")]
     Recurrence { engine: &'static str },
+    /// An engine that does not clamp the gates of dense feed-forwards.
+    #[error("engine {engine} does not clamp the gates of dense feed-forwards")]
+    DenseClamp { engine: &'static str },
+    /// The backend computes one residual stream only.
+    #[error("engine {engine} does not compute models of several residual streams")]
+    Streams { engine: &'static str },
     /// Matrices of one product are stored in different formats.
     #[error("engine {engine} needs the experts or heads of a layer in one storage type")]
     MixedForms { engine: &'static str },
     /// A context longer than the number of positions a sparse-attention indexer selects.
     #[error(
         "context is {context}, expected at most {top_k}: beyond, the model's indexer chooses which \
-         positions a row sees, and the file has no weights of it"
+         positions a row sees, which is not computed for this file"
     )]
     Indexer {
         /// Requested positions.

@@ -58,7 +58,7 @@ pub use adapter::{ADAPTERS_MAX, Adapter, AdapterId, AdapterPair};
 pub use compute::{Compute, ExchangeBytes, LoadedModel};
 pub use config::{
     Activation, CLAMP_SLOPE, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer,
-    LEAST_SUM, Latent, LayerCache, LayerShape, PositionScaling, Selection,
+    LEAST_SUM, Latent, LayerCache, LayerShape, PoolIndexer, PositionScaling, Selection, Streams,
 };
 pub use draft_head::{DraftHead, DraftHeadCompute, HeadRows, draft_captures, load_draft_head};
 pub use eagle::{EagleHead, HeadConfig};

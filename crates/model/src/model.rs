@@ -27,7 +27,7 @@ use crate::step::{Batch, BatchSequence, BatchSize, ForwardStep, PlanLimits, Work
 use crate::streaming::{MemoryLimit, StreamCounts, StreamUnit, Streamer};
 use crate::trace::{Kind, SECOND_HALF, Tracer};
 use crate::weights::{
-    self, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor, WeightReader,
+    self, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor, StreamMix, WeightReader,
 };
 use crate::{Config, Error, Kinds, ModelSource, WindowPages};
 
@@ -59,6 +59,7 @@ pub struct Model {
     uses: Vec<LayerUses>,
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,
+    head_streams: Option<StreamMix>,
     tied: bool,
     adapters: Adapters,
     /// Layers whose input steps capture, in ascending order.
@@ -240,6 +241,8 @@ impl Model {
         let tied = loader.names.is_tied()?;
         let head = || Ok::<_, Error>((loader.output_norm()?, loader.output(tied)?));
         let head = shard.has_head().then(head).transpose()?;
+        let head_streams = head.as_ref().map(|_| loader.head_streams());
+        let head_streams = head_streams.transpose()?.flatten();
         progress(n + 1, n + 1);
         Ok(Self {
             leader: split.leader(),
@@ -252,6 +255,7 @@ impl Model {
             per_layer,
             kernels,
             layers,
+            head_streams,
             head,
             tied,
             adapters: Adapters::default(),
@@ -372,7 +376,8 @@ impl Model {
         let inputs = self.per_layer.as_ref();
         let layers = layers + inputs.map_or(0, |inputs| inputs.projection.bytes().0);
         let layers = layers + self.adapters.bytes().0;
-        Bytes(layers + head.map_or(0, |(_, output)| output.matrix.bytes().0))
+        let mix = self.head_streams.as_ref().map_or(0, |mix| mix.bytes());
+        Bytes(layers + mix + head.map_or(0, |(_, output)| output.matrix.bytes().0))
     }
 
     /// Number of weights of the whole model, without norms.
@@ -389,6 +394,11 @@ impl Model {
     /// Per-layer embeddings, if the model has them.
     pub(crate) const fn per_layer(&self) -> Option<&PerLayerInputs> {
         self.per_layer.as_ref()
+    }
+
+    /// The mix of residual streams before the output head, in the last stage.
+    pub(crate) const fn head_streams(&self) -> Option<&StreamMix> {
+        self.head_streams.as_ref()
     }
 
     /// Norm and output head, in the last stage.

@@ -23,7 +23,22 @@ pub enum Role {
     PerLayerProjection,
     /// `(P,)`: norm of each layer's part of the projection.
     PerLayerNorm,
+    /// The mix of residual streams before the output head.
+    Streams(StreamPart),
     Layer(usize, LayerRole),
+}
+
+/// A weight of a mix of S residual streams, whose matrices have rank R.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamPart {
+    /// `(S C,)`: the norms of all streams.
+    Norm,
+    /// `(R, S C)`
+    Down,
+    /// `(S C, R)`: weights of the streams in the mix.
+    Up,
+    /// `(S, S C)`: weights of the half's output in the streams; none before the output head.
+    Inject,
 }
 
 /// Index of an expert or a head, and how many the layer has.
@@ -39,6 +54,10 @@ pub struct Nth {
 pub enum LayerRole {
     /// `(C,)`, before attention.
     AttentionNorm,
+    /// The mix of residual streams before attention.
+    AttentionStreams(StreamPart),
+    /// The same before the feed-forward.
+    FfnStreams(StreamPart),
     /// `(H D, C)`
     Query,
     /// `(K D, C)`
@@ -100,12 +119,14 @@ pub enum LayerRole {
     KeyUp(Nth),
     /// `(value, latent)` of one head.
     ValueUp(Nth),
-    /// `(I X, compressed)`: index queries, I of X elements.
+    /// `(I X, compressed)`: index queries, I of X elements; `((I + 1) X, C)` with the key (Qwen 4).
     IndexerQuery,
     /// `(X, C)`: index key.
     IndexerKey,
-    /// `(X,)`, with a bias: norm of index keys.
+    /// `(X,)`, with a bias: norm of index keys. Without one where these are of pools.
     IndexerNorm,
+    /// `(X,)`: norm of index queries.
+    IndexerQueryNorm,
     /// `(I, C)`: weights of index queries.
     IndexerWeights,
     /// `(C,)`: norm of the router's input (Gemma 4).

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use crate::Error;
 use crate::families::{ExpertLayout, FileNames, ModelFamily, QWEN3_VL_MOE, blocks, dbrx_stem};
-use crate::role::{LayerRole, Nth, Role};
+use crate::role::{LayerRole, Nth, Role, StreamPart};
 
 /// An opened model: a GGUF file with all its parts, or a Hugging Face folder.
 #[derive(Debug)]
@@ -510,6 +510,7 @@ fn gguf_stem(family: ModelFamily, role: Role) -> String {
         Role::PerLayerEmbedding => return "per_layer_token_embd".to_owned(),
         Role::PerLayerProjection => return "per_layer_model_proj".to_owned(),
         Role::PerLayerNorm => return "per_layer_proj_norm".to_owned(),
+        Role::Streams(part) => return format!("output_{part:?}"), // no files of the family
         Role::Layer(layer, part) => (layer, part),
     };
     format!("blk.{layer}.{}", gguf_part(family, part))
@@ -554,6 +555,7 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::IndexerQuery => "indexer.attn_q_b",
         LayerRole::IndexerKey => "indexer.attn_k",
         LayerRole::IndexerNorm => "indexer.k_norm",
+        LayerRole::IndexerQueryNorm => "indexer.q_norm",
         LayerRole::IndexerWeights => "indexer.proj",
         LayerRole::DenseNorm => "post_ffw_norm_1",
         LayerRole::BesideNorm => "pre_ffw_norm_2",
@@ -575,6 +577,7 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::DeltaOutput => "ssm_out",
         LayerRole::MambaInput => "ssm_in",
         LayerRole::MambaSkip => "ssm_d",
+        LayerRole::AttentionStreams(_) | LayerRole::FfnStreams(_) => "hyper_connection",
         LayerRole::ConvQuery | LayerRole::ConvKey | LayerRole::ConvValue => "shortconv.in_proj",
         LayerRole::ConvTaps => "shortconv.conv",
         LayerRole::ConvOutput => "shortconv.out_proj",
@@ -626,12 +629,30 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
         Role::PerLayerEmbedding => return format!("{model}.embed_tokens_per_layer"),
         Role::PerLayerProjection => return format!("{model}.per_layer_model_projection"),
         Role::PerLayerNorm => return format!("{model}.per_layer_projection_norm"),
+        Role::Streams(part) => {
+            return format!("{model}.hyper_connection_mixer.{}", stream_part(part));
+        }
         Role::Layer(layer, part) => (layer, part),
     };
+    if let LayerRole::AttentionStreams(stream) | LayerRole::FfnStreams(stream) = part {
+        let half = if part.is_of_ffn() { "mlp" } else { "attn" };
+        let stream = stream_part(stream);
+        return format!("{model}.layers.{layer}.{half}_hyper_connection.{stream}");
+    }
     if let Some(name) = hf_expert(names, part) {
         return format!("{model}.layers.{layer}.{name}");
     }
     format!("{model}.layers.{layer}.{}", hf_part(names, part))
+}
+
+/// Name of a part of a mix of residual streams: `modeling_qwen4_exp.py` of transformers.
+const fn stream_part(part: StreamPart) -> &'static str {
+    match part {
+        StreamPart::Norm => "hc_norm",
+        StreamPart::Down => "input_mix_weight_down",
+        StreamPart::Up => "input_mix_weight_up",
+        StreamPart::Inject => "block_inject_weight",
+    }
 }
 
 /// Name of a part of a layer in the Hugging Face layout; not of experts.
@@ -670,6 +691,7 @@ fn hf_part(names: &FileNames, part: LayerRole) -> &'static str {
         LayerRole::IndexerQuery => "self_attn.indexer.wq_b",
         LayerRole::IndexerKey => "self_attn.indexer.wk",
         LayerRole::IndexerNorm => "self_attn.indexer.k_norm",
+        LayerRole::IndexerQueryNorm => "self_attn.indexer.q_norm",
         LayerRole::IndexerWeights => "self_attn.indexer.weights_proj",
         LayerRole::RouterScale => "router.scale",
         LayerRole::ExpertScales => "router.per_expert_scale",
@@ -743,6 +765,7 @@ impl LayerRole {
                 | Self::SharedGate
                 | Self::SharedUp
                 | Self::SharedDown
+                | Self::FfnStreams(_)
         )
     }
 

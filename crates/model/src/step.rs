@@ -33,8 +33,10 @@ mod indexer;
 mod inputs;
 mod latent;
 mod per_layer;
+mod pooled;
 mod projections;
 mod softcap;
+mod streams;
 mod sums;
 
 pub use batch::PlanLimits;
@@ -49,7 +51,9 @@ use indexer::IndexBuffers;
 use inputs::Inputs;
 use latent::{LatentBuffers, LatentInputs};
 use per_layer::PerLayerRows;
+use pooled::{PoolBuffers, PoolInputs};
 use projections::{Projected, Projections};
+use streams::StreamRows;
 use sums::Sums;
 
 /// Buffers of [`Model::forward`], for batches up to a size; allocated once.
@@ -59,7 +63,7 @@ use sums::Sums;
 #[derive(Debug)]
 pub struct Workspace {
     size: BatchSize,
-    /// `(T, C)`, then `(captures so far, T, C)`; sent to and received from other stages.
+    /// `(T, S, C)`, then `(captures so far, T, C)`, S streams; sent to and received from other stages.
     residual: RegisteredMemory<f32>,
     /// `(T, captures, C)` of the last step, at the leader.
     captured: Vec<f32>,
@@ -79,12 +83,16 @@ pub struct Workspace {
     up: RegisteredMemory<f32>,
     /// `(T, F)`, quantised
     hidden: Inputs,
+    /// For several residual streams.
+    streams: Option<StreamRows>,
     /// For norms over all heads.
     projections: Option<Projections>,
     /// For latent attention.
     latents: Option<LatentBuffers>,
     /// For lightning indexers.
     index: Option<IndexBuffers>,
+    /// For indexers of pools.
+    pools: Option<PoolBuffers>,
     /// For gated heads and gated delta nets.
     mixer: Option<Mixer>,
     /// For layers with experts.
@@ -202,7 +210,10 @@ impl Workspace {
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
             size,
-            residual: exchanged(model, size.rows * c.width * (1 + model.captures().len())),
+            residual: exchanged(
+                model,
+                size.rows * c.residual_width() * (1 + model.captures().len()),
+            ),
             captured: Vec::new(),
             sums: Sums::new(model, size.rows),
             x: activations(
@@ -225,9 +236,11 @@ impl Workspace {
             gate: rows(of_layers(dense_ffn)),
             up: rows(of_layers(dense_ffn)),
             hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
+            streams: StreamRows::new(model, size.rows),
             projections: Projections::new(model, size.rows),
             latents: LatentBuffers::new(model, size.rows),
             index: IndexBuffers::new(model, size),
+            pools: PoolBuffers::new(model, size),
             mixer: Mixer::new(model, size.rows),
             experts: c
                 .experts()
@@ -406,7 +419,8 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
         match model.links() {
             Some(links) if !model.shard().embeds() => {
                 let first = model.shard().layers.start;
-                let n = rows * model.config().width * (1 + captures_before(model, first));
+                let captures = captures_before(model, first);
+                let n = rows * model.config().residual_width() * (1 + captures);
                 links.receive_residual(model.shard(), &mut step.ws.residual[..n])?;
             }
             _ if step.ws.is_given => {}
@@ -500,12 +514,34 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
         self.model.kernels().recurrent(&step, &mut cache, out);
     }
 
-    /// tokens -> residual (T, C)
+    /// x (T, C) -> index queries and rows, to the cache, and the positions that rows attend to
+    fn select_pools(&mut self, w: &weights::PoolIndexer, layer: usize) {
+        let (shape, held) = (self.layer().0, self.held(layer));
+        let sequences = &self.sequences[self.sequences()];
+        let ws = &mut *self.ws;
+        let place = PoolInputs {
+            kernels: self.model.kernels(),
+            eps: self.model.config().norm_eps,
+            rope: &ws.ropes[shape.rope],
+            angles: &ws.angles[shape.rope],
+            sequences,
+        };
+        let pools = ws.pools.as_mut().expect("made for this family");
+        pools.select(&place, w, &ws.x, (self.cache, held));
+    }
+
+    /// tokens -> residual (T, S, C), the same in all streams
     fn embed(&mut self) {
-        let width = self.model.config().width;
+        let (width, all) = (
+            self.model.config().width,
+            self.model.config().residual_width(),
+        );
         let tokens = self.batch.sequences.iter().flat_map(|s| s.tokens);
-        for (out, &token) in self.ws.residual.chunks_exact_mut(width).zip(tokens) {
-            embed_token(self.model, token, out);
+        for (out, &token) in self.ws.residual.chunks_exact_mut(all).zip(tokens) {
+            embed_token(self.model, token, &mut out[..width]);
+            (width..all)
+                .step_by(width)
+                .for_each(|at| out.copy_within(..width, at));
         }
     }
 
@@ -546,7 +582,7 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
             }
             None => {
                 let captures = captures_before(model, shard.layers.end);
-                let n = self.rows * model.config().width * (1 + captures);
+                let n = self.rows * model.config().residual_width() * (1 + captures);
                 let links = model.links().expect("an earlier stage has links");
                 links.send_residual(shard, &self.ws.residual[..n])?;
                 Ok(0)
@@ -580,11 +616,16 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
         }
         ws.head_x.resize(rows);
         let kernels = model.kernels();
-        let (width, residual, wanted) = (norm.len(), &ws.residual, &ws.wanted);
-        kernels.fill_rows(&mut ws.head_x, |i, out| {
-            let t = wanted[i];
-            norm_row(model, &residual[t * width..(t + 1) * width], norm, out);
-        });
+        let (width, wanted) = (model.config().residual_width(), &ws.wanted);
+        let residual = &ws.residual;
+        let row = |i: usize| &residual[wanted[i] * width..][..width];
+        let head = model.head_streams().zip(ws.streams.as_mut());
+        match head {
+            Some((w, streams)) => {
+                streams.mix((kernels, model.config().norm_eps), w, row, &mut ws.head_x);
+            }
+            None => kernels.fill_rows(&mut ws.head_x, |i, out| norm_row(model, row(i), norm, out)),
+        }
         if ws.is_headless {
             return Ok(rows);
         }
@@ -610,7 +651,7 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
     /// The residual stream, `(T, C)`.
     #[cfg(test)]
     pub(crate) fn residual(&self) -> &[f32] {
-        &self.ws.residual[..self.rows * self.model.config().width]
+        &self.ws.residual[..self.rows * self.model.config().residual_width()]
     }
 }
 
@@ -629,6 +670,31 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         model.kernels().fill_rows(&mut self.ws.x, |t, out| {
             norm_row(model, &residual[t * width..(t + 1) * width], weight, out);
         });
+        Ok(())
+    }
+
+    fn mix_streams(&mut self, w: &LayerShard, half: Half) -> Result<(), Error> {
+        let [attention, ffn] = w.streams.as_deref().expect("loaded for this family");
+        let mix = if half == Half::Attention {
+            attention
+        } else {
+            ffn
+        };
+        let (config, ws) = (self.model.config(), &mut *self.ws);
+        let (width, residual) = (config.residual_width(), &ws.residual);
+        let row = |t: usize| &residual[t * width..(t + 1) * width];
+        let streams = ws.streams.as_mut().expect("made for several streams");
+        let place = (self.model.kernels(), config.norm_eps);
+        streams.mix(place, mix, row, &mut ws.x);
+        Ok(())
+    }
+
+    fn add_to_streams(&mut self) -> Result<(), Error> {
+        let (config, ws) = (self.model.config(), &mut *self.ws);
+        let delta = &ws.sums.delta[..self.rows * config.width];
+        let residual = &mut ws.residual[..self.rows * config.residual_width()];
+        let streams = ws.streams.as_ref().expect("made for several streams");
+        streams.add(self.model.kernels(), delta, residual);
         Ok(())
     }
 
@@ -819,7 +885,12 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             let out = &mut out[..self.rows * cut.heads.len() * shape.value_dim];
             both_ways::attention(kernels, &step, query_len, scratch, out);
         } else {
-            kernels.attention(&step, scratch, out);
+            let pools = self.ws.pools.as_mut().filter(|_| shape.pooled.is_some());
+            let selected = pools.and_then(|pools| pools.selected.as_mut());
+            match selected.filter(|own| own.is_sparse(sequences)) {
+                Some(own) => own.attend(kernels, &step, scratch, out),
+                None => kernels.attention(&step, scratch, out),
+            }
         }
         if let Some(part) = kept.rotated() {
             let len = heads[0] * kept.value_dim;
@@ -850,6 +921,9 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
 
     fn select_positions(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
         let (shape, cut) = self.layer();
+        if let Some(own) = w.pooled.as_deref().filter(|_| !cut.heads.is_empty()) {
+            self.select_pools(own, layer);
+        }
         let own = w.latent.as_deref().and_then(|own| own.indexer.as_ref());
         let Some(own) = own.filter(|_| !cut.heads.is_empty()) else {
             return Ok(());
@@ -905,8 +979,9 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
                 sequences,
             };
             let out = latents.read(self.rows);
-            match ws.index.as_mut().filter(|index| index.is_sparse(sequences)) {
-                Some(index) => index.attend(kernels, &step, &mut ws.scratch, out),
+            let selected = ws.index.as_mut().and_then(|index| index.selected.as_mut());
+            match selected.filter(|own| own.is_sparse(sequences)) {
+                Some(own) => own.attend(kernels, &step, &mut ws.scratch, out),
                 None => kernels.attention(&step, &mut ws.scratch, out),
             }
             rotate(out, dims[1]);
@@ -1108,7 +1183,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let ws = &mut *self.ws;
         let hidden = ws.hidden.of(held);
         let ffn = hidden.cols();
-        let (gate, up, activation) = (&ws.gate, &ws.up, self.model.config().activation);
+        let (gate, up, config) = (&ws.gate, &ws.up, self.model.config());
         kernels.fill_rows(hidden, |t, out| {
             let part = t * ffn..(t + 1) * ffn;
             match activation {

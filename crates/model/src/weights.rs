@@ -22,13 +22,17 @@ use crate::{Config, Error, LayerCache, LayerRole, ModelFamily, ModelSource, Nth,
 
 mod delta_net;
 mod indexer;
+mod pooled;
 mod sampled_experts;
+mod streams;
 
 pub(crate) use delta_net::DeltaNet;
 pub use delta_net::{DeltaRowLayout, MatrixRows};
 
 pub(crate) use indexer::Indexer;
 pub(crate) use latent::Latent;
+pub(crate) use pooled::PoolIndexer;
+pub(crate) use streams::StreamMix;
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
 #[derive(Debug)]
@@ -59,6 +63,8 @@ impl Summed {
 /// A rank's weights of one layer; [`Part`] has the whole shapes.
 #[derive(Debug)]
 pub(crate) struct LayerShard {
+    /// Mixes of residual streams before the halves.
+    pub(crate) streams: Option<Box<[StreamMix; 2]>>,
     pub(crate) attention_norm: Option<Vec<f32>>,
     /// From the compressed query, if the layer compresses.
     pub(crate) query: Linear,
@@ -72,6 +78,8 @@ pub(crate) struct LayerShard {
     pub(crate) key_norm: Option<Vec<f32>>,
     /// Of this rank's heads.
     pub(crate) sinks: Option<Vec<f32>>,
+    /// For attention to pools of positions.
+    pub(crate) pooled: Option<Box<PoolIndexer>>,
     /// Additional weights of a gated delta net.
     pub(crate) delta_net: Option<Box<DeltaNet>>,
     /// `(taps, H D)`: taps of a short convolution.
@@ -656,8 +664,12 @@ impl ShardLoader<'_> {
         self.rows(role, shape, rows)
     }
 
+    /// Norm before the output head; empty in models of several residual streams.
     pub(crate) fn output_norm(&self) -> Result<Vec<f32>, Error> {
-        self.names.norm(Role::OutputNorm, self.config.width)
+        match self.config.streams {
+            Some(_) => Ok(Vec::new()), // the mix of the streams has norms
+            None => self.names.norm(Role::OutputNorm, self.config.width),
+        }
     }
 
     /// Says what the next matrices belong to, for streaming.
@@ -718,11 +730,13 @@ impl ShardLoader<'_> {
             }
         };
         Ok(LayerShard {
+            streams: self.layer_streams(i)?.map(Box::new),
             attention_norm: opt_norm(before, LayerRole::AttentionNorm, c.width)?,
             query: query.expect("every layer has queries"),
             key,
             value,
             latent: latent.transpose()?.map(Box::new),
+            pooled: self.pool_indexer(i)?.map(Box::new),
             delta_net,
             conv_taps: self.conv_taps(i)?,
             attention_output: self.summed(role(shape.output_role()), out, &cut.attention)?,
@@ -1125,10 +1139,13 @@ impl LayerShard {
             expanded.chain(query).chain(index)
         });
         let own = self.per_layer.iter().map(|own| &own.output);
+        let mixes = self.streams.iter().flat_map(|mixes| mixes.iter());
+        let mixes: u64 = mixes.map(StreamMix::bytes).sum();
         let more: u64 = latent.chain(own).map(|matrix| matrix.bytes().0).sum();
         Bytes(
             rows.sum::<u64>()
                 + more
+                + mixes
                 + self.attention_output.bytes()
                 + self.feed_forward.down_bytes(),
         )
@@ -1141,6 +1158,7 @@ impl LayerShard {
             key,
             value,
             latent,
+            pooled,
             delta_net,
             feed_forward,
             per_layer,
@@ -1156,10 +1174,12 @@ impl LayerShard {
         let net = delta_net.iter().flat_map(|net| net.matrices());
         let index = latent.iter().flat_map(|latent| &latent.indexer);
         let index = index.flat_map(|own| [&own.key.matrix, &own.weights.matrix]);
+        let pools = pooled.iter().map(|own| &own.query_key.matrix);
         let gate = per_layer.iter().map(|own| &own.gate);
         linears
             .chain(net)
             .chain(index)
+            .chain(pools)
             .chain(feed_forward.of_normed())
             .chain(gate)
             .collect()

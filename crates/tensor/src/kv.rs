@@ -302,12 +302,12 @@ pub enum LayerStore {
     /// As `Latent`, for positions that an indexer selects. Index keys of this many elements are
     /// behind the keys; 0 in layers that use the selection of a layer before.
     Indexed(KvShape, usize),
-    /// A state of fixed size.
-    State(StateShape),
-    /// The state of a gated delta net.
     /// As `Rows`, where an indexer selects pools of positions. Index keys of this many elements, in
     /// f32, are behind the heads.
     Pooled(KvShape, usize),
+    /// A state of fixed size.
+    State(StateShape),
+    /// The state of a gated delta net.
     Delta(DeltaShape),
     /// Nothing: it reads another layer's cache.
     Nothing,
@@ -333,10 +333,10 @@ impl LayerStore {
             Self::Indexed(shape, dim) => {
                 shape.heads * (shape.key_bytes(shape.head_dim) + shape.key_bytes(dim))
             }
+            Self::Pooled(shape, dim) => shape.page_bytes() + 4 * PAGE * dim,
             Self::State(shape) => shape.page_bytes(),
             Self::Delta(shape) => shape.page_bytes(),
             Self::Nothing => 0,
-            Self::Pooled(shape, dim) => shape.page_bytes() + 4 * PAGE * dim,
         }
     }
 }

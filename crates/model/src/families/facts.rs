@@ -30,6 +30,7 @@ impl ModelFamily {
             Self::Qwen3Next => "Qwen3-Next",
             Self::Qwen35 => "Qwen 3.5 to 3.8",
             Self::Qwen35Moe => "Qwen 3.5 to 3.8 with experts",
+            Self::Qwen4Exp => "Qwen4-Exp without n-gram embeddings",
             Self::Lfm2 => "LFM2",
             Self::Lfm2Moe => "LFM2 with experts",
             Self::NemotronH => "Nemotron-H, Nemotron 3 Nano",
@@ -44,10 +45,14 @@ impl ModelFamily {
         names
     }
 
-    /// Engines that compute its models. MLX has no short convolutions and no Mamba yet.
+    /// Engines that compute its models. MLX has no short convolutions, no Mamba and
+    /// no more than one residual stream yet.
     pub const fn engines(self) -> &'static [&'static str] {
         match self {
-            Self::Lfm2 | Self::Lfm2Moe | Self::NemotronH => &["cpu"],
+            Self::Qwen4Exp
+            | Self::Lfm2
+            | Self::Lfm2Moe
+            | Self::NemotronH => &["cpu"],
             _ => &["cpu", "mlx"],
         }
     }
@@ -93,6 +98,7 @@ impl ModelFamily {
             Self::Qwen3Next => &["qwen3next-bf16"],
             Self::Qwen35 => &["qwen35-bf16"],
             Self::Qwen35Moe => &["qwen35moe-bf16"],
+            Self::Qwen4Exp => &["qwen4-bf16"],
             Self::Lfm2 => &["lfm2-bf16"],
             Self::Lfm2Moe => &["lfm2moe-bf16"],
             Self::NemotronH => &["nemotron-h-bf16"],

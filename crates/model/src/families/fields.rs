@@ -14,6 +14,7 @@ mod latent;
 mod mamba;
 mod rope;
 mod short_conv;
+mod streams;
 mod unknown_fields;
 mod unsupported_keys;
 
@@ -89,6 +90,7 @@ impl<'a> ConfigFields<'a> {
     }
 
     pub(crate) fn family(&self) -> Result<ModelFamily, Error> {
+        let in_folder = matches!(self, Self::Hf(_));
         let (name, names): (&str, fn(ModelFamily) -> &'static str) = match self {
             Self::Gguf { architecture, .. } => (architecture, ModelFamily::name),
             Self::Hf(_) => (self.model_type()?, ModelFamily::hf_name),
@@ -99,6 +101,7 @@ impl<'a> ConfigFields<'a> {
         };
         ModelFamily::ALL
             .into_iter()
+            .filter(|f| in_folder || f.has_gguf())
             .find(|f| names(*f) == name || f.other_names().contains(&name))
             .map(mixtral)
             .ok_or_else(|| Error::Architecture {
@@ -121,7 +124,7 @@ impl<'a> ConfigFields<'a> {
         let of = |gguf, hf| self.opt_sizes((gguf, hf), layers, (1, MAX_WIDTH));
         let usual = of("feed_forward_length", "intermediate_size")?;
         let experts = match family {
-            ModelFamily::Qwen35Moe if usual.is_none() => {
+            ModelFamily::Qwen35Moe | ModelFamily::Qwen4Exp if usual.is_none() => {
                 of("expert_feed_forward_length", "moe_intermediate_size")?
             }
             _ => None,

@@ -31,6 +31,7 @@ mod qwen2;
 mod qwen2moe;
 mod qwen3;
 mod qwen3moe;
+mod qwen4;
 mod smollm3;
 
 pub(crate) use fields::{ConfigFields, RopeKind, class_default, head_rope, unknown_fields};
@@ -61,6 +62,17 @@ pub trait LayerStep {
 
     /// residual (T, C) -> x (T, C), by the norm before a half
     fn norm(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
+
+    /// residual (T, S, C) -> x (T, C), by the mix before a half, and weights (T, S) for its output;
+    /// never on a backend without several streams.
+    fn mix_streams(&mut self, _: &Self::Layer, _: Half) -> Result<(), Error> {
+        unreachable!("the residual is one stream")
+    }
+
+    /// residual (T, S, C) += weights (T, S) * delta (T, C)
+    fn add_to_streams(&mut self) -> Result<(), Error> {
+        unreachable!("the residual is one stream")
+    }
 
     /// residual (T, C) -> x (T, C), without a norm
     fn take_residual(&mut self) -> Result<(), Error>;
@@ -94,8 +106,8 @@ pub trait LayerStep {
     /// the positions of the rows. q is scaled.
     fn project_latent(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// x (T, C), compressed queries -> index keys, to the cache, and the positions that rows attend
-    /// to; nothing in layers without an indexer.
+    /// x (T, C), compressed queries if any -> index keys, to the cache, and the positions that rows
+    /// attend to; nothing in layers without an indexer.
     fn select_positions(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
     /// Writes k to the cache, then q -> attended (T, H V): each head's attention output in the
@@ -225,6 +237,8 @@ pub enum ModelFamily {
     Qwen35,
     /// Qwen 3.5 to 3.8 with experts, text only.
     Qwen35Moe,
+    /// Qwen4-Exp, text only: gated delta nets and experts, several residual streams.
+    Qwen4Exp,
     /// LFM2: short convolutions and attention.
     Lfm2,
     /// LFM2 with experts.
@@ -234,7 +248,7 @@ pub enum ModelFamily {
 }
 
 impl ModelFamily {
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 26] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -257,6 +271,7 @@ impl ModelFamily {
         Self::Qwen3Next,
         Self::Qwen35,
         Self::Qwen35Moe,
+        Self::Qwen4Exp,
         Self::Lfm2,
         Self::Lfm2Moe,
         Self::NemotronH,
@@ -300,6 +315,7 @@ impl ModelFamily {
             Self::Qwen3Next => "qwen3next",
             Self::Qwen35 => "qwen35",
             Self::Qwen35Moe => "qwen35moe",
+            Self::Qwen4Exp => "qwen4_exp_text",
             Self::Lfm2 => "lfm2",
             Self::Lfm2Moe => "lfm2moe",
             Self::NemotronH => "nemotron_h",
@@ -358,6 +374,11 @@ impl ModelFamily {
             Self::NemotronH => Activation::ReluSquared,
             _ => Activation::Silu,
         }
+    }
+
+    /// Whether GGUF files of it are known.
+    pub const fn has_gguf(self) -> bool {
+        !matches!(self, Self::Qwen4Exp)
     }
 
     /// Whether some or all layers have experts.
@@ -440,7 +461,10 @@ impl ModelFamily {
 
     /// Whether most of its layers are gated delta nets.
     pub(crate) const fn has_delta_nets(self) -> bool {
-        matches!(self, Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe)
+        matches!(
+            self,
+            Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe | Self::Qwen4Exp
+        )
     }
 
     /// Whether most of its layers are short convolutions.
@@ -450,7 +474,7 @@ impl ModelFamily {
 
     /// Whether the inputs of both halves of a layer have norms.
     pub const fn norms_before_halves(self) -> bool {
-        !matches!(self, Self::Olmo2)
+        !matches!(self, Self::Olmo2 | Self::Qwen4Exp)
     }
 
     /// Whether the outputs of both halves of a layer have norms.
@@ -489,6 +513,7 @@ impl ModelFamily {
             Self::Glm4Moe => &glm4moe::NAMES,
             Self::DeepSeek => &deepseek::NAMES,
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => &delta_net::NAMES,
+            Self::Qwen4Exp => &qwen4::NAMES,
             Self::Phi3 => &phi3::NAMES,
             Self::Lfm2 | Self::Lfm2Moe => &lfm2::NAMES,
             Self::NemotronH => &nemotron_h::NAMES,
@@ -526,6 +551,7 @@ impl ModelFamily {
             Self::MiniMaxM2 => minimax_m2::config(fields),
             Self::DeepSeek => deepseek::config(fields),
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => delta_net::config(self, fields),
+            Self::Qwen4Exp => qwen4::config(fields),
             Self::Lfm2 | Self::Lfm2Moe => lfm2::config(self, fields),
             Self::NemotronH => nemotron_h::config(fields),
         }
@@ -563,6 +589,7 @@ impl ModelFamily {
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => {
                 delta_net::layer(step, weights, index)
             }
+            Self::Qwen4Exp => qwen4::layer(step, weights, index),
             Self::Lfm2 | Self::Lfm2Moe => lfm2::layer(step, weights, index),
             Self::NemotronH => nemotron_h::layer(step, weights, index),
         }

@@ -87,6 +87,7 @@ impl Model {
             embedding: Some(loader.embedding()?),
             per_layer: None,
             layers: vec![loader.layer(at)?],
+            head_streams: None, // heads read one stream
             head: Some((norm, output)),
             tied,
             captures: Vec::new(),
@@ -160,6 +161,7 @@ impl Model {
             per_layer: None,
             kernels: Arc::clone(&kernels),
             layers,
+            head_streams: loader.head_streams()?,
             head,
             tied,
             captures: Vec::new(),

@@ -19,6 +19,7 @@ pub(crate) fn smollm2() -> Config {
         ffn: 1536,
         experts: None,
         latent: None,
+        pooled: None,
         dense_beside: false,
         value_norm: false,
         keys_as_values: false,
@@ -52,6 +53,7 @@ pub(crate) fn smollm2() -> Config {
         clamp_qkv: None,
         bidirectional: false,
         unknown_fields: Vec::new(),
+        streams: None,
     }
 }
 

@@ -14,8 +14,8 @@ use paceline_base::lock;
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
-    Activations, AttentionRows, AttentionScratch, AttentionStep, IndexStep, Kernels, KvCache,
-    SparseScratch,
+    Activations, AttentionRows, AttentionScratch, AttentionStep, Choice, IndexStep, Kernels,
+    KvCache, SparseScratch,
 };
 
 use super::latent::LatentInputs;
@@ -38,14 +38,89 @@ pub(super) struct IndexBuffers {
     /// `(T, I)`
     weights: RegisteredMemory<f32>,
     /// For contexts beyond the selection.
-    selected: Option<SelectedPositions>,
+    pub(super) selected: Option<SelectedPositions>,
 }
 
+/// Positions that the rows of a step attend to, of one layer at a time.
 #[derive(Debug)]
-struct SelectedPositions {
-    /// `(T, top_k)`
+pub(super) struct SelectedPositions {
+    choice: Choice,
+    /// `(T, room)`
     positions: Vec<u32>,
     scratch: SparseScratch,
+}
+
+impl SelectedPositions {
+    /// For steps of up to `size` over layers like `layer` with up to `heads` heads here; `None`
+    /// where all positions of the context are chosen, or there are no heads.
+    pub(super) fn new(
+        model: &Model,
+        (layer, heads): (usize, usize),
+        choice: Choice,
+        size: BatchSize,
+    ) -> Option<Self> {
+        if heads == 0 || !choice.is_sparse(size.context) {
+            return None;
+        }
+        let lens = (choice, size.context);
+        let scratch = SparseScratch::new(model.kernels(), model.store(layer), heads, lens);
+        Some(Self {
+            choice,
+            positions: vec![0; size.rows * choice.room()],
+            scratch: scratch.expect("address space for a few rows of selected keys"),
+        })
+    }
+
+    /// Whether a row of `sequences` does not attend to all of its positions.
+    pub(super) fn is_sparse(&self, sequences: &[AttentionRows<'_>]) -> bool {
+        sequences.iter().any(|s| is_sparse(self.choice, s))
+    }
+
+    /// Attention over the selected positions; sequences with few positions attend to all.
+    pub(super) fn attend(
+        &mut self,
+        kernels: &Kernels,
+        step: &AttentionStep<'_>,
+        scratch: &mut AttentionScratch,
+        out: &mut [f32],
+    ) {
+        let shape = step.cache.rows(step.layer);
+        let [query, value] = [shape.head_dim, shape.value_dim].map(|n| n * step.heads);
+        let (choice, mut first) = (self.choice, 0);
+        let alike = |a: &AttentionRows<'_>, b: &AttentionRows<'_>| {
+            is_sparse(choice, a) == is_sparse(choice, b)
+        };
+        for sequences in step.sequences.chunk_by(alike) {
+            let rows: usize = sequences.iter().map(|s| s.rows).sum();
+            let part = AttentionStep {
+                queries: &step.queries[first * query..(first + rows) * query],
+                sequences,
+                ..*step
+            };
+            let out = &mut out[first * value..(first + rows) * value];
+            match is_sparse(choice, &sequences[0]) {
+                true => {
+                    let positions = &self.positions[first * choice.room()..];
+                    kernels.sparse_attention(&part, positions, &mut self.scratch, out);
+                }
+                false => kernels.attention(&part, scratch, out),
+            }
+            first += rows;
+        }
+    }
+}
+
+/// Whether the last row of a sequence does not attend to all of its positions.
+const fn is_sparse(choice: Choice, sequence: &AttentionRows<'_>) -> bool {
+    choice.is_sparse(sequence.position + sequence.rows)
+}
+
+/// Selects the positions of each row of `step`, where a sequence has more than are chosen.
+pub(super) fn select(kernels: &Kernels, step: &IndexStep<'_>, own: Option<&mut SelectedPositions>) {
+    let Some(own) = own.filter(|own| own.is_sparse(step.sequences)) else {
+        return; // a context beyond the selection has buffers
+    };
+    kernels.select(step, &mut own.scratch, &mut own.positions);
 }
 
 impl IndexBuffers {
@@ -60,21 +135,15 @@ impl IndexBuffers {
             let latent = model.config().layers[*layer].latent;
             matches!(latent.map(|of| of.selection), Some(Selection::Own(_)))
         };
-        let store = shard
-            .layers
-            .clone()
-            .find(own)
-            .map(|layer| model.store(layer));
+        let layer = shard.layers.clone().find(own);
         let heads = shard.each_layer().map(|cut| cut.heads.len()).max();
-        let selected = store.filter(|_| size.context > of.top_k && heads > Some(0));
-        let selected = selected.map(|store| {
-            let lens = (of.top_k, size.context);
-            let scratch = SparseScratch::new(model.kernels(), store, heads.unwrap_or(0), lens);
-            SelectedPositions {
-                positions: vec![0; size.rows * of.top_k],
-                scratch: scratch.expect("address space for a few rows of selected keys"),
-            }
-        });
+        let heads = heads.unwrap_or(0);
+        let choice = Choice {
+            top_k: of.top_k,
+            pool: 1,
+        };
+        let selected =
+            layer.and_then(|layer| SelectedPositions::new(model, (layer, heads), choice, size));
         Some(Self {
             of,
             queries: memory(of.heads * of.dim),
@@ -126,12 +195,6 @@ impl IndexBuffers {
         let mut cache = lock(cache);
         let kernels = place.kernels;
         kernels.write_index(&mut cache, layer, sequences, &self.keys);
-        if !self.is_sparse(sequences) {
-            return;
-        }
-        let Some(selected) = &mut self.selected else {
-            unreachable!("contexts beyond the selection have buffers");
-        };
         let step = IndexStep {
             cache: &cache,
             layer,
@@ -140,47 +203,7 @@ impl IndexBuffers {
             weights: &self.weights,
             sequences,
         };
-        kernels.select(&step, &mut selected.scratch, &mut selected.positions);
-    }
-
-    /// Whether a row of `sequences` has more positions than an indexer chooses.
-    pub(super) fn is_sparse(&self, sequences: &[AttentionRows<'_>]) -> bool {
-        let top_k = self.of.top_k;
-        sequences.iter().any(|s| s.position + s.rows > top_k)
-    }
-
-    /// Attention over the selected positions; sequences with few positions attend to all.
-    pub(super) fn attend(
-        &mut self,
-        kernels: &Kernels,
-        step: &AttentionStep<'_>,
-        scratch: &mut AttentionScratch,
-        out: &mut [f32],
-    ) {
-        let selected = self.selected.as_mut().expect("the rows were selected");
-        let shape = step.cache.rows(step.layer);
-        let [query, value] = [shape.head_dim, shape.value_dim].map(|n| n * step.heads);
-        let top_k = self.of.top_k;
-        let mut first = 0;
-        let is_sparse = |s: &AttentionRows<'_>| s.position + s.rows > top_k;
-        let alike = |a: &AttentionRows<'_>, b: &AttentionRows<'_>| is_sparse(a) == is_sparse(b);
-        for sequences in step.sequences.chunk_by(alike) {
-            let rows: usize = sequences.iter().map(|s| s.rows).sum();
-            let part = AttentionStep {
-                queries: &step.queries[first * query..(first + rows) * query],
-                sequences,
-                ..*step
-            };
-            let out = &mut out[first * value..(first + rows) * value];
-            match is_sparse(&sequences[0]) {
-                true => {
-                    let positions = &selected.positions[first * top_k..];
-                    kernels.sparse_attention(&part, positions, &mut selected.scratch, out);
-                }
-                false => kernels.attention(&part, scratch, out),
-            }
-            first += rows;
-        }
+        select(kernels, &step, self.selected.as_mut());
     }
 }
 

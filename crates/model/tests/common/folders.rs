@@ -22,7 +22,12 @@ pub(crate) const FOLDERS: [&str; 17] = [
 ];
 
 /// Folders whose layers are gated delta nets for the most part; their prompts have three pages.
-pub(crate) const DELTA_FOLDERS: [&str; 3] = ["qwen3next-bf16", "qwen35-bf16", "qwen35moe-bf16"];
+pub(crate) const DELTA_FOLDERS: [&str; 4] = [
+    "qwen3next-bf16",
+    "qwen35-bf16",
+    "qwen35moe-bf16",
+    "qwen4-bf16",
+];
 
 /// Folders with experts and folders of Gemma 4.
 pub(crate) const EXPERT_FOLDERS: [&str; 21] = [

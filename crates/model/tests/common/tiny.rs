@@ -75,7 +75,10 @@ impl Tiny {
             ModelFamily::Gemma3 => (4, 1, 128, 6),
             ModelFamily::Gemma4 => (8, 2, 32, 6),
             ModelFamily::DeepSeek => (4, 1, if block_type.len() > 32 { 256 } else { 64 }, 3),
-            ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => (4, 2, 64, 4),
+            ModelFamily::Qwen3Next
+            | ModelFamily::Qwen35
+            | ModelFamily::Qwen35Moe
+            | ModelFamily::Qwen4Exp => (4, 2, 64, 4),
             ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => (8, 2, 32, 3),
             ModelFamily::NemotronH => (8, 2, 32, NEMOTRON.len()),
         };

@@ -185,7 +185,7 @@ fn is_number(part: &str) -> bool {
 fn tensors_that_lie_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("lies.gguf");
-    for family in ModelFamily::ALL {
+    for family in ModelFamily::ALL.into_iter().filter(|it| it.has_gguf()) {
         let whole = small(family).file();
         let mut roles = BTreeSet::new();
         for (i, tensor) in whole.tensors.iter().enumerate() {
