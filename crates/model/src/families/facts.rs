@@ -25,7 +25,7 @@ impl ModelFamily {
             Self::Glm4Moe => "GLM 4.5 to 4.7",
             Self::MiniMaxM2 => "MiniMax M2 to M2.7",
             Self::DeepSeek => {
-                "DeepSeek V2 to V3.2 and R1, Kimi K2, GLM 4.7 Flash, GLM 5, Mistral 4"
+                "DeepSeek V2 to V3.2 and R1, Kimi K2 to K2.6, GLM 4.7 Flash, GLM 5, Mistral 4"
             }
             Self::Qwen3Next => "Qwen3-Next",
             Self::Qwen35 => "Qwen 3.5 to 3.8",
