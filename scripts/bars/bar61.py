@@ -202,6 +202,6 @@ def equal():
 
 
 BARS = {"train": (train, 5500), "speed": (speed, 900), "random": (random_text, 900), "stages": (stages, 1800), "equal": (equal, 1800)}
-parser = arguments(__doc__, runs=0, ms=25.0, tokens=0, requests=500, minutes=90.0, steps=400, threads=2, out="/tmp/drafter-61")
+parser = arguments(__doc__, runs=0, ms=25.0, tokens=0, requests=500, minutes=90.0, steps=150, threads=2, out="/tmp/drafter-61")
 a = chosen.parsed(parser, BARS, ["stages"])
 chosen.play(a.bars, BARS)

@@ -12,10 +12,10 @@
 //! needs no exchange, and verifying several tokens takes as many exchanges as one token. The draft
 //! model has its own cache and pages. It samples with a copy of the sequence's sampler and the same
 //! random numbers. So sampled answers profit as well. The answer never depends on a draft: see
-//! [`ngram`](crate::draft).
+//! [`ngram`](crate::ngram).
 //!
-//! A draft head reads the large model's residual stream as well ([`DraftHead`]). It reads accepted
-//! draft tokens again, with what the large model computed for them.
+//! A draft head ([`DraftHead`](paceline_model::DraftHead)) reads the large model's residual stream
+//! as well. It reads accepted draft tokens again, with what the large model computed for them.
 //!
 //! In a pipeline a draft model continues its draft while earlier draft tokens are in flight: see
 //! [`chain`](crate::chain).
@@ -25,27 +25,36 @@
 //! length with the most tokens per second, 0 if none gains [`LEAST_GAIN`]. A draft model without a
 //! gain is tried again from time to time, for at most [`TRIAL_SHARE`] of the time. Near classes
 //! have [fixed](Costs::fixed) times.
+//!
+//! - [`draft`]: what the engine's caller gives.
+//! - [`state`]: of each sequence.
+//! - [`network`]: passes of a model or a head.
+//! - [`gain_estimate`]: draft lengths.
 
+mod draft;
 mod gain_estimate;
 mod network;
+mod state;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use paceline_model::{BatchSize, DraftHead, LoadedModel, Logits};
+use paceline_model::{BatchSize, LoadedModel, Logits};
 use paceline_tensor::PAGE;
 use paceline_text::tokenizer::Tokenizer;
 
 use crate::chain::ProposerStats;
 use crate::ngram::{Costs, DraftCandidate, FIRST_GUESS, LEAST_GAIN, updated_acceptance};
 use crate::pages::{Pages, SequencePages};
-use crate::proposer::{DraftLedger, DraftPart, DraftStep, Drafts, Proposer};
-use crate::sampling::{Sampler, SamplingInputs, Scratch};
+use crate::proposer::{DraftStep, Drafts, Proposer};
+use crate::sampling::{SamplingInputs, Scratch};
 use crate::sequence::Sequence;
 use crate::{EngineConfig, Error, SequenceId};
 use gain_estimate::GainEstimate;
-use network::{FeatureBuffer, Network, PassRows, kernels};
+use network::{Network, PassRows, kernels};
+use state::{DraftRequest, DraftState, PassPart, SequenceDraft};
+
+pub use draft::{Draft, DraftNetwork};
 
 /// Initial acceptance of a draft model. Users configure models that fit: published pairs of one
 /// family accept 0.6 to 0.8.
@@ -80,165 +89,6 @@ const SAVED_STEPS: f64 = 8.0;
 
 /// Weight of the last pass in the time of a catch-up row.
 const ROW_WEIGHT: f64 = 0.5;
-
-/// Time that a head on the CPU takes for a byte of its weights, relative to that of its model on
-/// MLX. An estimate: 1 where both share a memory, about 10 for a card in a server.
-const HEAD_BYTE: f64 = 4.0;
-
-/// Maximum difference of the two vocabulary sizes, in tokens. Vocabularies are padded to multiples
-/// of 128 (Qwen 2.5 has 151,936 and 152,064). The bound is llama.cpp's.
-const PADDING: usize = 128;
-
-/// A draft model for [`Engine::set_draft_model`](crate::Engine::set_draft_model).
-#[derive(Clone, Debug)]
-pub struct Draft {
-    pub network: DraftNetwork,
-    /// Clock for its passes.
-    pub now: fn() -> Instant,
-}
-
-/// The network of a draft.
-#[derive(Clone, Debug)]
-pub enum DraftNetwork {
-    /// A small model.
-    Model {
-        /// The whole model, on this rank.
-        model: Arc<dyn LoadedModel>,
-        /// Must have the vocabulary of the large model.
-        tokenizer: Arc<Tokenizer>,
-    },
-    /// A head of the large model, which must [capture](LoadedModel::captures) its layers.
-    Head(Arc<dyn DraftHead>),
-}
-
-impl Draft {
-    /// Estimated time of a pass relative to a step of `model` without drafts, by bytes of weights.
-    fn share(&self, model: &dyn LoadedModel) -> f64 {
-        let bytes = match &self.network {
-            DraftNetwork::Model { model, .. } => model.weight_bytes().0 as f64,
-            DraftNetwork::Head(head) => HEAD_BYTE * head.weight_bytes().0 as f64,
-        };
-        bytes / (model.weight_bytes().0 as f64).max(1.0)
-    }
-
-    /// Checks that the tokens of the `ngram` vocabulary have the same texts in `tokenizer`. Up to
-    /// 128 may be missing at the end of one: vocabularies are padded.
-    ///
-    /// # Errors
-    /// [`Error::DraftVocabulary`] for the first token that differs.
-    pub fn check(draft: &Tokenizer, tokenizer: &Tokenizer) -> Result<(), Error> {
-        let sizes = [draft, tokenizer].map(Tokenizer::vocab_size);
-        let (fewer, more) = (sizes[0].min(sizes[1]), sizes[0].max(sizes[1]));
-        let end = if more - fewer <= PADDING { fewer } else { more };
-        let differs = |id: &u32| draft.token_text(*id) != tokenizer.token_text(*id);
-        let name = |text: Option<&str>| text.map_or("none".to_owned(), |text| format!("{text:?}"));
-        match (0..end as u32).find(differs) {
-            None => Ok(()),
-            Some(token) => Err(Error::DraftVocabulary {
-                token,
-                got: name(draft.token_text(token)),
-                expected: name(tokenizer.token_text(token)),
-            }),
-        }
-    }
-}
-
-/// A sequence that may get draft tokens in a step.
-#[derive(Clone, Copy, Debug)]
-struct DraftRequest<'a> {
-    sequence: &'a Sequence,
-    /// Maximum draft tokens in its step.
-    room: usize,
-}
-
-impl<'a> DraftRequest<'a> {
-    /// Nothing where a grammar applies: masks would cost more than most drafts save.
-    fn new(part: &DraftPart, running: &'a [Sequence]) -> Self {
-        let sequence = &running[part.index];
-        let is_bound = sequence.guide.as_ref().is_some_and(|it| !it.is_free());
-        let room = if is_bound { 0 } else { part.room };
-        Self { sequence, room }
-    }
-}
-
-/// The draft model's state of a sequence.
-#[derive(Debug)]
-struct DraftState {
-    pages: SequencePages,
-    /// Position of the first token in the cache: 0 for a model.
-    origin: usize,
-    /// Captured rows that a head has not read.
-    features: FeatureBuffer,
-    /// Positions of accepted tokens whose keys are in the draft model's cache.
-    computed: usize,
-    /// Draft tokens after these; all but the last have keys in the cache too.
-    ledger: DraftLedger,
-}
-
-impl DraftState {
-    const fn new(pages: SequencePages, computed: usize, acceptance: f64) -> Self {
-        Self {
-            pages,
-            origin: 0,
-            features: FeatureBuffer::new(),
-            computed,
-            ledger: DraftLedger::new(computed, acceptance),
-        }
-    }
-
-    /// Processes the verification of the last draft, see [`DraftLedger::settle`]. Keys of right
-    /// draft tokens stay.
-    fn settle(&mut self, tokens: &[u32], ahead: &[u32], judge: impl FnMut(bool)) {
-        let guessed = self.ledger.guessed.len();
-        let right = self.ledger.settle(tokens, ahead, judge);
-        let is_open = !self.ledger.guessed.is_empty();
-        let most = if is_open {
-            guessed
-        } else {
-            guessed.saturating_sub(1)
-        };
-        self.computed += right.min(most);
-    }
-}
-
-/// A draft in progress for one sequence.
-struct SequenceDraft {
-    /// Index among the requests.
-    place: usize,
-    id: SequenceId,
-    depth: usize,
-    /// Tokens of the sequence, then the draft tokens so far.
-    history: Vec<u32>,
-    prompt_len: usize,
-    /// Position of its next rows.
-    from: usize,
-    sampler: Sampler,
-    /// A head's output after the last draft token; empty before the first.
-    feature: Vec<f32>,
-}
-
-impl SequenceDraft {
-    /// Its next rows.
-    fn part(&self) -> PassPart<'_> {
-        PassPart {
-            id: self.id,
-            tokens: &self.history[self.from..],
-            from: self.from,
-            feature: &self.feature,
-        }
-    }
-}
-
-/// Rows of a sequence in a draft pass.
-#[derive(Clone, Copy, Debug)]
-struct PassPart<'a> {
-    id: SequenceId,
-    tokens: &'a [u32],
-    /// Position of the first of them.
-    from: usize,
-    /// A head's output at the position before; empty where captured rows are read.
-    feature: &'a [f32],
-}
 
 /// The draft model of an engine, with its cache and statistics.
 #[derive(Debug)]
@@ -776,57 +626,5 @@ impl Proposer for DraftProposer {
             held.ledger.guessed.clear();
             (held.origin, held.computed) = (first, first);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A draft after 3 tokens.
-    fn state(guessed: &[u32]) -> DraftState {
-        let mut state = DraftState::new(SequencePages::default(), 3, FIRST_ACCEPTANCE);
-        state.ledger.guessed = guessed.to_vec();
-        state
-    }
-
-    /// Computed positions and verification results, if `chosen` follows 3 tokens.
-    fn settled(guessed: &[u32], chosen: &[u32]) -> (usize, Vec<bool>) {
-        let mut held = state(guessed);
-        let mut judged = Vec::new();
-        let tokens = [&[1, 2, 3][..], chosen].concat();
-        held.settle(&tokens, &[], |is_right| judged.push(is_right));
-        assert!(held.ledger.guessed.is_empty());
-        (held.computed, judged)
-    }
-
-    /// A window of two draft tokens is verified, and later ones are in flight.
-    #[test]
-    fn guesses_under_way_stay_as_long_as_those_before_were_right() {
-        let settled = |chosen: &[u32], ahead: &[u32]| {
-            let mut held = state(&[7, 8, 9, 10]);
-            let mut judged = Vec::new();
-            let tokens = [&[1, 2, 3][..], chosen].concat();
-            held.settle(&tokens, ahead, |is_right| judged.push(is_right));
-            (held.computed, held.ledger.guessed, judged)
-        };
-        let right = settled(&[7, 8, 9], &[10]);
-        assert_eq!(right, (6, vec![10], vec![true; 3]));
-        assert_eq!(settled(&[], &[7, 8, 9, 10]).1, [7, 8, 9, 10]);
-        // The other proposer made the in-flight draft, or it is stale.
-        assert_eq!(settled(&[7, 8, 9], &[11]), (6, vec![], vec![true; 3]));
-        assert_eq!(settled(&[7, 5], &[]), (4, vec![], vec![true, false]));
-    }
-
-    #[test]
-    fn keys_of_guesses_that_were_right_stay() {
-        assert_eq!(settled(&[], &[7]), (3, vec![]));
-        assert_eq!(settled(&[7, 8, 9], &[5]), (3, vec![false]));
-        assert_eq!(settled(&[7, 8, 9], &[7, 5]), (4, vec![true, false]));
-        // The last draft token was not read.
-        assert_eq!(settled(&[7, 8, 9], &[7, 8, 9, 4]), (5, vec![true; 3]));
-        assert_eq!(settled(&[7], &[7, 4]), (3, vec![true]));
-        // An answer moved here with fewer tokens does not judge the others.
-        assert_eq!(settled(&[7, 8], &[7]), (4, vec![true]));
     }
 }
