@@ -5,6 +5,7 @@
 //! compute those. The sum is the same, because a leaf depends on no worker and the tree on no
 //! distribution of leaves. A replacement is started and joins when it has loaded the model.
 
+mod compute;
 mod deadline;
 mod leaves;
 mod pipeline;
@@ -17,7 +18,6 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use paceline_base::tree::Stack;
 use paceline_base::{Rank, hex};
 use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
@@ -31,8 +31,8 @@ use crate::messages::{FromWorker, ToWorker};
 use crate::run::{TrainingJob, TrainingProgress, TrainingRun};
 use crate::shard::Sharding;
 use crate::stage::ModelStage;
-use crate::values::PartValues;
-use crate::weights::Parts;
+use compute::alone;
+pub(crate) use compute::{Sums, compute, compute_together};
 use deadline::{Deadlines, Overdue};
 use shards::{RankGroup, Stepped};
 
@@ -45,7 +45,8 @@ const GRACE: Duration = Duration::from_millis(300);
 
 /// glibc's limit from which memory of a vector is returned as soon as it is free: 256 KiB. Without
 /// it the limit rises to 32 MiB with the first large vector, and what is free lies in holes. A rank
-/// of four, 30 million numbers: 715 MiB without it, 433 with it.
+/// of four, 30 million numbers: 715 MiB without it, 433 with it. Ranks alone have it: returned pages
+/// cost time when they are needed again.
 const RETURNED_FROM: (&str, &str) = ("MALLOC_MMAP_THRESHOLD_", "262144");
 
 /// Poll interval of the parent while workers compute.
@@ -124,8 +125,10 @@ impl TrainingWorkers {
         let args = processes.posts.iter().map(|post| post.args.clone());
         let mut spec = WorkerSpec::new(processes.program, args.collect());
         (spec.env, spec.env_alone) = (processes.env, true);
-        let (name, bytes) = RETURNED_FROM;
-        spec.env.push((name.into(), bytes.into()));
+        if sharding.is_some() {
+            let (name, bytes) = RETURNED_FROM;
+            spec.env.push((name.into(), bytes.into()));
+        }
         // A process that forwards to another machine starts `ssh`, which writes below the home.
         if processes.posts.iter().all(|post| post.place.is_empty()) {
             spec.sandbox = Some(Sandbox::Worker);
@@ -258,135 +261,6 @@ impl ShardedRanks<'_> {
     ) -> Result<(), Error> {
         let (cuts, files) = self.team.save_together(run, at, watch)?;
         checkpoint::join(output, at.0, run, (&cuts, &files))
-    }
-}
-
-/// A step in this process.
-fn alone(run: &TrainingRun, params: &[f32], step: u64) -> Result<(f64, Vec<f32>), Error> {
-    let parts = run.net.parts();
-    let mut grads = vec![0.0; parts.gradient_len()];
-    let mut values = run.net.whole(params);
-    let leaves = 0..run.order.leaves();
-    let losses = compute(run, &mut values, step, leaves, &mut |part, roots| {
-        grads[parts.gradients[part].clone()].copy_from_slice(roots);
-        Ok(())
-    })?;
-    parts.fold(&mut grads);
-    Ok((losses.iter().sum(), grads))
-}
-
-/// Receives the number of a trained part and the values of its roots.
-pub(crate) type PartSink<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + 'a;
-
-/// Losses of leaves. `done` receives the number of each trained part and the values of the roots of
-/// the leaves' range, as soon as they are computed. The last layer's arrive while the one before is
-/// computed.
-pub(crate) fn compute(
-    run: &TrainingRun,
-    values: &mut dyn PartValues,
-    step: u64,
-    leaves: Range<usize>,
-    done: &mut PartSink<'_>,
-) -> Result<Vec<f64>, Error> {
-    let mut sums = Sums::new(run, leaves.start);
-    let mut losses = Vec::with_capacity(leaves.len());
-    let together = run.net.together(run.job.tokens_max * run.job.leaf);
-    let all: Vec<usize> = leaves.collect();
-    for group in all.chunks(together) {
-        let mut done = (group.last() == all.last()).then_some(&mut *done);
-        losses.extend(compute_together(
-            run,
-            values,
-            (step, group),
-            &mut sums,
-            &mut done,
-        )?);
-    }
-    Ok(losses)
-}
-
-/// Losses of leaves that go through the layers together: none of no leaves, which asks for the same
-/// values.
-pub(crate) fn compute_together(
-    run: &TrainingRun,
-    values: &mut dyn PartValues,
-    (step, leaves): (u64, &[usize]),
-    sums: &mut Sums<'_>,
-    done: &mut Option<&mut PartSink<'_>>,
-) -> Result<Vec<f64>, Error> {
-    let (net, parts) = (&run.net, run.net.parts());
-    let leaves: Vec<_> = leaves.iter().map(|leaf| run.leaf(step, *leaf)).collect();
-    let leaves: Vec<_> = leaves
-        .iter()
-        .map(|(leaf, chance)| (leaf, *chance))
-        .collect();
-    let mut passes = net.begin(values, (&leaves, vec![None; leaves.len()]), 1)?;
-    let at = (passes.as_mut_slice(), leaves.as_slice());
-    let losses = net.top(values, at, run.judged(step), &mut |[norm, head]| {
-        sums.push(parts.norm(), norm);
-        sums.push(parts.head(), head);
-    })?;
-    sums.report_part(parts.head(), done)?;
-    sums.report_part(parts.norm(), done)?;
-    for part in (1..parts.norm()).rev() {
-        let params = values.part(part)?;
-        let mut grads = vec![0.0; parts.gradients[part].len()];
-        for pass in &mut passes {
-            net.down(params, pass, &mut grads)?;
-            sums.push(part, &grads);
-            grads.fill(0.0);
-        }
-        sums.report_part(part, done)?;
-    }
-    let mut grads = vec![0.0; parts.gradients[0].len()];
-    for pass in &passes {
-        net.bottom(pass, &mut grads);
-        sums.push(0, &grads);
-        grads.fill(0.0);
-    }
-    sums.report_part(0, done)?;
-    Ok(losses)
-}
-
-/// The trees over leaves of all parts of what is trained.
-pub(crate) struct Sums<'a> {
-    parts: &'a Parts,
-    stacks: Vec<Stack>,
-}
-
-impl<'a> Sums<'a> {
-    pub(crate) fn new(run: &'a TrainingRun, first_leaf: usize) -> Self {
-        let parts = run.net.parts();
-        let stack = |part: &Range<usize>| {
-            let mut stack = Stack::new(run.order.leaves(), part.len());
-            stack.reset(first_leaf);
-            stack
-        };
-        Self {
-            parts,
-            stacks: parts.gradients.iter().map(stack).collect(),
-        }
-    }
-
-    /// Adds the next leaf's gradient of a part.
-    fn push(&mut self, part: usize, grads: &[f32]) {
-        if !grads.is_empty() {
-            self.stacks[part].push(grads);
-        }
-    }
-
-    /// Hands out the roots of a part, and forgets them, if no leaf follows.
-    fn report_part(
-        &mut self,
-        part: usize,
-        done: &mut Option<&mut PartSink<'_>>,
-    ) -> Result<(), Error> {
-        let Some(done) = done else { return Ok(()) };
-        if self.parts.gradients[part].is_empty() {
-            return Ok(());
-        }
-        let stack = std::mem::replace(&mut self.stacks[part], Stack::new(1, 0));
-        done(part, stack.values())
     }
 }
 

@@ -1,0 +1,143 @@
+//! Leaves through a whole model, layer by layer, and the sums of their gradients.
+
+use std::ops::Range;
+
+use paceline_base::tree::Stack;
+
+use crate::error::Error;
+use crate::run::TrainingRun;
+use crate::values::PartValues;
+use crate::weights::Parts;
+
+/// A step in this process.
+pub(super) fn alone(
+    run: &TrainingRun,
+    params: &[f32],
+    step: u64,
+) -> Result<(f64, Vec<f32>), Error> {
+    let parts = run.net.parts();
+    let mut grads = vec![0.0; parts.gradient_len()];
+    let mut values = run.net.whole(params);
+    let leaves = 0..run.order.leaves();
+    let losses = compute(run, &mut values, step, leaves, &mut |part, roots| {
+        grads[parts.gradients[part].clone()].copy_from_slice(roots);
+        Ok(())
+    })?;
+    parts.fold(&mut grads);
+    Ok((losses.iter().sum(), grads))
+}
+
+/// Receives the number of a trained part and the values of its roots.
+pub(crate) type PartSink<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + 'a;
+
+/// Losses of leaves. `done` receives the number of each trained part and the values of the roots of
+/// the leaves' range, as soon as they are computed. The last layer's arrive while the one before is
+/// computed.
+pub(crate) fn compute(
+    run: &TrainingRun,
+    values: &mut dyn PartValues,
+    step: u64,
+    leaves: Range<usize>,
+    done: &mut PartSink<'_>,
+) -> Result<Vec<f64>, Error> {
+    let mut sums = Sums::new(run, leaves.start);
+    let mut losses = Vec::with_capacity(leaves.len());
+    let together = run.net.together(run.job.tokens_max * run.job.leaf);
+    let all: Vec<usize> = leaves.collect();
+    for group in all.chunks(together) {
+        let mut done = (group.last() == all.last()).then_some(&mut *done);
+        losses.extend(compute_together(
+            run,
+            values,
+            (step, group),
+            &mut sums,
+            &mut done,
+        )?);
+    }
+    Ok(losses)
+}
+
+/// Losses of leaves that go through the layers together: none of no leaves, which asks for the same
+/// values.
+pub(crate) fn compute_together(
+    run: &TrainingRun,
+    values: &mut dyn PartValues,
+    (step, leaves): (u64, &[usize]),
+    sums: &mut Sums<'_>,
+    done: &mut Option<&mut PartSink<'_>>,
+) -> Result<Vec<f64>, Error> {
+    let (net, parts) = (&run.net, run.net.parts());
+    let leaves: Vec<_> = leaves.iter().map(|leaf| run.leaf(step, *leaf)).collect();
+    let leaves: Vec<_> = leaves
+        .iter()
+        .map(|(leaf, chance)| (leaf, *chance))
+        .collect();
+    let mut passes = net.begin(values, (&leaves, vec![None; leaves.len()]), 1)?;
+    let at = (passes.as_mut_slice(), leaves.as_slice());
+    let losses = net.top(values, at, run.judged(step), &mut |[norm, head]| {
+        sums.push(parts.norm(), norm);
+        sums.push(parts.head(), head);
+    })?;
+    sums.report_part(parts.head(), done)?;
+    sums.report_part(parts.norm(), done)?;
+    for part in (1..parts.norm()).rev() {
+        let params = values.part(part)?;
+        let mut grads = vec![0.0; parts.gradients[part].len()];
+        for pass in &mut passes {
+            net.down(params, pass, &mut grads)?;
+            sums.push(part, &grads);
+            grads.fill(0.0);
+        }
+        sums.report_part(part, done)?;
+    }
+    let mut grads = vec![0.0; parts.gradients[0].len()];
+    for pass in &passes {
+        net.bottom(pass, &mut grads);
+        sums.push(0, &grads);
+        grads.fill(0.0);
+    }
+    sums.report_part(0, done)?;
+    Ok(losses)
+}
+
+/// The trees over leaves of all parts of what is trained.
+pub(crate) struct Sums<'a> {
+    parts: &'a Parts,
+    stacks: Vec<Stack>,
+}
+
+impl<'a> Sums<'a> {
+    pub(crate) fn new(run: &'a TrainingRun, first_leaf: usize) -> Self {
+        let parts = run.net.parts();
+        let stack = |part: &Range<usize>| {
+            let mut stack = Stack::new(run.order.leaves(), part.len());
+            stack.reset(first_leaf);
+            stack
+        };
+        Self {
+            parts,
+            stacks: parts.gradients.iter().map(stack).collect(),
+        }
+    }
+
+    /// Adds the next leaf's gradient of a part.
+    fn push(&mut self, part: usize, grads: &[f32]) {
+        if !grads.is_empty() {
+            self.stacks[part].push(grads);
+        }
+    }
+
+    /// Hands out the roots of a part, and forgets them, if no leaf follows.
+    fn report_part(
+        &mut self,
+        part: usize,
+        done: &mut Option<&mut PartSink<'_>>,
+    ) -> Result<(), Error> {
+        let Some(done) = done else { return Ok(()) };
+        if self.parts.gradients[part].is_empty() {
+            return Ok(());
+        }
+        let stack = std::mem::replace(&mut self.stacks[part], Stack::new(1, 0));
+        done(part, stack.values())
+    }
+}
