@@ -4,7 +4,7 @@
 //! supports the task, else through the same functions on the CPU. Leases, merging and failures of
 //! workers are not here but in [`JobWorkers`](crate::Crew).
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use paceline_base::lock;
@@ -63,7 +63,7 @@ impl JobSpec {
         let program = self.check()?;
         let sink: Arc<dyn Sink> = Arc::<ParentConnection>::clone(line);
         let store = match &self.kind {
-            Kind::Gather(_) => SpillStore::Ranges(RangeStore::new(&std::env::temp_dir())?),
+            Kind::Gather(_) => SpillStore::Ranges(RangeStore::new(&spill_folder())?),
             _ => SpillStore::new(None),
         };
         self.open(program, Some(sink), store)
@@ -507,6 +507,16 @@ impl PartComputer {
         read(source, rows, bytes)?;
         counts.take_raw(bytes);
         Ok(true)
+    }
+}
+
+/// Folder for the keys of a machine that shares none with its parent: that for temporary files, but
+/// `/tmp` is memory on many systems.
+fn spill_folder() -> PathBuf {
+    let large = Path::new("/var/tmp");
+    match std::env::temp_dir() {
+        folder if folder == Path::new("/tmp") && large.is_dir() => large.to_owned(),
+        folder => folder,
     }
 }
 
