@@ -128,7 +128,7 @@ impl SplitModel {
     /// Keeps packed weights on disk below `folder` when [loaded here](Self::load_here).
     ///
     /// # Errors
-    /// [`Error::PackedOnMlx`].
+    /// As [`PreparedModel::keep_packed`].
     pub fn keep_packed(&mut self, folder: PathBuf) -> Result<(), Error> {
         let model = self.path.clone();
         self.prepared.keep_packed(PackedPlace { folder, model })

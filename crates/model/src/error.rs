@@ -117,10 +117,13 @@ pub enum Error {
     /// The backend does not support adapters.
     #[error("engine {engine} adds no adapters to its weights: fuse them")]
     AdapterEngine { engine: &'static str },
+    /// The backend holds weights in a form of its own.
+    #[error("engine {engine} keeps no packed weights on disk")]
+    PackedEngine { engine: &'static str },
     #[error("engine {engine} does not compute recurrent layers other than gated delta nets")]
     Recurrence { engine: &'static str },
     /// An engine that does not clamp the gates of dense feed-forwards.
-    #[error("engine {engine} does not clamp the gates of dense feed-forwards")]
+    #[error("engine {engine} does not compute dense feed-forwards with a clamp")]
     DenseClamp { engine: &'static str },
     /// The backend computes one residual stream only.
     #[error("engine {engine} does not compute models of several residual streams")]

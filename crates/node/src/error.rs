@@ -35,8 +35,6 @@ pub enum Error {
     SameAdapter { name: String },
     #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
     AdapterOnMlx,
-    #[error("packed weights are kept by nodes that compute on the CPU, and MLX computes here")]
-    PackedOnMlx,
     #[error("{reason}")]
     RankFailed {
         /// The rank that caused it.

@@ -197,10 +197,10 @@ impl PreparedModel {
     /// Keeps packed weights on disk when [loaded here](Self::here).
     ///
     /// # Errors
-    /// [`Error::PackedOnMlx`].
+    /// [`PackedEngine`](paceline_model::Error::PackedEngine).
     pub fn keep_packed(&mut self, place: PackedPlace) -> Result<(), Error> {
         if !self.options.classes.on_cpu() {
-            return Err(Error::PackedOnMlx);
+            return Err(paceline_model::Error::PackedEngine { engine: "mlx" }.into());
         }
         self.packed = Some(place);
         Ok(())

@@ -94,6 +94,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
             Some("take one node for prompts and --split pipeline, or as many of both")
         }
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
+        Error::PackedEngine { .. } => Some("leave out --packed"),
         Error::NoForm { .. } => Some("--method lora unpacks the base"),
         Error::Hung { .. } => Some("the device or its driver hangs: end other users of it"),
         Error::Absent(_) => Some(ABSENT),
