@@ -272,14 +272,15 @@ impl Costs {
     }
 
     /// Time of a step of `rows` rows relative to one of `base` rows, `rows >= base`. Interpolates
-    /// linearly between measured numbers of rows; extrapolates with an estimate.
+    /// linearly between measured numbers of rows; extrapolates with an estimate. At least 1: more
+    /// rows take no less, and single times of a busy machine swing.
     pub(crate) fn relative(&self, base: usize, rows: usize) -> f64 {
         let known = |rows: usize| self.seconds(rows);
         let Some(of_base) = known(base) else {
             return 1.0 + FIRST_GUESS * (rows - base) as f64;
         };
         if let Some(seconds) = known(rows) {
-            return seconds / of_base;
+            return (seconds / of_base).max(1.0);
         }
         let below = (base..rows).rev().find_map(|n| Some((n, known(n)?)));
         let above = (rows..=ROWS_KNOWN).find_map(|n| Some((n, known(n)?)));
@@ -288,7 +289,7 @@ impl Costs {
             Some((more, longer)) => (longer - seconds) / (more - n) as f64,
             None => FIRST_GUESS * of_base / base as f64,
         };
-        (seconds + slope * (rows - n) as f64) / of_base
+        ((seconds + slope * (rows - n) as f64) / of_base).max(1.0)
     }
 }
 
