@@ -102,7 +102,7 @@ def auxiliary(model, run):
                     args[0].reshape(-1, module.weight.shape[1]) @ module.weight.T))
     loss = run()
     for rows in seen.values():
-        logits = torch.cat(rows)
+        logits = torch.cat([own[:-1] for own in rows])  # the last token is a target alone
         chosen = torch.topk(logits, model.config.num_experts_per_tok, dim=-1).indices
         uses = torch.nn.functional.one_hot(chosen, logits.shape[1]).sum(1).to(logits.dtype).mean(0)
         total = total + logits.shape[1] * (uses * logits.softmax(-1).mean(0)).sum()
