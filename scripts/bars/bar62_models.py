@@ -101,6 +101,9 @@ ROWS = {
     "qwen4 multimodal": golden("qwen4-bf16") | {"wrap": "qwen4_exp", "indexer_budget": 512},
     "mistral window": golden("mistral-bf16"), "ministral3": golden("ministral3-bf16"),
     "mistral3 multimodal": golden("ministral3-bf16") | {"wrap": "mistral3"},
+    "kimi_linear": golden("kimi-linear-bf16"),
+    "kimi_linear groups, 2 shared": golden("kimi-linear-bf16") | {"num_expert_group": 2, "num_shared_experts": 2, "first_k_dense_replace": 2},
+    "minimax_m3": golden("minimax-m3-bf16"),
     "smollm3": golden("smollm3-bf16"), "granite": golden("granite-bf16"), "olmo2": golden("olmo2-bf16"),
     "olmo3": golden("olmo3-bf16"), "phi3 partial": golden("phi3-bf16"),
 }
@@ -156,6 +159,11 @@ def made(fields, path):
         config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling | {"type": scaling.pop("rope_type")}}
     if saved:
         config["model_type"] = saved
+    if fields["model_type"] == "minimax_m3_vl_text":  # transformers' names of the text part alone are of no folder on the hub
+        from safetensors.torch import save_file
+        parts = (part for n, w in model.state_dict().items() for part in tiny.minimax_m3_on_the_hub(n, w))
+        save_file(dict(parts), f"{path}/model.safetensors", metadata={"format": "pt"})
+        config = {"model_type": "minimax_m3_vl", "text_config": config}
     if wrap:
         from safetensors.torch import load_file, save_file
         weights = load_file(f"{path}/model.safetensors")

@@ -476,6 +476,38 @@ MODELS |= {
         "dtype": "bfloat16", "rope_parameters": THETA | {"partial_rotary_factor": 0.25}},
         torch.bfloat16, 1),
 }
+# Kimi delta attention over three pages, latent attention without rotation, experts.
+KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 64,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 6,
+    "num_experts_per_token": 3, "num_shared_experts": 1, "num_expert_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.4, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "model_max_length": 256, "dtype": "bfloat16",
+    "linear_attn_config": {
+        "head_dim": 32, "num_heads": 2, "short_conv_kernel_size": 4, "full_attn_layers": [3],
+        "kda_layers": [1, 2, 4]},
+}
+# As MiniMax M3 in contexts of which its indexer chooses all.
+MINIMAX_M3 = {
+    "model_type": "minimax_m3_vl_text", "hidden_size": 64, "intermediate_size": 32,
+    "dense_intermediate_size": 96, "shared_intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16,
+    "num_local_experts": 6, "num_experts_per_tok": 3, "routed_scaling_factor": 2.0,
+    "rms_norm_eps": 1e-6, "swiglu_limit": 1.5, "tie_word_embeddings": False,
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "index_n_heads": 2, "index_head_dim": 32,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "index_block_size": 16, "index_topk_blocks": 16, "index_local_blocks": 1,
+    "dtype": "bfloat16",
+}
+MODELS |= {
+    "kimi-linear-bf16": (KIMI_LINEAR, torch.bfloat16, 1),
+    "minimax-m3-bf16": ({
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+        "model_type": "minimax_m3_vl", "tie_word_embeddings": False, "vision_config": {},
+        "text_config": MINIMAX_M3}, torch.bfloat16, 1),
+}
 # Folders whose configuration and weights have the text part in a place of its own.
 WITH_PICTURES = ["gemma4-moe-bf16"]
 
@@ -523,7 +555,8 @@ def draw(model, rng):
     """Random weights in place: sizes that keep scores and logits well away from flat."""
     gemma = model.config.model_type.startswith("gemma")
     gemma4 = model.config.model_type.startswith("gemma4")  # which stores its norms' weights as they are
-    delta = model.config.model_type in DELTA_NETS
+    # Weights of norms are stored less one.
+    delta = model.config.model_type in (*DELTA_NETS, "minimax_m3_vl_text")
     for name, weight in sorted(model.state_dict().items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
@@ -577,6 +610,8 @@ def write_folder(folder, config, dtype, shards, seed):
         del state["lm_head.weight"]
     if "quantization_config" in config:
         state = dict(part for n, w in state.items() for part in in_mxfp4(n, w, seed))
+    elif config["model_type"] == "minimax_m3_vl":
+        state = dict(part for n, w in state.items() for part in minimax_m3_on_the_hub(n, w))
     elif "text_config" in config:
         turn = config["model_type"] == "qwen3_vl_moe"
         state = {n.replace("model.", TEXT_PART, 1): w.mT.contiguous()
@@ -659,6 +694,14 @@ def from_mxfp4(folder, dtype):
 def as_on_the_hub(name, weight, kind):
     """The experts of a layer, which transformers 5 joins, one by one under the names of the hub."""
     mixtral = kind in ("mixtral", "minimax_m2")
+    if kind == "kimi_linear":
+        name = name.replace("forget_gate.", "")
+        if "conv1d" in name:
+            for part, rows in zip("qkv", weight.chunk(3)):
+                yield name.replace("conv1d", f"{part}_conv1d"), rows.clone()
+            return
+        is_dense = "mlp." in name and name.split("mlp.")[1].startswith(("gate_p", "up", "down"))
+        mixtral = not is_dense
     if name.endswith(("e_score_correction_bias", "expert_bias")):
         weight = weight.float()
     if kind == "nemotron_h":
@@ -679,6 +722,26 @@ def as_on_the_hub(name, weight, kind):
         parts = zip(names[:2], matrix.chunk(2)) if joined else [(names[2], matrix)]
         for part, rows in parts:
             yield f"{stem}.{expert}.{part}.weight", rows.clone()
+
+
+def minimax_m3_on_the_hub(name, weight):
+    """The parts of a weight of MiniMax M3 under the names of the hub, in the order of its rows."""
+    name = name.replace(".mlp.gate.e_score", ".block_sparse_moe.e_score")
+    for part in ["experts", "gate", "shared_experts"]:
+        name = name.replace(f".mlp.{part}.", f".block_sparse_moe.{part}.")
+    name = "language_model." + name.replace("indexer.", "index_")
+    if ".experts." in name:
+        stem = name.rsplit(".", 1)[0]
+        for expert, matrix in enumerate(weight):
+            both = name.endswith("gate_up_proj")
+            parts = zip(("w1", "w3"), matrix.chunk(2)) if both else [("w2", matrix)]
+            for part, rows in parts:
+                yield f"{stem}.{expert}.{part}.weight", rows.clone()
+    elif name.endswith("gate_up_proj.weight"):
+        for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2)):
+            yield name.replace("gate_up_proj", part), rows.clone()
+    else:
+        yield name, weight.float() if name.endswith("e_score_correction_bias") else weight
 
 
 def write_weights(folder, state, shards):
@@ -764,6 +827,16 @@ def load(folder, attention="eager", dtype=torch.float32):
             plain_config(folder), dtype=dtype, attn_implementation=attention,
             experts_implementation="eager")
         state = load_file(folder / "model.safetensors")
+        if stated["model_type"] == "minimax_m3_vl":
+            named = {part: n for n, w in model.state_dict().items()
+                     for part, _ in minimax_m3_on_the_hub(n, w)}
+            parts = {}
+            for part, name in named.items():
+                parts.setdefault(name, []).append(state[part])
+            whole = model.state_dict()
+            model.load_state_dict({n: torch.cat([w.reshape(-1) for w in ws]).reshape(whole[n].shape)
+                                   for n, ws in parts.items()})
+            return model.eval()
         turn = stated["model_type"] == "qwen3_vl_moe"
         model.load_state_dict({n.replace(TEXT_PART, "model."): w.mT
                                if turn and ".experts." in n else w for n, w in state.items()})
@@ -777,7 +850,8 @@ def load(folder, attention="eager", dtype=torch.float32):
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
         for layer in model.model.layers:
-            half_latent(layer.self_attn)
+            if hasattr(layer.self_attn, "expand_kv"):
+                half_latent(layer.self_attn)
         return model.eval()
     if folder.name in WITH_PICTURES:
         state = load_file(folder / "model.safetensors")
@@ -841,7 +915,7 @@ def choose_prompt(model, folder, seed):
     which rounded keys and values turn no router to another expert."""
     rng = np.random.default_rng([seed, 1])
     has_pages = model.config.model_type in DELTA_NETS or folder.name.endswith("sparse-bf16")
-    has_pages = has_pages or model.config.model_type.startswith(("lfm2", "nemotron"))
+    has_pages = has_pages or model.config.model_type.startswith(("lfm2", "nemotron", "kimi"))
     length = PAGES_PROMPT if has_pages else PROMPT
     for _ in range(200):
         prompt = [BOS, *rng.integers(3, VOCABULARY, length - 1).tolist()]

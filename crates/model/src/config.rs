@@ -385,7 +385,8 @@ impl LayerShape {
         let (keys, values) = (heads(self.has_kv()), heads(self.has_values()));
         let attention = match (self.cache, self.latent) {
             (LayerCache::Delta(_), _) => {
-                let values = self.heads * (3 * self.value_dim + 2); // and gates, outputs; two gates
+                // With gates and outputs, a step and a decay of each head.
+                let values = self.heads * (3 * self.value_dim + 2);
                 width * (2 * self.kv_heads * self.head_dim + values)
             }
             (_, Some(latent)) => self.latent_parameters(latent, width),
@@ -485,6 +486,8 @@ pub struct Config {
     /// Longest context of a file that lacks the weights of its model's indexer, which would select
     /// this number of positions; `None` for other files.
     pub indexed: Option<usize>,
+    /// Clamp of dense feed-forwards' gates, in place of the activation (MiniMax M3).
+    pub dense_clamp: Option<f32>,
     /// Width of the feed-forward, as `heads`.
     pub ffn: usize,
     /// Columns of a leaf of the feed-forward's sum. They are at least 128 and whole blocks of every
@@ -606,6 +609,7 @@ impl Config {
             head_dim,
             latent,
             indexed: None,
+            dense_clamp: None,
             ffn: most(&ffns),
             ffn_leaf: 0, // set by `read`, from the types of the weights
             vocab: fields.vocab()?,
@@ -839,7 +843,8 @@ impl Config {
                 return bad("the KV heads do not divide the heads");
             }
             let [own, all] = [shape.latent, self.latent].map(|l| l.map(Latent::without_selection));
-            if own != all || !self.fits_latent(shape) {
+            let attends = shape.cache == LayerCache::Rows;
+            if attends && own != all || own.is_some() && !self.fits_latent(shape) {
                 return bad("its latent attention is not the model's");
             }
             let taps = match shape.cache {
@@ -951,6 +956,7 @@ pub fn store(
             head_dim,
             value_dim,
             taps: net.taps,
+            decays: net.rule.decays(head_dim),
         }),
         LayerCache::State(recurrence) => LayerStore::State(StateShape {
             heads,

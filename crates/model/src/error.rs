@@ -22,7 +22,7 @@ pub enum Error {
     /// Weights of a file that is still downloading do not arrive.
     #[error(transparent)]
     Absent(#[from] Absent),
-    /// Weights could not be kept on the disk, or read from it.
+    /// Weights that stay on the disk cannot be read.
     #[error("cannot read weights from {}: {reason}", path.display())]
     Streaming { path: PathBuf, reason: String },
     /// There is no file to read weights from: the model's files are still fetched.

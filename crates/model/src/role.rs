@@ -170,6 +170,16 @@ pub enum LayerRole {
     DeltaNorm,
     /// `(C, H E)`
     DeltaOutput,
+    /// `(D, C)` of Kimi delta attention: inputs of gates, whose matrix has D columns.
+    DeltaGateDown,
+    /// `(D, C)`: the same of decays.
+    DeltaDecayDown,
+    /// `(K D, taps)`: the convolution of queries, where each has its own.
+    DeltaQueryConv,
+    /// `(K D, taps)`: of keys.
+    DeltaKeyConv,
+    /// `(H E, taps)`: of values.
+    DeltaValueConv,
     /// `(2 H E + 2 K D + H, C)` of Mamba 2: gates, values, keys, queries and steps. Its other
     /// weights are those of a gated delta net.
     MambaInput,

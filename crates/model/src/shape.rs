@@ -31,6 +31,18 @@ const DBRX: [(&str, &str); 8] = [
     ("num_experts_per_tok", "/ffn_config/moe_top_k"),
 ];
 
+/// The same of Kimi Linear.
+const KIMI: [(&str, &str); 8] = [
+    ("linear_key_head_dim", "/linear_attn_config/head_dim"),
+    ("linear_num_key_heads", "/linear_attn_config/num_heads"),
+    ("linear_num_value_heads", "/linear_attn_config/num_heads"),
+    ("linear_value_head_dim", "/linear_attn_config/head_dim"),
+    ("max_position_embeddings", "/model_max_length"),
+    ("n_shared_experts", "/num_shared_experts"),
+    ("num_experts_per_tok", "/num_experts_per_token"),
+    ("n_routed_experts", "/num_experts"),
+];
+
 /// The same of Nemotron-H, for the fields of a gated delta net and of experts.
 const NEMOTRON: [(&str, &str); 4] = [
     ("linear_key_head_dim", "/ssm_state_size"),
@@ -633,6 +645,7 @@ fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
         }
         let own: &[(&str, &str)] = match family {
             Some("dbrx") => &DBRX,
+            Some("kimi_linear") => &KIMI,
             Some("nemotron_h") => &NEMOTRON,
             _ => &[],
         };

@@ -78,7 +78,8 @@ impl ModelSource {
             }
             Self::Hf(folder) => {
                 let stem = hf_stem(family.file_names(), prefix(folder), role);
-                prediction_stem(folder, role, &stem).unwrap_or(stem)
+                let other = prediction_stem(folder, role, &stem);
+                other.or_else(|| kimi_stem(folder, &stem)).unwrap_or(stem)
             }
         }
     }
@@ -575,6 +576,10 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::DeltaScale => "ssm_a",
         LayerRole::DeltaNorm => "ssm_norm",
         LayerRole::DeltaOutput => "ssm_out",
+        LayerRole::DeltaGateDown | LayerRole::DeltaDecayDown => "ssm_low", // no files of the family
+        LayerRole::DeltaQueryConv | LayerRole::DeltaKeyConv | LayerRole::DeltaValueConv => {
+            "ssm_conv1d"
+        }
         LayerRole::MambaInput => "ssm_in",
         LayerRole::MambaSkip => "ssm_d",
         LayerRole::AttentionStreams(_) | LayerRole::FfnStreams(_) => "hyper_connection",
@@ -594,6 +599,13 @@ fn prediction_stem(folder: &HfFolder, role: Role, stem: &str) -> Option<String> 
     let norm = |model: &str, layer| format!("{model}.layers.{layer}.input_layernorm.weight");
     let is_prediction = !folder.has(&norm(model, layer)) && folder.has(&norm("mtp", 0));
     is_prediction.then(|| format!("mtp.layers.0.{part}"))
+}
+
+/// Name of a dense feed-forward of Kimi Linear in folders saved by transformers 5.
+fn kimi_stem(folder: &HfFolder, stem: &str) -> Option<String> {
+    let is_kimi =
+        model_type(folder) == Some("kimi_linear") && !folder.has_weight(&format!("{stem}.weight"));
+    is_kimi.then(|| stem.replace(".mlp.", ".block_sparse_moe."))
 }
 
 /// Prefix of a folder's tensor names. Multimodal models have a prefix for the text part, in
@@ -713,6 +725,11 @@ fn hf_part(names: &FileNames, part: LayerRole) -> &'static str {
         LayerRole::DeltaScale => "linear_attn.A_log",
         LayerRole::DeltaNorm => "linear_attn.norm",
         LayerRole::DeltaOutput => "linear_attn.out_proj",
+        LayerRole::DeltaGateDown => "self_attn.g_a_proj",
+        LayerRole::DeltaDecayDown => "self_attn.f_a_proj",
+        LayerRole::DeltaQueryConv => "self_attn.q_conv1d",
+        LayerRole::DeltaKeyConv => "self_attn.k_conv1d",
+        LayerRole::DeltaValueConv => "self_attn.v_conv1d",
         LayerRole::ConvQuery | LayerRole::ConvKey | LayerRole::ConvValue => "conv.in_proj",
         LayerRole::ConvTaps => "conv.conv",
         LayerRole::MambaInput | LayerRole::MambaSkip => "", // named by their family

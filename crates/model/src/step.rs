@@ -15,7 +15,6 @@ use paceline_tensor::{
     Product, Recurrence, Recurrent, ShortConvStep, StateRule, vector,
 };
 
-use crate::config::Activation;
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
 use crate::split::LeafCut;
@@ -1079,7 +1078,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let group = shape.value_dim * (shape.heads / shape.kv_heads);
         let out = &mut out[..self.rows * cut.heads.len() * shape.value_dim];
         match net.rule {
-            StateRule::Difference => {
+            StateRule::Difference | StateRule::Channels => {
                 mixer.norm_and_gate((kernels, eps), net, shape.value_dim, out);
             }
             StateRule::Sum => mixer.gate_and_norm((kernels, eps), net, group, out),
@@ -1186,11 +1185,13 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let (gate, up, config) = (&ws.gate, &ws.up, self.model.config());
         kernels.fill_rows(hidden, |t, out| {
             let part = t * ffn..(t + 1) * ffn;
-            match activation {
-                Activation::Silu => kernels.silu_mul(&gate[part.clone()], &up[part], out),
-                Activation::GeluTanh => kernels.gelu_mul(&gate[part.clone()], &up[part], out),
-                Activation::ReluSquared => experts::relu_squared(&gate[part], out),
-            }
+            let (gate, up) = (&gate[part.clone()], up.get(part).unwrap_or_default());
+            experts::activate(
+                kernels,
+                (config.dense_clamp, config.activation),
+                [gate, up],
+                out,
+            );
         });
         Ok(())
     }

@@ -15,9 +15,9 @@ use paceline_weights::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_weights::tensor::{MappedBytes, Tensor};
 
 use crate::packed_file::PackedFile;
-use crate::streaming::StreamUnit;
 use crate::rope::{LongContext, LongFrequencies, MIN_DIVISOR};
 use crate::split::{LeafCut, Shard};
+use crate::streaming::StreamUnit;
 use crate::{Config, Error, LayerCache, LayerRole, ModelFamily, ModelSource, Nth, Role, config};
 
 mod delta_net;
@@ -1139,9 +1139,18 @@ impl LayerShard {
             expanded.chain(query).chain(index)
         });
         let own = self.per_layer.iter().map(|own| &own.output);
+        let net = self
+            .delta_net
+            .iter()
+            .flat_map(|net| net.of_downs())
+            .flatten();
         let mixes = self.streams.iter().flat_map(|mixes| mixes.iter());
         let mixes: u64 = mixes.map(StreamMix::bytes).sum();
-        let more: u64 = latent.chain(own).map(|matrix| matrix.bytes().0).sum();
+        let more: u64 = latent
+            .chain(own)
+            .chain(net)
+            .map(|matrix| matrix.bytes().0)
+            .sum();
         Bytes(
             rows.sum::<u64>()
                 + more

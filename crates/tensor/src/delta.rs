@@ -12,6 +12,10 @@
 //! o    = e * (sum over d of S[d] q[t][d]), then + c[i] u[i] delta[i] for i <= t in order
 //! ```
 //!
+//! In Kimi delta attention ([`StateRule::Channels`](crate::StateRule)) `G[t]` has a sum for each
+//! element d of a key. Then `e[d]` and `c[i][d]` belong to the terms of the sums over d: these add
+//! `(e[d] k[t][d]) S[d]` and `(c[i][d] k[i][d]) k[t][d]`, and the same with q.
+//!
 //! Mamba 2 ([`StateRule::Sum`](crate::StateRule)) is this with `p = 0` and q and k as they are.
 //! Last, a factor of the value is added to o (Dao and Gu 2024, section 6).
 //!

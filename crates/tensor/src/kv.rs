@@ -53,14 +53,8 @@ pub(crate) use elements::CUTS;
 #[cfg(test)]
 pub(crate) use elements::{KEY_LEVELS, VALUE_LEVELS};
 pub use kv_type::{KvType, UnknownKvType};
+pub(crate) use kv_type::{Q4_RUN, Q8_RUN};
 pub(crate) use writer::KvWriter;
-
-/// Elements that share a scale in [`KvType::Q8`]; the last of a head may be fewer.
-pub(crate) const Q8_RUN: usize = 32;
-
-/// [`Q8_RUN`] in [`KvType::Q4`]. With 32 a position has a quarter bit more for each element, and
-/// SmolLM2's text is no more likely.
-pub(crate) const Q4_RUN: usize = 64;
 
 /// Shape of a layer's keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,7 +146,8 @@ impl StateShape {
 /// Shape of a layer that is a gated delta net. Each page has the state before its first position,
 /// and the facts of its own positions that later rows need. All are in f32 but for sums of decays
 /// in f64. Inputs of the convolution are `(64, channels)`, keys `(key_heads, head_dim, 64)`. Each
-/// head has the state `(head_dim, value_dim)`, differences `(64, value_dim)` and sums `(64,)`.
+/// head has the state `(head_dim, value_dim)`, differences `(64, value_dim)` and sums
+/// `(decays, 64)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeltaShape {
     /// Value heads held.
@@ -165,6 +160,8 @@ pub struct DeltaShape {
     pub value_dim: usize,
     /// Inputs that the convolution looks at, the newest included.
     pub taps: usize,
+    /// Decays of a head: see [`StateRule::decays`](crate::StateRule::decays).
+    pub decays: usize,
 }
 
 impl DeltaShape {
@@ -175,7 +172,7 @@ impl DeltaShape {
 
     /// Elements of a value head in a page.
     const fn head_len(self) -> usize {
-        (self.head_dim + PAGE) * self.value_dim + 2 * PAGE
+        (self.head_dim + PAGE) * self.value_dim + 2 * PAGE * self.decays
     }
 
     /// Elements before the value heads of a page.

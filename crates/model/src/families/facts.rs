@@ -24,6 +24,7 @@ impl ModelFamily {
             Self::GptOss => "gpt-oss",
             Self::Glm4Moe => "GLM 4.5 to 4.7",
             Self::MiniMaxM2 => "MiniMax M2 to M2.7",
+            Self::MiniMaxM3 => "MiniMax M3 up to 2,048 positions",
             Self::DeepSeek => {
                 "DeepSeek V2 to V3.2 and R1, Kimi K2 to K2.6, GLM 4.7 Flash, GLM 5, Mistral 4"
             }
@@ -31,6 +32,7 @@ impl ModelFamily {
             Self::Qwen35 => "Qwen 3.5 to 3.8",
             Self::Qwen35Moe => "Qwen 3.5 to 3.8 with experts",
             Self::Qwen4Exp => "Qwen4-Exp without n-gram embeddings",
+            Self::KimiLinear => "Kimi Linear",
             Self::Lfm2 => "LFM2",
             Self::Lfm2Moe => "LFM2 with experts",
             Self::NemotronH => "Nemotron-H, Nemotron 3 Nano",
@@ -45,11 +47,13 @@ impl ModelFamily {
         names
     }
 
-    /// Engines that compute its models. MLX has no short convolutions, no Mamba and
-    /// no more than one residual stream yet.
+    /// Engines that compute its models. MLX has no short convolutions, no Mamba, no Kimi delta
+    /// attention, no clamped feed-forward and no more than one residual stream yet.
     pub const fn engines(self) -> &'static [&'static str] {
         match self {
             Self::Qwen4Exp
+            | Self::KimiLinear
+            | Self::MiniMaxM3
             | Self::Lfm2
             | Self::Lfm2Moe
             | Self::NemotronH => &["cpu"],
@@ -86,6 +90,7 @@ impl ModelFamily {
             Self::GptOss => &["gpt-oss-bf16", "gpt-oss-mxfp4"],
             Self::Glm4Moe => &["glm4moe-bf16", "glm4moe-air-bf16"],
             Self::MiniMaxM2 => &["minimax-m2-bf16"],
+            Self::MiniMaxM3 => &["minimax-m3-bf16"],
             Self::DeepSeek => &[
                 "deepseek-v2",
                 "deepseek-v3-bf16",
@@ -99,6 +104,7 @@ impl ModelFamily {
             Self::Qwen35 => &["qwen35-bf16"],
             Self::Qwen35Moe => &["qwen35moe-bf16"],
             Self::Qwen4Exp => &["qwen4-bf16"],
+            Self::KimiLinear => &["kimi-linear-bf16"],
             Self::Lfm2 => &["lfm2-bf16"],
             Self::Lfm2Moe => &["lfm2moe-bf16"],
             Self::NemotronH => &["nemotron-h-bf16"],

@@ -12,6 +12,7 @@ mod indexer;
 mod known_keys;
 mod latent;
 mod mamba;
+mod minimax;
 mod rope;
 mod short_conv;
 mod streams;
@@ -326,6 +327,7 @@ impl<'a> ConfigFields<'a> {
         };
         for key in ["hidden_act", "hidden_activation", "mlp_hidden_act"] {
             match self.hf(key, "a string", Value::as_str)? {
+                Some("swigluoai") if self.is_type("minimax_m3_vl_text") => {}
                 Some(name) if !names.contains(&name) => {
                     return Err(wrong_value(key, name, expected));
                 }

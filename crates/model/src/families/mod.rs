@@ -18,10 +18,12 @@ mod gemma4;
 mod glm4moe;
 mod gpt_oss;
 mod granite;
+mod kimi_linear;
 mod layer_step;
 mod lfm2;
 mod llama;
 mod minimax_m2;
+mod minimax_m3;
 mod mistral;
 mod mixtral;
 mod names;
@@ -90,6 +92,8 @@ pub enum ModelFamily {
     Glm4Moe,
     /// MiniMax M2 to M2.7.
     MiniMaxM2,
+    /// MiniMax M3, text only, up to the positions that its indexer chooses.
+    MiniMaxM3,
     /// DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash, Mistral 4: latent attention and experts.
     DeepSeek,
     /// Qwen3-Next: gated delta nets and experts.
@@ -100,6 +104,8 @@ pub enum ModelFamily {
     Qwen35Moe,
     /// Qwen4-Exp, text only: gated delta nets and experts, several residual streams.
     Qwen4Exp,
+    /// Kimi Linear: Kimi delta attention, latent attention and experts.
+    KimiLinear,
     /// LFM2: short convolutions and attention.
     Lfm2,
     /// LFM2 with experts.
@@ -109,7 +115,7 @@ pub enum ModelFamily {
 }
 
 impl ModelFamily {
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 28] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -128,11 +134,13 @@ impl ModelFamily {
         Self::GptOss,
         Self::Glm4Moe,
         Self::MiniMaxM2,
+        Self::MiniMaxM3,
         Self::DeepSeek,
         Self::Qwen3Next,
         Self::Qwen35,
         Self::Qwen35Moe,
         Self::Qwen4Exp,
+        Self::KimiLinear,
         Self::Lfm2,
         Self::Lfm2Moe,
         Self::NemotronH,
@@ -172,11 +180,13 @@ impl ModelFamily {
             Self::GptOss => "gpt-oss",
             Self::Glm4Moe => "glm4moe",
             Self::MiniMaxM2 => "minimax-m2",
+            Self::MiniMaxM3 => "minimax_m3_vl_text",
             Self::DeepSeek => "deepseek2",
             Self::Qwen3Next => "qwen3next",
             Self::Qwen35 => "qwen35",
             Self::Qwen35Moe => "qwen35moe",
             Self::Qwen4Exp => "qwen4_exp_text",
+            Self::KimiLinear => "kimi_linear",
             Self::Lfm2 => "lfm2",
             Self::Lfm2Moe => "lfm2moe",
             Self::NemotronH => "nemotron_h",
@@ -239,7 +249,7 @@ impl ModelFamily {
 
     /// Whether GGUF files of it are known.
     pub const fn has_gguf(self) -> bool {
-        !matches!(self, Self::Qwen4Exp)
+        !matches!(self, Self::Qwen4Exp | Self::KimiLinear | Self::MiniMaxM3)
     }
 
     /// Whether some or all layers have experts.
@@ -273,7 +283,7 @@ impl ModelFamily {
 
     /// Whether all heads of a layer share one latent vector per position.
     pub(crate) const fn has_latent_attention(self) -> bool {
-        matches!(self, Self::DeepSeek)
+        matches!(self, Self::DeepSeek | Self::KimiLinear)
     }
 
     /// Whether only some of its files have a choice bias of the router.
@@ -315,7 +325,13 @@ impl ModelFamily {
     pub const fn norms_heads(self) -> bool {
         let attention = matches!(
             self,
-            Self::Qwen3 | Self::Gemma3 | Self::Gemma4 | Self::Qwen3Moe | Self::Lfm2 | Self::Lfm2Moe
+            Self::Qwen3
+                | Self::Gemma3
+                | Self::Gemma4
+                | Self::Qwen3Moe
+                | Self::MiniMaxM3
+                | Self::Lfm2
+                | Self::Lfm2Moe
         );
         attention || self.has_delta_nets()
     }
@@ -369,6 +385,7 @@ impl ModelFamily {
             Self::Gemma3 => &gemma3::NAMES,
             Self::Gemma4 => &gemma4::NAMES,
             Self::Mixtral | Self::MiniMaxM2 => &FileNames::MIXTRAL,
+            Self::MiniMaxM3 => &minimax_m3::NAMES,
             Self::Dbrx => &dbrx::NAMES,
             Self::GptOss => &gpt_oss::NAMES,
             Self::Glm4Moe => &glm4moe::NAMES,
@@ -376,6 +393,7 @@ impl ModelFamily {
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => &delta_net::NAMES,
             Self::Qwen4Exp => &qwen4::NAMES,
             Self::Phi3 => &phi3::NAMES,
+            Self::KimiLinear => &kimi_linear::NAMES,
             Self::Lfm2 | Self::Lfm2Moe => &lfm2::NAMES,
             Self::NemotronH => &nemotron_h::NAMES,
             Self::Llama
@@ -410,9 +428,11 @@ impl ModelFamily {
             Self::GptOss => gpt_oss::config(fields),
             Self::Glm4Moe => glm4moe::config(fields),
             Self::MiniMaxM2 => minimax_m2::config(fields),
+            Self::MiniMaxM3 => minimax_m3::config(fields),
             Self::DeepSeek => deepseek::config(fields),
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => delta_net::config(self, fields),
             Self::Qwen4Exp => qwen4::config(fields),
+            Self::KimiLinear => kimi_linear::config(fields),
             Self::Lfm2 | Self::Lfm2Moe => lfm2::config(self, fields),
             Self::NemotronH => nemotron_h::config(fields),
         }
@@ -441,7 +461,7 @@ impl ModelFamily {
             Self::Gemma4 => gemma4::layer(step, weights, index),
             Self::Mixtral => mixtral::layer(step, weights, index),
             Self::Qwen2Moe => qwen2moe::layer(step, weights, index),
-            Self::Qwen3Moe => qwen3moe::layer(step, weights, index),
+            Self::Qwen3Moe | Self::MiniMaxM3 => qwen3moe::layer(step, weights, index),
             Self::Dbrx => dbrx::layer(step, weights, index),
             Self::GptOss => gpt_oss::layer(step, weights, index),
             Self::Glm4Moe => glm4moe::layer(step, weights, index),
@@ -451,6 +471,7 @@ impl ModelFamily {
                 delta_net::layer(step, weights, index)
             }
             Self::Qwen4Exp => qwen4::layer(step, weights, index),
+            Self::KimiLinear => kimi_linear::layer(step, weights, index),
             Self::Lfm2 | Self::Lfm2Moe => lfm2::layer(step, weights, index),
             Self::NemotronH => nemotron_h::layer(step, weights, index),
         }

@@ -32,6 +32,7 @@ pub(crate) fn smollm2() -> Config {
         head_dim: 64,
         latent: None,
         indexed: None,
+        dense_clamp: None,
         ffn: 1536,
         ffn_leaf: 128,
         vocab: 49152,

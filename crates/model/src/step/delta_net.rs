@@ -7,6 +7,8 @@
 //! delta net      wide (T, H E): gates of values
 //!                step = sigmoid(W_step x)   decay = scale * softplus(W_decay x + bias)
 //!                attended (T, H, E) = norm(attended over E) * silu(gate)
+//! Kimi           W_decay and the matrix of gates are products of two each, a decay is for an element
+//!                of a key, and sigmoid is in place of silu
 //! Mamba 2        step = softplus(W_step x + bias)   decay = scale * step
 //!                attended = norm(attended * silu(gate) over the heads of a group)
 //! ```
@@ -16,8 +18,9 @@
 
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{Kernels, Product};
+use paceline_tensor::{Activations, Kernels, Product, StateRule};
 
+use super::activations;
 use crate::model::Model;
 use crate::weights::{DeltaNet, Linear};
 use crate::{LayerCache, LayerCut, LayerShape};
@@ -35,8 +38,10 @@ pub(super) struct Mixer {
     pub(super) mixed: RegisteredMemory<f32>,
     /// `(T, H)`
     pub(super) steps: RegisteredMemory<f32>,
-    /// `(T, H)`
+    /// `(T, H)`; `(T, H D)` where each element of a key has a decay.
     pub(super) decays: RegisteredMemory<f32>,
+    /// `(T, D)` each: inputs of gates and of decays, where these are products.
+    lows: Option<[(RegisteredMemory<f32>, Activations); 2]>,
 }
 
 impl Mixer {
@@ -54,6 +59,10 @@ impl Mixer {
             RegisteredMemory::new(None, rows * lens.max().unwrap_or(0))
         };
         let heads = |_: &LayerShape, cut: &LayerCut| cut.heads.len();
+        let decays = |shape: &LayerShape, cut: &LayerCut| match shape.cache {
+            LayerCache::Delta(net) => cut.heads.len() * net.rule.decays(shape.head_dim),
+            _ => 0,
+        };
         Some(Self {
             wide: most(|shape, cut| cut.heads.len() * shape.value_dim.max(2 * shape.head_dim)),
             mixed: most(|shape, cut| {
@@ -61,7 +70,8 @@ impl Mixer {
                 keys + cut.heads.len() * shape.value_dim
             }),
             steps: most(heads),
-            decays: most(heads),
+            decays: most(decays),
+            lows: lows(model, rows),
         })
     }
 
@@ -83,12 +93,7 @@ impl Mixer {
             let heads = row.chunks_exact_mut(dim);
             let gates = self.wide[2 * t * width..].chunks_exact(2 * dim);
             for (head, gates) in heads.zip(gates) {
-                for (x, gate) in head.chunks_mut(RUN).zip(gates[dim..].chunks(RUN)) {
-                    let mut exp = [0.0; RUN];
-                    let exp = &mut exp[..x.len()];
-                    kernels.exp_scaled(gate, 0.0, -1.0, exp);
-                    x.iter_mut().zip(exp).for_each(|(x, e)| *x /= 1.0 + *e);
-                }
+                times_sigmoid(kernels, head, &gates[dim..]);
             }
         });
     }
@@ -99,7 +104,12 @@ impl Mixer {
         net: &'a DeltaNet,
         rows: usize,
     ) -> impl Iterator<Item = Product<'a>> {
-        let outs = [&mut self.wide, &mut self.steps, &mut self.decays];
+        let outs = match &mut self.lows {
+            Some([gate, decay]) if net.downs.is_some() => {
+                [&mut gate.0, &mut self.steps, &mut decay.0]
+            }
+            _ => [&mut self.wide, &mut self.steps, &mut self.decays],
+        };
         let products = net.matrices().zip(outs);
         products.map(move |(weights, out)| Product {
             weights,
@@ -110,10 +120,11 @@ impl Mixer {
 
     /// Converts products to steps and decays.
     pub(super) fn finish_gates(&mut self, kernels: &Kernels, net: &DeltaNet, rows: usize) {
-        let heads = net.bias.len();
+        let heads = net.key_heads.len();
         if net.decay.is_none() {
             return self.finish_steps(kernels, net, rows);
         }
+        self.expand(kernels, net, rows);
         for steps in self.steps[..rows * heads].chunks_mut(RUN) {
             let mut exp = [0.0; RUN];
             let exp = &mut exp[..steps.len()];
@@ -121,14 +132,41 @@ impl Mixer {
             let pairs = steps.iter_mut().zip(exp);
             pairs.for_each(|(step, e)| *step = 1.0 / (1.0 + *e));
         }
-        let decays = DisjointMut::new(&mut self.decays[..rows * heads], heads.max(1));
+        let (all, each) = (
+            net.bias.len(),
+            net.bias.len().checked_div(heads).unwrap_or(1),
+        );
+        let decays = DisjointMut::new(&mut self.decays[..rows * all], all.max(1));
         kernels.for_rows(decays.len(), |t| {
             // SAFETY: each row is visited once.
             let row = unsafe { decays.part(t) };
-            for ((x, bias), scale) in row.iter_mut().zip(&net.bias).zip(&net.scale) {
-                *x = scale * softplus(*x + bias);
+            for (i, (x, bias)) in row.iter_mut().zip(&net.bias).enumerate() {
+                *x = net.scale[i / each] * softplus(*x + bias);
             }
         });
+    }
+
+    /// Gates and decays, where their inputs are products.
+    fn expand(&mut self, kernels: &Kernels, net: &DeltaNet, rows: usize) {
+        let (Some(lows), Some(matrices)) = (&mut self.lows, net.of_downs()) else {
+            return;
+        };
+        let outs = [&mut self.wide, &mut self.decays];
+        for ((low, x), (weights, out)) in lows.iter_mut().zip(matrices.into_iter().zip(outs)) {
+            let n = weights.cols();
+            x.resize(rows);
+            kernels.fill_rows(x, |t, row| row.copy_from_slice(&low[t * n..][..n]));
+            let out = &mut out[..rows * weights.rows()];
+            let first_col = 0;
+            kernels.products(
+                x,
+                [Product {
+                    weights,
+                    first_col,
+                    out,
+                }],
+            );
+        }
     }
 
     /// Converts products to steps and decays of Mamba 2.
@@ -174,7 +212,7 @@ impl Mixer {
         });
     }
 
-    /// Norms each head of `x` `(T, H, E)` and multiplies it by silu of its gate.
+    /// Norms each head of `x` `(T, H, E)` and multiplies it by silu of its gate, or by its sigmoid.
     pub(super) fn norm_and_gate(
         &self,
         (kernels, eps): (&Kernels, f32),
@@ -182,7 +220,8 @@ impl Mixer {
         dim: usize,
         x: &mut [f32],
     ) {
-        let width = net.bias.len() * dim;
+        let width = net.key_heads.len() * dim;
+        let by_sigmoid = net.rule == StateRule::Channels;
         let parts = DisjointMut::new(x, width);
         kernels.for_rows(parts.len(), |t| {
             // SAFETY: each row is visited once.
@@ -190,6 +229,10 @@ impl Mixer {
             let gates = self.wide[t * width..(t + 1) * width].chunks_exact(dim);
             for (head, gates) in row.chunks_exact_mut(dim).zip(gates) {
                 kernels.rms_norm_in_place(head, &net.norm, eps);
+                if by_sigmoid {
+                    times_sigmoid(kernels, head, gates);
+                    continue;
+                }
                 for (x, gate) in head.chunks_mut(RUN).zip(gates.chunks(RUN)) {
                     let mut out = [0.0; RUN];
                     let out = &mut out[..x.len()];
@@ -199,6 +242,32 @@ impl Mixer {
             }
         });
     }
+}
+
+/// `x *= sigmoid(gate)`
+fn times_sigmoid(kernels: &Kernels, x: &mut [f32], gates: &[f32]) {
+    for (x, gate) in x.chunks_mut(RUN).zip(gates.chunks(RUN)) {
+        let mut exp = [0.0; RUN];
+        let exp = &mut exp[..x.len()];
+        kernels.exp_scaled(gate, 0.0, -1.0, exp);
+        x.iter_mut().zip(exp).for_each(|(x, e)| *x /= 1.0 + *e);
+    }
+}
+
+/// Buffers for the inputs of gates and of decays; `None` where no layer has such.
+fn lows(model: &Model, rows: usize) -> Option<[(RegisteredMemory<f32>, Activations); 2]> {
+    let nets = || {
+        model
+            .layers()
+            .iter()
+            .filter_map(|layer| layer.delta_net.as_ref()?.of_downs())
+    };
+    let cols = nets().next()?[0].cols();
+    Some([0, 1].map(|of| {
+        let matrices = nets().map(|both| both[of]);
+        let x = activations(model, rows, cols, matrices);
+        (RegisteredMemory::new(None, rows * cols), x)
+    }))
 }
 
 /// `ln(1 + exp(x))`; from 20 on x itself, as in transformers and llama.cpp.

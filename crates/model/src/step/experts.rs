@@ -242,19 +242,13 @@ impl ExpertBuffers {
         kernels.products(x, outs.chain(other.map(|linear| whole(&linear.matrix, up))));
         add_bias(gate, expert.gate.bias.as_deref(), rows);
         add_bias(up, other.and_then(|linear| linear.bias.as_deref()), rows);
-        let (clamp, activation) = (self.of.clamp, self.activation);
+        let function = (self.of.clamp, self.activation);
         let hidden = self.hidden.iter_mut().find(|hidden| hidden.cols() == ffn);
         let hidden = hidden.expect("a buffer for each width");
         hidden.resize(rows);
         kernels.fill_rows(hidden, |i, out| {
             let part = i * ffn..(i + 1) * ffn;
-            let (gate, up) = (&gate[part.clone()], &up[part]);
-            match (clamp, activation) {
-                (Some(limit), _) => clamped(kernels, limit, [gate, up], out),
-                (None, Activation::Silu) => kernels.silu_mul(gate, up, out),
-                (None, Activation::GeluTanh) => kernels.gelu_mul(gate, up, out),
-                (None, Activation::ReluSquared) => relu_squared(gate, out),
-            }
+            activate(kernels, function, [&gate[part.clone()], &up[part]], out);
         });
         let width = expert.down.matrix.rows();
         let out = &mut self.results[slot * width..(slot + rows) * width];
@@ -324,6 +318,22 @@ fn whole<'a>(weights: &'a PackedMatrix, out: &'a mut [f32]) -> Product<'a> {
 /// Values per call of the exponential kernel.
 const RUN: usize = 64;
 
+/// `out = activation(gate) * up`, or as [`clamped`] with a limit. `up` may be empty where there is
+/// none.
+pub(super) fn activate(
+    kernels: &Kernels,
+    function: (Option<f32>, Activation),
+    [gate, up]: [&[f32]; 2],
+    out: &mut [f32],
+) {
+    match function {
+        (Some(limit), _) => clamped(kernels, limit, [gate, up], out),
+        (None, Activation::Silu) => kernels.silu_mul(gate, up, out),
+        (None, Activation::GeluTanh) => kernels.gelu_mul(gate, up, out),
+        (None, Activation::ReluSquared) => relu_squared(gate, out),
+    }
+}
+
 /// `out = g / (1 + exp(-1.702 g)) * (u + 1)`, where g is `gate` up to `limit` and u is `up` within
 /// `-limit..=limit`.
 fn clamped(kernels: &Kernels, limit: f32, [gate, up]: [&[f32]; 2], out: &mut [f32]) {
@@ -342,7 +352,7 @@ fn clamped(kernels: &Kernels, limit: f32, [gate, up]: [&[f32]; 2], out: &mut [f3
 }
 
 /// `out = max(x, 0)^2`
-pub(super) fn relu_squared(x: &[f32], out: &mut [f32]) {
+fn relu_squared(x: &[f32], out: &mut [f32]) {
     for (out, x) in out.iter_mut().zip(x) {
         let above = if *x > 0.0 { *x } else { 0.0 };
         *out = above * above;
@@ -438,9 +448,7 @@ impl ExpertGroups {
         each_score.for_each(|(group, to)| *to = score(group));
         let mut open = 0u64;
         for _ in 0..self.used {
-            let closed = (0..self.count)
-                .filter(|group| open >> group & 1 == 0)
-                .rev();
+            let closed = (0..self.count).filter(|group| open >> group & 1 == 0).rev();
             let best = closed.max_by(|a, b| scores[*a].total_cmp(&scores[*b]));
             open |= 1 << best.expect("no more are used than there are");
         }

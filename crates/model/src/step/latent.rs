@@ -59,7 +59,10 @@ impl LatentBuffers {
     /// For steps of up to `rows` rows; `None` for models without latent attention.
     pub(super) fn new(model: &Model, rows: usize) -> Option<Self> {
         let of = model.config().latent?;
-        let heads = model.shard().each_layer().next()?.heads.len();
+        let shapes = model.config().layers[model.shard().layers.clone()].iter();
+        let cuts = shapes.zip(model.shard().each_layer());
+        let heads = cuts.filter(|(shape, _)| shape.latent.is_some());
+        let heads = heads.map(|(_, cut)| cut.heads.len()).max()?;
         let layers = || {
             let layers = model.layers().iter();
             layers.filter_map(|layer| Some((layer, layer.latent.as_deref()?)))

@@ -26,7 +26,10 @@ pub(crate) struct DeltaNet {
     pub(crate) conv_bias: Vec<f32>,
     /// `(H,)`: factors of values in results of Mamba 2; otherwise empty.
     pub(crate) skip: Vec<f32>,
-    /// `(H,)`
+    /// `(D, C)` each: inputs of gates and of decays, whose matrices have D columns (Kimi); `None`
+    /// where these have C.
+    pub(crate) downs: Option<[PackedMatrix; 2]>,
+    /// `(H,)`; `(H D,)` where each element of a key has a decay.
     pub(crate) bias: Vec<f32>,
     /// `(H,)`, below 0.
     pub(crate) scale: Vec<f32>,
@@ -37,9 +40,20 @@ pub(crate) struct DeltaNet {
 }
 
 impl DeltaNet {
-    /// Matrices whose input is a normed row.
+    /// Matrices whose input is a normed row: of gates, steps and decays, or of what gates and
+    /// decays are made from.
     pub(crate) fn matrices(&self) -> impl Iterator<Item = &PackedMatrix> {
-        [&self.gate, &self.step].into_iter().chain(&self.decay)
+        let (gate, decay) = match &self.downs {
+            Some([gate, decay]) => (gate, Some(decay)),
+            None => (&self.gate, self.decay.as_ref()),
+        };
+        [gate, &self.step].into_iter().chain(decay)
+    }
+
+    /// Gates and decays, where their input is a product.
+    pub(crate) fn of_downs(&self) -> Option<[&PackedMatrix; 2]> {
+        let decay = self.decay.as_ref()?;
+        self.downs.is_some().then_some([&self.gate, decay])
     }
 }
 
@@ -198,8 +212,10 @@ impl ShardLoader<'_> {
             heads: &cut.heads,
             key_heads: &cut.kv_heads,
         };
-        if net.rule == StateRule::Sum {
-            return self.mamba(layer, places, net);
+        match net.rule {
+            StateRule::Sum => return self.mamba(layer, places, net),
+            StateRule::Channels => return self.kimi_net(layer, places, net),
+            StateRule::Difference => {}
         }
         let role = |part| Role::Layer(layer, part);
         let has = |part| self.names.source.has_any(self.config.family, role(part));
@@ -221,6 +237,7 @@ impl ShardLoader<'_> {
                 .conv(role(LayerRole::DeltaConv), places, net.taps)?,
             conv_bias: Vec::new(),
             skip: Vec::new(),
+            downs: None,
             bias: of_heads(bias?),
             scale: of_heads(self.names.decay_factors(scale?)),
             norm: self.names.delta_norm(layer)?,
@@ -264,12 +281,99 @@ impl ShardLoader<'_> {
             conv: self.names.taps_of(conv, [all, net.taps], &channels)?,
             conv_bias: channels.iter().map(|channel| bias[*channel]).collect(),
             skip: of_heads(LayerRole::MambaSkip)?,
+            downs: None,
             bias: of_heads(LayerRole::DeltaBias)?,
             scale: self.names.decay_factors(of_heads(LayerRole::DeltaScale)?),
             norm: norm[heads.start * e..heads.end * e].to_vec(),
             key_heads: places.key_heads(net.order),
         };
         Ok((qkv, net))
+    }
+
+    /// As [`delta_net`](Self::delta_net), for Kimi delta attention.
+    fn kimi_net(
+        &self,
+        layer: usize,
+        places: DeltaRowLayout<'_>,
+        net: config::DeltaNet,
+    ) -> Result<([Linear; 3], DeltaNet), Error> {
+        let (d, e, c) = (
+            places.shape.head_dim,
+            places.shape.value_dim,
+            self.config.width,
+        );
+        let (heads, role) = (places.heads, |part| Role::Layer(layer, part));
+        let own = |dim: usize| heads.start * dim..heads.end * dim;
+        // What a state is made from is in f32 for every class, as in other delta nets.
+        let matrix = |part, [all, cols]: [usize; 2], rows, as_f32| {
+            self.packed(
+                role(part),
+                [all, cols],
+                (rows, 0..cols),
+                |stored, mut options| {
+                    options.as_f32 |= as_f32;
+                    self.matrix(stored, 0..stored.cols, options)
+                },
+            )
+        };
+        let (keys, values) = (places.all_keys(), places.all_values());
+        let linear = |part, all, dim| {
+            let matrix = matrix(part, [all, c], own(dim), false)?;
+            Ok::<_, Error>(Linear { matrix, bias: None })
+        };
+        let qkv = [
+            linear(LayerRole::Query, keys, d)?,
+            linear(LayerRole::Key, keys, d)?,
+            linear(LayerRole::Value, values, e)?,
+        ];
+        let downs = [
+            matrix(LayerRole::DeltaGateDown, [d, c], 0..d, false)?,
+            matrix(LayerRole::DeltaDecayDown, [d, c], 0..d, true)?,
+        ];
+        let flat = |part, n| self.names.finite_flat(role(part), [1, n]);
+        let scale = flat(LayerRole::DeltaScale, places.shape.heads)?;
+        let net = DeltaNet {
+            gate: matrix(LayerRole::DeltaGate, [values, d], own(e), false)?,
+            step: matrix(LayerRole::DeltaStep, [places.shape.heads, c], own(1), true)?,
+            decay: Some(matrix(LayerRole::DeltaDecay, [keys, d], own(d), true)?),
+            rule: net.rule,
+            conv: self.kimi_taps(layer, places, net.taps)?,
+            conv_bias: Vec::new(),
+            skip: Vec::new(),
+            downs: Some(downs),
+            bias: flat(LayerRole::DeltaBias, keys)?[own(d)].to_vec(),
+            scale: self.names.decay_factors(scale)[heads.clone()].to_vec(),
+            norm: self.names.delta_norm(layer)?,
+            key_heads: places.key_heads(net.order),
+        };
+        Ok((qkv, net))
+    }
+
+    /// Taps of the three convolutions of Kimi delta attention, `(taps, channels)`.
+    fn kimi_taps(
+        &self,
+        layer: usize,
+        places: DeltaRowLayout<'_>,
+        taps: usize,
+    ) -> Result<Vec<f32>, Error> {
+        let (d, e, heads) = (places.shape.head_dim, places.shape.value_dim, places.heads);
+        let of = |(part, all, dim): (LayerRole, usize, usize)| {
+            let own: Vec<usize> = (heads.start * dim..heads.end * dim).collect();
+            self.names
+                .taps_of(Role::Layer(layer, part), [all, taps], &own)
+        };
+        let parts = [
+            (LayerRole::DeltaQueryConv, places.all_keys(), d),
+            (LayerRole::DeltaKeyConv, places.all_keys(), d),
+            (LayerRole::DeltaValueConv, places.all_values(), e),
+        ];
+        let parts = parts.map(of).into_iter().collect::<Result<Vec<_>, _>>()?;
+        let of_tap = |tap: usize| {
+            let of =
+                |part: &Vec<f32>| part[part.len() / taps * tap..][..part.len() / taps].to_vec();
+            parts.iter().flat_map(of).collect::<Vec<_>>()
+        };
+        Ok((0..taps).flat_map(of_tap).collect())
     }
 
     /// Taps of a layer's short convolution, `(taps, channels of this rank)`; `None` without one.
@@ -356,11 +460,11 @@ impl WeightReader<'_> {
         has(LayerRole::DeltaStepDecay) || family.joins_delta_gates() && !has(LayerRole::DeltaStep)
     }
 
-    /// As [`finite`](Self::finite), for vectors that GGUF files have in two dimensions.
+    /// As [`finite`](Self::finite), for vectors that files have in several dimensions.
     fn finite_flat(&self, role: Role, [rows, cols]: [usize; 2]) -> Result<Vec<f32>, Error> {
         let n = rows * cols;
         let mut tensor = self.source.weight(self.config.family, role)?;
-        if tensor.shape == [rows, cols] {
+        if tensor.shape == [rows, cols] || tensor.shape == [1, rows, cols, 1] {
             tensor.shape = vec![n];
         }
         let values = vector(&tensor, n)?;

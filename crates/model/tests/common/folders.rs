@@ -30,7 +30,9 @@ pub(crate) const DELTA_FOLDERS: [&str; 4] = [
 ];
 
 /// Folders with experts and folders of Gemma 4.
-pub(crate) const EXPERT_FOLDERS: [&str; 21] = [
+pub(crate) const EXPERT_FOLDERS: [&str; 23] = [
+    "kimi-linear-bf16",
+    "minimax-m3-bf16",
     "nemotron-h-bf16",
     "lfm2moe-bf16",
     "qwen3vlmoe-bf16",

@@ -78,7 +78,9 @@ impl Tiny {
             ModelFamily::Qwen3Next
             | ModelFamily::Qwen35
             | ModelFamily::Qwen35Moe
-            | ModelFamily::Qwen4Exp => (4, 2, 64, 4),
+            | ModelFamily::Qwen4Exp
+            | ModelFamily::KimiLinear
+            | ModelFamily::MiniMaxM3 => (4, 2, 64, 4),
             ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => (8, 2, 32, 3),
             ModelFamily::NemotronH => (8, 2, 32, NEMOTRON.len()),
         };

@@ -382,8 +382,15 @@ impl Packing<'_> {
             let row = |head: usize| all * head / layer.heads.max(1);
             row(heads.start)..row(heads.end)
         };
+        let decays = match layer.cache {
+            LayerCache::Delta(net) => layer.heads * net.rule.decays(layer.head_dim),
+            _ => layer.heads,
+        };
         let mut all = Vec::new();
         for (part, rows, is_gate) in [
+            (LayerRole::Query, keys, false),
+            (LayerRole::Key, keys, false),
+            (LayerRole::Value, values, false),
             (LayerRole::DeltaQkvGate, 2 * (keys + values), false),
             (LayerRole::DeltaQkv, 2 * keys + values, false),
             (LayerRole::DeltaGate, values, false),
@@ -394,7 +401,7 @@ impl Packing<'_> {
             ),
             (LayerRole::DeltaStepDecay, 2 * layer.heads, true),
             (LayerRole::DeltaStep, layer.heads, true),
-            (LayerRole::DeltaDecay, layer.heads, true),
+            (LayerRole::DeltaDecay, decays, true),
         ] {
             let Setting { source, config, .. } = self.setting;
             let role = Role::Layer(index, part);

@@ -15,8 +15,8 @@ pub struct DeltaRow<'a> {
     pub value: &'a [f32],
     /// Share of the difference that enters the state, 0 to 1.
     pub step: f32,
-    /// Logarithm of the state's decay, 0 or less.
-    pub decay: f32,
+    /// Logarithms of the state's decay, 0 or less: one, or one for each element of a key.
+    pub decays: &'a [f32],
     /// Factor of the value that is added to the result.
     pub skip: f32,
 }
@@ -39,18 +39,33 @@ pub fn read(rule: StateRule, rows: &[DeltaRow<'_>]) -> Vec<Vec<f32>> {
     let mut out = Vec::new();
     for page in rows.chunks(PAGE) {
         let mut deltas: Vec<Vec<f32>> = Vec::new();
-        let mut sums: Vec<f64> = Vec::new();
+        let mut sums: Vec<Vec<f64>> = Vec::new();
         for (t, row) in page.iter().enumerate() {
-            sums.push(sums.last().unwrap_or(&0.0) + f64::from(row.decay));
-            let far = exp(sums[t] as f32);
+            let before = |d: usize| sums.last().map_or(0.0, |sums| sums[d]);
+            let decays = row.decays.iter().enumerate();
+            let own = decays.map(|(d, decay)| before(d) + f64::from(*decay));
+            let own = own.collect();
+            sums.push(own);
+            let far = |d: usize| exp(sums[t][d] as f32);
+            let since = |i: usize, d: usize| exp((sums[t][d] - sums[i][d]) as f32);
+            let by_channel = rule == StateRule::Channels;
             let from_state = |x: &[f32]| -> Vec<f32> {
-                let sum = |j: usize| (0..d).fold(0.0f32, |sum, i| x[i].mul_add(state[i][j], sum));
-                (0..e).map(|j| far * sum(j)).collect()
+                let own = |i: usize| if by_channel { far(i) * x[i] } else { x[i] };
+                let sum = |j: usize| (0..d).fold(0.0f32, |sum, i| own(i).mul_add(state[i][j], sum));
+                let all = if by_channel { 1.0 } else { far(0) };
+                (0..e).map(|j| all * sum(j)).collect()
             };
             let weight = |i: usize, x: &[f32]| {
-                let keys = page[i].key.iter().zip(x);
-                let score = keys.fold(0.0f32, |sum, (k, x)| x.mul_add(*k, sum));
-                exp((sums[t] - sums[i]) as f32) * score
+                let key = |d: usize| match by_channel {
+                    true => since(i, d) * page[i].key[d],
+                    false => page[i].key[d],
+                };
+                let score = (0..d).fold(0.0f32, |sum, d| x[d].mul_add(key(d), sum));
+                if by_channel {
+                    score
+                } else {
+                    since(i, 0) * score
+                }
             };
             let mut p = from_state(row.key);
             for (i, delta) in deltas.iter().enumerate() {
@@ -86,12 +101,13 @@ fn add(sum: &mut [f32], factor: f32, x: &[f32]) {
     }
 }
 
-fn advance(state: &mut [Vec<f32>], page: &[DeltaRow<'_>], deltas: &[Vec<f32>], sums: &[f64]) {
-    let last = sums[PAGE - 1];
+fn advance(state: &mut [Vec<f32>], page: &[DeltaRow<'_>], deltas: &[Vec<f32>], sums: &[Vec<f64>]) {
     for (d, state) in state.iter_mut().enumerate() {
+        let sum = |i: usize| sums[i][d % sums[i].len()];
+        let last = sum(PAGE - 1);
         state.iter_mut().for_each(|s| *s *= exp(last as f32));
         for (i, delta) in deltas.iter().enumerate() {
-            let factor = exp((last - sums[i]) as f32) * page[i].key[d];
+            let factor = exp((last - sum(i)) as f32) * page[i].key[d];
             add(state, factor, delta);
         }
     }

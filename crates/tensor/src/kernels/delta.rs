@@ -10,11 +10,16 @@
 //! differences that were taken in, sums of decays, and the state before its first position. Rows
 //! that are taken back are written again by the next step.
 
+mod segment;
+
+use std::ops::Range;
+
 use super::{AttentionRows, Kernels};
 use crate::attention::PAGE;
 use crate::delta::{self, Chains};
-use crate::kv::{DeltaHead, DeltaShape, KvCache, KvWriter};
+use crate::kv::{DeltaShape, KvCache, KvWriter};
 use crate::pool::DisjointMut;
+use segment::PageSegment;
 
 /// Added to the sum of squares of a key or query, as transformers does.
 const EPS: f32 = 1e-6;
@@ -22,6 +27,9 @@ const EPS: f32 = 1e-6;
 /// Rows of a page that go through its state together. Their results, `2 * ROWS * value_dim` floats,
 /// are 16 KiB at 128, half of a first-level cache.
 const ROWS: usize = 16;
+
+/// Elements of a key that are decayed together, one by one: 4 KiB for the positions of a page.
+const CHANNELS: usize = 16;
 
 /// Longest value for which a row's query and key pass through the state together: twice the longest
 /// of published models.
@@ -33,8 +41,20 @@ pub enum StateRule {
     /// A share of the difference to what the state has for the key: a gated delta net. Queries and
     /// keys have length 1.
     Difference,
+    /// As `Difference`, with a decay for each element of a key: Kimi delta attention.
+    Channels,
     /// The value times its step, nothing is taken back: Mamba 2. Queries and keys stay as they are.
     Sum,
+}
+
+impl StateRule {
+    /// Decays of a head whose keys have `head_dim` elements.
+    pub const fn decays(self, head_dim: usize) -> usize {
+        match self {
+            Self::Channels => head_dim,
+            Self::Difference | Self::Sum => 1,
+        }
+    }
 }
 
 /// A step over one layer. Letters: H value heads, K key heads, D and E elements of a key and of a
@@ -61,7 +81,7 @@ pub struct DeltaStep<'a> {
     pub values: &'a [f32],
     /// `(rows, H)`: share of the difference that enters the state.
     pub steps: &'a [f32],
-    /// `(rows, H)`: logarithms of decays, 0 or less.
+    /// `(rows, H)`, or `(rows, H D)` by [`StateRule::Channels`]: logarithms of decays, 0 or less.
     pub decays: &'a [f32],
     /// The sequences of the batch.
     pub sequences: &'a [AttentionRows<'a>],
@@ -97,6 +117,7 @@ impl Kernels {
         let rows: usize = step.sequences.iter().map(|s| s.rows).sum();
         assert_eq!(step.conv.len(), shape.channels() * shape.taps, "taps");
         assert_eq!(step.key_heads.len(), shape.heads, "heads");
+        assert_eq!(step.rule.decays(shape.head_dim), shape.decays, "decays");
         let [bias, skip] = [step.conv_bias.len(), step.skip.len()];
         assert!(bias == 0 || bias == shape.channels(), "biases {bias}");
         assert!(skip == 0 || skip == shape.heads, "factors of values {skip}");
@@ -155,7 +176,7 @@ impl Kernels {
         let position = sequence.position + t - first;
         self.weigh_inputs(step, writer, (sequence, first), t, out);
         self.silu(out);
-        if step.rule == StateRule::Difference {
+        if step.rule != StateRule::Sum {
             self.normalise(&mut out[..2 * keys], shape.head_dim);
             let root = 1.0 / (shape.head_dim as f32).sqrt();
             out[..keys].iter_mut().for_each(|x| *x *= root);
@@ -299,14 +320,19 @@ impl ValueHead<'_> {
         }
     }
 
-    /// Sums of decays from `slot` on, row `t` of the batch and those behind.
-    fn sum_decays(&self, sums: &mut [f64], slot: usize, t: usize) {
-        let mut sum = slot.checked_sub(1).map_or(0.0, |before| sums[before]);
-        let decays = self.step.decays[t * self.shape.heads + self.head..].iter();
-        let decays = decays.step_by(self.shape.heads);
-        for (to, decay) in sums[slot..].iter_mut().zip(decays) {
-            sum += f64::from(*decay);
-            *to = sum;
+    /// Sums of decays `(decays, 64)` at the positions `slots`, of row `t` of the batch and those
+    /// behind.
+    fn sum_decays(&self, sums: &mut [f64], slots: Range<usize>, t: usize) {
+        let (heads, each) = (self.shape.heads, self.shape.decays);
+        for (d, sums) in sums.chunks_exact_mut(PAGE).enumerate() {
+            let before = slots.start.checked_sub(1);
+            let mut sum = before.map_or(0.0, |before| sums[before]);
+            let decays = self.step.decays[(t * heads + self.head) * each + d..].iter();
+            let decays = decays.step_by(heads * each);
+            for (to, decay) in sums[slots.clone()].iter_mut().zip(decays) {
+                sum += f64::from(*decay);
+                *to = sum;
+            }
         }
     }
 
@@ -369,18 +395,22 @@ impl ValueHead<'_> {
         unsafe {
             let keys = self.writer.delta_keys(page, key_head).cast_const();
             let keys = std::slice::from_raw_parts(keys, d * PAGE);
-            let sums = std::slice::from_raw_parts(from.sums.cast_const(), PAGE);
+            let sums = std::slice::from_raw_parts(from.sums.cast_const(), PAGE * self.shape.decays);
             let old = std::slice::from_raw_parts(from.state.cast_const(), d * e);
-            let mut weights = [0.0f32; PAGE];
-            let far = self.weights(sums, &mut weights);
+            let (mut weights, mut far) = ([0.0f32; PAGE], 0.0);
+            let mut sums = sums.chunks_exact(PAGE);
             let mut factors = [[0.0f32; PAGE]; ROWS];
             let parts = state.chunks_mut(ROWS * e).zip(old.chunks(ROWS * e));
             for ((state, old), keys) in parts.zip(keys.chunks(ROWS * PAGE)) {
-                state
-                    .iter_mut()
-                    .zip(old)
-                    .for_each(|(s, old)| *s = far * old);
-                for (factors, keys) in factors.iter_mut().zip(keys.chunks_exact(PAGE)) {
+                let rows = state.chunks_exact_mut(e).zip(old.chunks_exact(e));
+                let keys = keys.chunks_exact(PAGE).zip(&mut factors);
+                for ((state, old), (keys, factors)) in rows.zip(keys) {
+                    // Without sums of its own an element has those of the first.
+                    if let Some(sums) = sums.next() {
+                        far = self.weights(sums, &mut weights);
+                    }
+                    let pairs = state.iter_mut().zip(old);
+                    pairs.for_each(|(s, old)| *s = far * old);
                     let keys = factors.iter_mut().zip(&weights).zip(keys);
                     keys.for_each(|((factor, weight), key)| *factor = weight * key);
                 }
@@ -414,184 +444,5 @@ unsafe fn keep_inputs(
     let kept = unsafe { writer.delta_inputs_mut(page, slot) };
     for (input, channel, n) in step.inputs(writer.delta()) {
         kept[channel..channel + n].copy_from_slice(&input[t * n..][..n]);
-    }
-}
-
-/// Products of each row's query, then of its key, with the keys of its page.
-type Scores = [[[f32; PAGE]; ROWS]; 2];
-
-/// Rows of a step that lie in one page, for one value head.
-struct PageSegment<'a> {
-    head: &'a ValueHead<'a>,
-    /// `(rows, channels)`, all of the batch, convolved.
-    mixed: &'a [f32],
-    /// The first row in the batch.
-    t: usize,
-    /// Rows, 1 to [`ROWS`].
-    n: usize,
-    /// Place of the first row in the page.
-    slot: usize,
-    /// Keys of the page, `(D, PAGE)`.
-    keys: *const f32,
-    /// State, differences and sums of decays of the page.
-    part: DeltaHead,
-    /// Differences of these rows, `(n, E)`.
-    fresh: *mut f32,
-    /// Results of these rows, `(n, E)`, each `stride` behind the one before.
-    outs: *mut f32,
-    stride: usize,
-}
-
-impl PageSegment<'_> {
-    /// Adds the rows to the state and reads them, in order.
-    fn compute(&self) {
-        let (head, end) = (self.head, self.slot + self.n);
-        let mut scores: Scores = [[[0.0; PAGE]; ROWS]; 2];
-        // SAFETY: this task alone has this head of the page and of these rows; keys of the page's
-        // positions were written before.
-        unsafe {
-            let sums = std::slice::from_raw_parts_mut(self.part.sums, PAGE);
-            head.sum_decays(&mut sums[..end], self.slot, self.t);
-            let subtracts = head.step.rule == StateRule::Difference;
-            if self.n == 1 && head.shape.value_dim <= PAIR && subtracts {
-                self.read_one(&mut scores);
-            } else {
-                self.read(&mut scores);
-            }
-            for i in 0..self.n {
-                self.row(i, sums, &mut scores);
-            }
-        }
-    }
-
-    /// First channels of the query and of the key.
-    fn channels(&self) -> [usize; 2] {
-        let (shape, key_head) = (self.head.shape, self.head.step.key_heads[self.head.head]);
-        [key_head, shape.key_heads + key_head].map(|head| head * shape.head_dim)
-    }
-
-    /// Each row's elements from channel `first` on, with the keys of the page.
-    fn with_keys(&self, first: usize, acc: *mut f32) -> Chains {
-        let shape = self.head.shape;
-        Chains {
-            coefficients: self.mixed[self.t * shape.channels() + first..].as_ptr(),
-            coefficient_stride: shape.channels(),
-            x: self.keys,
-            x_stride: PAGE,
-            count: shape.head_dim,
-            acc,
-            acc_stride: PAGE,
-            rows: self.n,
-            width: (self.slot + self.n).next_multiple_of(16),
-        }
-    }
-
-    /// The same with the state.
-    fn with_state(&self, first: usize, (acc, acc_stride): (*mut f32, usize)) -> Chains {
-        let e = self.head.shape.value_dim;
-        Chains {
-            x: self.part.state,
-            x_stride: e,
-            acc_stride,
-            width: e,
-            ..self.with_keys(first, acc)
-        }
-    }
-
-    /// Values that a single row's query and key read, both at once: keys and state go by once.
-    ///
-    /// # Safety
-    /// See [`compute`](Self::compute).
-    unsafe fn read_one(&self, scores: &mut Scores) {
-        let ([query, key], e) = (self.channels(), self.head.shape.value_dim);
-        let both = |chains: Chains| Chains {
-            coefficient_stride: key - query,
-            rows: 2,
-            ..chains
-        };
-        let mut pair = [[0.0f32; PAIR]; 2];
-        let read = (pair.as_mut_ptr().cast(), PAIR);
-        let kernels = self.head.kernels;
-        // SAFETY: by the caller's promise.
-        unsafe {
-            kernels.accumulate(Chains {
-                acc_stride: ROWS * PAGE,
-                ..both(self.with_keys(query, scores.as_mut_ptr().cast()))
-            });
-            kernels.accumulate(both(self.with_state(query, read)));
-            for (to, from) in [self.outs, self.fresh].into_iter().zip(&pair) {
-                std::slice::from_raw_parts_mut(to, e).copy_from_slice(&from[..e]);
-            }
-        }
-    }
-
-    /// Values that the rows' queries read, then those of their keys. Those of the page's keys go to
-    /// `scores`, those of the state to where results and differences will lie.
-    ///
-    /// # Safety
-    /// See [`compute`](Self::compute).
-    unsafe fn read(&self, scores: &mut Scores) {
-        let e = self.head.shape.value_dim;
-        let reads = [(self.outs, self.stride), (self.fresh, e)];
-        // What keys read matters only where it is subtracted.
-        let reads = match self.head.step.rule {
-            StateRule::Difference => &reads[..],
-            StateRule::Sum => &reads[..1],
-        };
-        let parts = self.channels().into_iter().zip(reads).zip(scores);
-        for ((first, &(acc, stride)), scores) in parts {
-            // SAFETY: by the caller's promise.
-            unsafe {
-                for i in 0..self.n {
-                    std::slice::from_raw_parts_mut(acc.add(i * stride), e).fill(0.0);
-                }
-                let kernels = self.head.kernels;
-                kernels.accumulate(self.with_keys(first, scores.as_mut_ptr().cast()));
-                kernels.accumulate(self.with_state(first, (acc, stride)));
-            }
-        }
-    }
-
-    /// The difference that row `i` takes in, then its result; `sums` are those of the page.
-    ///
-    /// # Safety
-    /// See [`compute`](Self::compute); the rows before are complete, and what this one reads of
-    /// keys and state is there.
-    unsafe fn row(&self, i: usize, sums: &[f64], scores: &mut Scores) {
-        let (head, e, at) = (self.head, self.head.shape.value_dim, self.slot + i);
-        let mut weights = [0.0f32; PAGE];
-        let far = head.weights(&sums[..=at], &mut weights);
-        for scores in scores.iter_mut() {
-            let pairs = scores[i][..=at].iter_mut().zip(&weights);
-            pairs.for_each(|(score, weight)| *score *= weight);
-        }
-        let step = head.step.steps[(self.t + i) * head.shape.heads + head.head];
-        let subtracts = head.step.rule == StateRule::Difference;
-        // SAFETY: by the caller's promise.
-        unsafe {
-            let delta = std::slice::from_raw_parts_mut(self.fresh.add(i * e), e);
-            if subtracts {
-                delta.iter_mut().for_each(|x| *x *= far);
-                head.add_deltas(&scores[1][i], self.part.deltas, at, delta);
-            } else {
-                delta.fill(0.0);
-            }
-            let pairs = delta.iter_mut().zip(self.values(i));
-            pairs.for_each(|(delta, v)| *delta = step * (v - *delta));
-            let out = std::slice::from_raw_parts_mut(self.outs.add(i * self.stride), e);
-            out.iter_mut().for_each(|x| *x *= far);
-            head.add_deltas(&scores[0][i], self.part.deltas, at + 1, out);
-            if let Some(skip) = head.step.skip.get(head.head) {
-                let pairs = out.iter_mut().zip(self.values(i));
-                pairs.for_each(|(out, v)| *out += skip * v);
-            }
-        }
-    }
-
-    /// The value of row `i`, `(E,)`.
-    fn values(&self, i: usize) -> &[f32] {
-        let (shape, head) = (self.head.shape, self.head.head);
-        let first = 2 * shape.key_heads * shape.head_dim + head * shape.value_dim;
-        &self.mixed[(self.t + i) * shape.channels() + first..][..shape.value_dim]
     }
 }

@@ -4,7 +4,12 @@ use std::str::FromStr;
 
 use paceline_base::KernelClass;
 
-use super::{Q4_RUN, Q8_RUN};
+/// Elements that share a scale in [`KvType::Q8`]; the last of a head may be fewer.
+pub(crate) const Q8_RUN: usize = 32;
+
+/// [`Q8_RUN`] in [`KvType::Q4`]. With 32 a position has a quarter bit more for each element, and
+/// SmolLM2's text is no more likely.
+pub(crate) const Q4_RUN: usize = 64;
 
 /// Element type of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

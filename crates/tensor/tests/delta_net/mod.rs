@@ -55,6 +55,7 @@ struct Inputs {
     mixed: Vec<f32>,
     /// `(rows, heads)`
     steps: Vec<f32>,
+    /// `(rows, heads, decays)`
     decays: Vec<f32>,
 }
 
@@ -69,8 +70,8 @@ impl Inputs {
             false => head / group,
         };
         let of_mamba = |all: Vec<f32>| match rule {
-            StateRule::Difference => Vec::new(),
             StateRule::Sum => all,
+            _ => Vec::new(),
         };
         Self {
             shape,
@@ -84,7 +85,7 @@ impl Inputs {
                 .map(|_| random.float().abs())
                 .collect(),
             // From states that stay to some that are gone with the next row.
-            decays: (0..rows * shape.heads)
+            decays: (0..rows * shape.heads * shape.decays)
                 .map(|_| -random.float().abs().powi(9) * 100.0)
                 .collect(),
         }
@@ -108,6 +109,7 @@ impl Inputs {
             head_dim,
             value_dim,
             taps,
+            decays,
             ..
         } = self.shape;
         let keys = self.shape.key_heads * head_dim;
@@ -124,8 +126,8 @@ impl Inputs {
                 })
                 .collect();
             let normed = match self.rule {
-                StateRule::Difference => 2 * keys,
                 StateRule::Sum => 0,
+                _ => 2 * keys,
             };
             for (i, head) in row[..normed].chunks_exact_mut(head_dim).enumerate() {
                 let scale = 1.0 / (kernels.square_sum(head) + 1e-6).sqrt();
@@ -147,7 +149,9 @@ impl Inputs {
                     key: &mixed[t][keys + key..keys + key + head_dim],
                     value: &mixed[t][2 * keys + head * value_dim..][..value_dim],
                     step: self.steps[t * heads + head],
-                    decay: self.decays[t * heads + head],
+                    decays: self.decays[(t * heads + head) * decays..]
+                        .split_at(decays)
+                        .0,
                     skip: self.skip.get(head).copied().unwrap_or(0.0),
                 })
                 .collect();
@@ -167,7 +171,7 @@ impl Inputs {
         cache.soil();
         let pages: Vec<u32> = (0..n.div_ceil(PAGE) as u32).rev().collect();
         let (heads, keys) = (self.shape.heads, self.shape.key_heads * self.shape.head_dim);
-        let width = heads * self.shape.value_dim;
+        let (width, decays) = (heads * self.shape.value_dim, heads * self.shape.decays);
         let mut out = vec![f32::NAN; n * width];
         let mut mixed = vec![f32::NAN; n * self.shape.channels()];
         let mut first = 0;
@@ -191,7 +195,7 @@ impl Inputs {
                     keys: &self.part(first..end, keys..2 * keys),
                     values: &self.part(first..end, 2 * keys..self.shape.channels()),
                     steps: &self.steps[first * heads..end * heads],
-                    decays: &self.decays[first * heads..end * heads],
+                    decays: &self.decays[first * decays..end * decays],
                     sequences: &[rows],
                 };
                 let out = &mut out[first * width..end * width];
@@ -210,6 +214,7 @@ fn delta_nets_equal_naive() {
         (6, 2, 32, 48, (StateRule::Difference, true)),
         (2, 1, 128, 128, (StateRule::Difference, false)),
         (4, 2, 32, 16, (StateRule::Sum, false)),
+        (2, 2, 48, 32, (StateRule::Channels, false)),
     ]
     .into_iter()
     .enumerate()
@@ -220,6 +225,7 @@ fn delta_nets_equal_naive() {
             head_dim,
             value_dim,
             taps: TAPS,
+            decays: rule.0.decays(head_dim),
         };
         let inputs = Inputs::new(shape, rule, 17 + i as u64);
         let expected = bits(&inputs.naive(&Kernels::new(1).unwrap()));
@@ -254,22 +260,32 @@ fn the_definition_is_the_gated_delta_rule() {
     let keys: Vec<Vec<f32>> = (0..n).map(|_| unit(&mut random, d)).collect();
     let queries: Vec<Vec<f32>> = (0..n).map(|_| unit(&mut random, d)).collect();
     let values: Vec<Vec<f32>> = (0..n).map(|_| random.floats(e, 1.0)).collect();
-    let rows: Vec<naive::DeltaRow<'_>> = (0..n)
-        .map(|t| naive::DeltaRow {
+    for rule in [StateRule::Difference, StateRule::Channels] {
+        let decay = |t: usize, i: usize| -0.03 * (1.0 + ((t + 5 * i) as f32).cos());
+        let decays = |t| (0..rule.decays(d)).map(|i| decay(t, i)).collect();
+        let decays: Vec<Vec<f32>> = (0..n).map(decays).collect();
+        let row = |t: usize| naive::DeltaRow {
             query: &queries[t],
             key: &keys[t],
             value: &values[t],
             step: 0.5 + 0.4 * (t as f32).sin(),
-            decay: -0.03 * (1.0 + (t as f32).cos()),
+            decays: &decays[t],
             skip: 0.0,
-        })
-        .collect();
-    let got = naive::read(StateRule::Difference, &rows);
+        };
+        is_near_the_recurrence(rule, &(0..n).map(row).collect::<Vec<_>>());
+    }
+}
+
+fn is_near_the_recurrence(rule: StateRule, rows: &[naive::DeltaRow<'_>]) {
+    let (d, e) = (rows[0].key.len(), rows[0].value.len());
+    let got = naive::read(rule, rows);
     let mut state = vec![vec![0.0f64; e]; d];
     let (mut worst, mut largest) = (0.0f64, 0.0f64);
     for (row, got) in rows.iter().zip(&got) {
-        let decay = f64::from(row.decay).exp();
-        state.iter_mut().flatten().for_each(|s| *s *= decay);
+        for (i, state) in state.iter_mut().enumerate() {
+            let decay = f64::from(row.decays[i % row.decays.len()]).exp();
+            state.iter_mut().for_each(|s| *s *= decay);
+        }
         for j in 0..e {
             let read: f64 = (0..d).map(|i| f64::from(row.key[i]) * state[i][j]).sum();
             let delta = f64::from(row.step) * (f64::from(row.value[j]) - read);

@@ -1,4 +1,4 @@
-//! DBRX's fields. Its `config.json` has its own names, some in nested objects.
+//! Names of DBRX and Kimi Linear in `config.json`, some in nested objects, and DBRX's fields.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use super::{ConfigFields, wrong_value};
 use crate::Error;
 
 /// Default name of a field, its object (empty: the root), and its name there.
-const NAMES: [(&str, &str, &str); 12] = [
+const DBRX: [(&str, &str, &str); 12] = [
     ("hidden_size", "", "d_model"),
     ("num_attention_heads", "", "n_heads"),
     ("num_hidden_layers", "", "n_layers"),
@@ -21,17 +21,37 @@ const NAMES: [(&str, &str, &str); 12] = [
     ("ffn_act_fn", "ffn_config", "ffn_act_fn"),
 ];
 
+/// The same of Kimi Linear.
+const KIMI: [(&str, &str, &str); 9] = [
+    ("max_position_embeddings", "", "model_max_length"),
+    ("num_experts_per_tok", "", "num_experts_per_token"),
+    ("n_shared_experts", "", "num_shared_experts"),
+    ("norm_topk_prob", "", "moe_renormalize"),
+    ("n_group", "", "num_expert_group"),
+    ("scoring_func", "", "moe_router_activation_func"),
+    ("linear_head_dim", "linear_attn_config", "head_dim"),
+    ("linear_num_heads", "linear_attn_config", "num_heads"),
+    (
+        "linear_conv_kernel_dim",
+        "linear_attn_config",
+        "short_conv_kernel_size",
+    ),
+];
+
 /// Order of the norm that divides the weights of the chosen experts.
 const NORMALISE: &str = "moe_normalize_expert_weights";
 
 /// Object and name of the field that other families call `name`.
 pub(super) fn place<'a, 'n>(config: &'a Value, name: &'n str) -> (&'a Value, &'n str) {
-    let is_dbrx = config.get("model_type").and_then(Value::as_str) == Some("dbrx");
-    let mut names = NAMES.iter().filter(|_| is_dbrx);
-    match names.find(|(usual, ..)| *usual == name) {
+    let names = match config.get("model_type").and_then(Value::as_str) {
+        Some("dbrx") => &DBRX[..],
+        Some("kimi_linear") => &KIMI,
+        _ => &[],
+    };
+    match names.iter().find(|(usual, ..)| *usual == name) {
         Some(&(_, "", own)) => (config, own),
-        Some(&(_, within, own)) => (&config[within], own),
-        None => (config, name),
+        Some(&(_, within, own)) if config.get(within).is_some() => (&config[within], own),
+        _ => (config, name),
     }
 }
 

@@ -81,6 +81,50 @@ impl ConfigFields<'_> {
         })
     }
 
+    /// Makes layers of Kimi delta attention.
+    pub(crate) fn set_kimi_nets(&self, config: &mut Config) -> Result<(), Error> {
+        let heads = self.size("", "linear_num_heads", 1, MAX_HEADS)?;
+        let dim = self.size("", "linear_head_dim", 1, MAX_WIDTH)?;
+        if !dim.is_multiple_of(16) {
+            let expected = "a multiple of 16";
+            return Err(wrong_value("size of a linear head", dim, expected));
+        }
+        let net = DeltaNet {
+            taps: self.size("", "linear_conv_kernel_dim", 1, MAX_TAPS as u64)?,
+            order: HeadOrder::Grouped,
+            rule: StateRule::Channels,
+        };
+        let recurrent = self.kimi_layers(config.layers.len())?;
+        let layers = config.layers.iter_mut().zip(recurrent);
+        for (layer, _) in layers.filter(|(_, recurrent)| *recurrent) {
+            *layer = LayerShape {
+                cache: LayerCache::Delta(net),
+                heads,
+                kv_heads: heads,
+                head_dim: dim,
+                value_dim: dim,
+                latent: None,
+                ..*layer
+            };
+        }
+        Ok(())
+    }
+
+    /// Whether each layer of Kimi Linear is recurrent: by the list of transformers, or by the
+    /// published one, which counts from 1.
+    fn kimi_layers(&self, layers: usize) -> Result<Vec<bool>, Error> {
+        const FIELD: &str = "linear_attn_config";
+        if let Some(said) = self.said_layers(layers)? {
+            return Ok(said);
+        }
+        let list = |object: &Value| object.get("kda_layers")?.as_array().cloned();
+        let expected = "an object with kda_layers";
+        let list = self.hf(FIELD, expected, list)?;
+        let list = list.ok_or_else(|| self.missing("", FIELD))?;
+        let has = |layer: usize| list.iter().any(|n| n.as_u64() == Some(layer as u64 + 1));
+        Ok((0..layers).map(has).collect())
+    }
+
     /// Whether each layer is a gated delta net.
     fn recurrent_layers(&self, layers: usize) -> Result<Vec<bool>, Error> {
         if let Some(said) = self.said_layers(layers)? {

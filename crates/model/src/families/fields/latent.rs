@@ -25,6 +25,7 @@ const SIGMOID: usize = 2;
 enum Kind {
     V2,
     V3,
+    Kimi,
     Glm,
     Mistral,
 }
@@ -38,6 +39,7 @@ impl ConfigFields<'_> {
         Ok(match name {
             "deepseek_v2" => Kind::V2,
             "glm4_moe_lite" => Kind::Glm,
+            "kimi_linear" => Kind::Kimi,
             "mistral4" => Kind::Mistral,
             _ => Kind::V3,
         })
@@ -220,6 +222,25 @@ impl ConfigFields<'_> {
         self.with_ungated_shared(experts)
     }
 
+    /// Refuses latent attention of Kimi Linear that turns, and experts in some layers only.
+    pub(crate) fn check_kimi(&self) -> Result<(), Error> {
+        if self.hf("mla_use_nope", "true or false", Value::as_bool)? == Some(false) {
+            return Err(wrong_value("mla_use_nope", false, "true"));
+        }
+        match self.hf("moe_layer_freq", "a number", Value::as_u64)? {
+            None | Some(1) => Ok(()),
+            Some(n) => Err(wrong_value("moe_layer_freq", n, "1")),
+        }
+    }
+
+    /// As [`latent_experts`](Self::latent_experts), of Kimi Linear. Its experts count under another
+    /// name.
+    pub(crate) fn kimi_experts(&self, config: &Config) -> Result<Experts, Error> {
+        let mut experts = self.sigmoid_experts("num_experts", config.ffn)?;
+        experts.gating = self.latent_gating(Kind::Kimi, config)?;
+        self.with_ungated_shared(experts)
+    }
+
     /// How router scores become weights: the file's field, or the default of llama.cpp and
     /// transformers.
     fn latent_gating(&self, kind: Kind, config: &Config) -> Result<Gating, Error> {
@@ -238,7 +259,7 @@ impl ConfigFields<'_> {
         }
         let (gating, name) = match kind {
             Kind::V2 | Kind::Mistral => (Gating::Softmax, "softmax"),
-            Kind::V3 | Kind::Glm => (Gating::Sigmoid, "sigmoid"),
+            Kind::V3 | Kind::Glm | Kind::Kimi => (Gating::Sigmoid, "sigmoid"),
         };
         match self.hf("scoring_func", "a string", Value::as_str)? {
             Some(other) if other != name => Err(wrong_value("scoring_func", other, name)),
@@ -300,7 +321,7 @@ impl ConfigFields<'_> {
     pub(crate) fn dense_of(&self, layers: usize) -> Result<Vec<bool>, Error> {
         let usual = match self.latent_kind()? {
             Kind::V3 => 3,
-            Kind::Glm => 1,
+            Kind::Glm | Kind::Kimi => 1,
             Kind::V2 | Kind::Mistral => 0,
         };
         let Self::Hf(json) = self else {
@@ -311,21 +332,26 @@ impl ConfigFields<'_> {
             let first = self.dense_layers(usual)?;
             return Ok((0..layers).map(|layer| layer < first).collect());
         };
-        if kinds.len() != layers {
-            let expected = format!("one for each of {layers} layers");
-            return Err(wrong_value(
-                "number of mlp_layer_types",
-                kinds.len(),
-                expected,
-            ));
-        }
-        let kind = |kind: &Value| match kind.as_str() {
-            Some("dense") => Ok(true),
-            Some("sparse") => Ok(false),
-            _ => Err(wrong_value("mlp_layer_types", kind, "dense or sparse")),
-        };
-        kinds.iter().map(kind).collect()
+        dense_of_list(kinds, layers)
     }
+}
+
+/// Whether each of `layers` layers is dense by `mlp_layer_types`.
+pub(super) fn dense_of_list(kinds: &[Value], layers: usize) -> Result<Vec<bool>, Error> {
+    if kinds.len() != layers {
+        let expected = format!("one for each of {layers} layers");
+        return Err(wrong_value(
+            "number of mlp_layer_types",
+            kinds.len(),
+            expected,
+        ));
+    }
+    let kind = |kind: &Value| match kind.as_str() {
+        Some("dense") => Ok(true),
+        Some("sparse") => Ok(false),
+        _ => Err(wrong_value("mlp_layer_types", kind, "dense or sparse")),
+    };
+    kinds.iter().map(kind).collect()
 }
 
 /// Factor of attention scores; refuses values that are not positive and finite.
