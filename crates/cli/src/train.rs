@@ -13,9 +13,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
-    Lora, Means, Method, OptimiserOptions, Report, Rule, RunInfo, RunOptions, Schedule, Sharding,
-    StepReporter, TrainOn, Trained, TrainingClass, TrainingJob, TrainingRun, TrainingWorkers,
-    WorkerOptions, measured_flops, read_metrics, svg, targets,
+    Lora, Means, Method, OptimiserOptions, Report, Rule, RunFigures, RunInfo, RunOptions, Schedule,
+    Sharding, StepReporter, TrainOn, Trained, TrainingClass, TrainingJob, TrainingRun,
+    TrainingWorkers, WorkerOptions, measured_flops, read_metrics, svg, targets,
 };
 use serde_json::json;
 
@@ -427,10 +427,12 @@ fn train(
         save_every: args.save_every,
         eval_every: args.eval_every,
         clock: &clock,
-        epoch_s: now.map_or(0.0, |now| now.as_secs_f64()) - clock(),
-        flops,
-        memory: &process::peak_memory_bytes,
         stop,
+        figures: RunFigures {
+            epoch_s: now.map_or(0.0, |now| now.as_secs_f64()) - clock(),
+            flops,
+            memory: &process::peak_memory_bytes,
+        },
     };
     let told = args.threads.map(usize::from);
     let told = told.or_else(|| all_here.then_some(threads));

@@ -36,6 +36,7 @@ use crate::data::{ExampleReader, TrainOn};
 use crate::error::Error;
 use crate::optimiser::{Optimiser, OptimiserOptions};
 use crate::order::ExampleOrder;
+use crate::run::RunOptions;
 use answers::{Answer, Answers};
 use capture::Captures;
 use network::{DraftRows, HeadNetwork, HeadShape};
@@ -66,27 +67,6 @@ pub struct DrafterJob {
     /// Most tokens of the draft vocabulary.
     pub draft_vocab: usize,
     pub optimiser: OptimiserOptions,
-}
-
-/// Execution of a run: no bit of the head depends on it.
-#[derive(Clone, Copy)]
-#[allow(
-    missing_debug_implementations,
-    reason = "functions have nothing to show"
-)]
-pub struct DrafterOptions<'a> {
-    /// Folder of everything that the run writes.
-    pub output: &'a Path,
-    /// Continue the run in the folder.
-    pub resume: bool,
-    /// Steps between checkpoints.
-    pub save_every: u64,
-    /// Steps between looks at what is held out.
-    pub eval_every: u64,
-    /// Seconds since some moment.
-    pub clock: &'a dyn Fn() -> f64,
-    /// Whether to end after the step or batch of answers under way.
-    pub stop: &'a dyn Fn() -> bool,
 }
 
 /// Events of a run.
@@ -209,7 +189,7 @@ impl DrafterRun {
     /// [`Error::Stopped`] after a request to stop; [`Error::Files`].
     pub fn train(
         &self,
-        options: DrafterOptions<'_>,
+        options: RunOptions<'_>,
         watch: &mut dyn FnMut(DrafterProgress),
     ) -> Result<DrafterReport, Error> {
         let output = options.output;
@@ -249,7 +229,7 @@ impl DrafterRun {
     /// Answers to train on, and held-out ones.
     fn answers(
         &self,
-        options: &DrafterOptions<'_>,
+        options: &RunOptions<'_>,
         watch: &mut dyn FnMut(DrafterProgress),
     ) -> Result<(Vec<Answer>, Vec<Answer>), Error> {
         let mut prompts = self.reader.read(&self.job.data, "train")?.prompts();
@@ -412,7 +392,7 @@ impl Training<'_> {
     fn steps(
         &mut self,
         (train, valid): (&[Answer], &[Answer]),
-        options: DrafterOptions<'_>,
+        options: RunOptions<'_>,
         watch: &mut dyn FnMut(DrafterProgress),
     ) -> Result<(State, [f64; 2]), Error> {
         let (output, job, network) = (options.output, &self.run.job, self.network);

@@ -81,7 +81,9 @@ pub use optimiser::{Optimiser, OptimiserOptions, Rule, Schedule};
 pub use order::ExampleOrder;
 pub use params::{Layout, Lora, ParameterSlot};
 pub use reporter::StepReporter;
-pub use run::{Report, RunInfo, RunOptions, TrainingJob, TrainingProgress, TrainingRun};
+pub use run::{
+    Report, RunFigures, RunInfo, RunOptions, TrainingJob, TrainingProgress, TrainingRun,
+};
 pub use shard::Sharding;
 pub use stage::ModelStage;
 pub use weights::{Method, targets};

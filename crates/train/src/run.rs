@@ -55,7 +55,7 @@ pub struct TrainingJob {
     pub optimiser: OptimiserOptions,
 }
 
-/// Options of execution. No bit of the result depends on them.
+/// Execution of a run, of an adapter or a draft head: no bit of the result depends on it.
 #[derive(Clone, Copy)]
 #[allow(
     missing_debug_implementations,
@@ -72,14 +72,34 @@ pub struct RunOptions<'a> {
     pub eval_every: u64,
     /// Seconds since some moment.
     pub clock: &'a dyn Fn() -> f64,
-    /// Seconds between 1970 and that moment.
+    /// Whether to end after the step under way.
+    pub stop: &'a dyn Fn() -> bool,
+    /// For the metrics of an adapter's run.
+    pub figures: RunFigures<'a>,
+}
+
+/// Figures of the machine for the metrics of a run.
+#[derive(Clone, Copy)]
+#[allow(
+    missing_debug_implementations,
+    reason = "functions have nothing to show"
+)]
+pub struct RunFigures<'a> {
+    /// Seconds between 1970 and the moment from which the clock counts.
     pub epoch_s: f64,
     /// Floating-point operations a second of what computes, all together; 0 where unknown.
     pub flops: f64,
     /// Most bytes that this process had in memory, where that is known.
     pub memory: &'a dyn Fn() -> Option<u64>,
-    /// Whether to end after the step under way.
-    pub stop: &'a dyn Fn() -> bool,
+}
+
+impl RunFigures<'_> {
+    /// For runs without metrics.
+    pub const UNKNOWN: Self = Self {
+        epoch_s: 0.0,
+        flops: 0.0,
+        memory: &|| None,
+    };
 }
 
 /// Events of a run.
@@ -429,7 +449,7 @@ impl TrainingRun {
         self.claim(output, options.resume)?;
         let mut state = self.state(output, crew)?;
         let mut metrics = Metrics::open(&output.join("metrics.jsonl"), state.step())?;
-        let now = || options.epoch_s + (options.clock)();
+        let now = || options.figures.epoch_s + (options.clock)();
         let events = EventFile::start(&output.join("tensorboard"), state.step(), now())?;
         for line in self.net.notes() {
             watch(TrainingProgress::Note { line: line.clone() });
@@ -593,7 +613,7 @@ impl TrainingRun {
                 (loss, done.norm)
             }
         };
-        let step_s = (options.clock)() - start;
+        let (step_s, figures) = ((options.clock)() - start, options.figures);
         let step = state.step();
         let looks =
             step.is_multiple_of(options.eval_every.max(1)) || step == self.job.optimiser.steps;
@@ -614,8 +634,8 @@ impl TrainingRun {
             val_ppl: val_loss.map(libm::exp),
             step_s,
             tok_s: tokens as f64 / step_s.max(1e-9),
-            flop_share: forecast::flop_share(flop, options.flops, step_s),
-            memory_bytes: (options.memory)().max(most.and_then(|most| most.memory_bytes)),
+            flop_share: forecast::flop_share(flop, figures.flops, step_s),
+            memory_bytes: (figures.memory)().max(most.and_then(|most| most.memory_bytes)),
             sent_bytes: most.map(|most| most.sent_bytes),
             nodes: crew.nodes(),
         })

@@ -17,9 +17,9 @@ use paceline_process::Program;
 use paceline_tensor::{Kernels, PAGE, storage};
 use paceline_train::remote::{FarSpec, GREETING, forward_to_worker, run_worker};
 use paceline_train::{
-    Error, Leaf, Means, Method, OptimiserOptions, Post, Report, Rule, RunOptions, Schedule,
-    Sharding, StepReporter, TrainOn, TrainableModel, TrainingClass, TrainingJob, TrainingProgress,
-    TrainingRun, TrainingWorkers, WorkerOptions, fuse, read_metrics, svg, worker,
+    Error, Leaf, Means, Method, OptimiserOptions, Post, Report, Rule, RunFigures, RunOptions,
+    Schedule, Sharding, StepReporter, TrainOn, TrainableModel, TrainingClass, TrainingJob,
+    TrainingProgress, TrainingRun, TrainingWorkers, WorkerOptions, fuse, read_metrics, svg, worker,
 };
 use paceline_weights::safetensors::Safetensors;
 use rustix::process::{Pid, Signal, kill_process};
@@ -180,11 +180,13 @@ fn train(
         save_every: 5,
         eval_every: 8,
         clock: &|| start.elapsed().as_secs_f64(),
-        epoch_s: 1.75e9,
-        flops: 1e9,
-        // Of ranks in other processes theirs counts.
-        memory: &|| peak_memory_bytes().filter(|_| at.nodes == 1),
         stop,
+        figures: RunFigures {
+            epoch_s: 1.75e9,
+            flops: 1e9,
+            // Of ranks in other processes theirs counts.
+            memory: &|| peak_memory_bytes().filter(|_| at.nodes == 1),
+        },
     };
     run.train(&mut crew, options, &mut |progress| hear(&progress, &ids))
 }
@@ -873,9 +875,6 @@ fn plain(output: &Path) -> RunOptions<'_> {
     fn zero() -> f64 {
         0.0
     }
-    fn unknown() -> Option<u64> {
-        None
-    }
     fn never() -> bool {
         false
     }
@@ -885,10 +884,11 @@ fn plain(output: &Path) -> RunOptions<'_> {
         save_every: 20,
         eval_every: 100,
         clock: &zero,
-        epoch_s: 1.75e9,
-        flops: 0.0,
-        memory: &unknown,
         stop: &never,
+        figures: RunFigures {
+            epoch_s: 1.75e9,
+            ..RunFigures::UNKNOWN
+        },
     }
 }
 

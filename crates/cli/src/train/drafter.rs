@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use paceline_train::OptimiserOptions;
 use paceline_train::drafter::{
-    DrafterJob, DrafterOptions, DrafterProgress, DrafterReport, DrafterRun, JUDGED_DEPTH,
+    DrafterJob, DrafterProgress, DrafterReport, DrafterRun, JUDGED_DEPTH,
 };
+use paceline_train::{OptimiserOptions, RunFigures, RunOptions};
 
 use super::{Args, mlx_lm};
 use crate::interrupt::Signals;
@@ -46,13 +46,14 @@ pub(super) fn run(args: &Args, model: &Path, signals: &Signals) -> anyhow::Resul
         let run = DrafterRun::open(&job, Arc::new(load::free_kernels(args.threads(1))?))?;
         let start = Instant::now();
         let clock = || start.elapsed().as_secs_f64();
-        let options = DrafterOptions {
+        let options = RunOptions {
             output,
             resume: args.resume,
             save_every: args.save_every,
             eval_every: args.eval_every,
             clock: &clock,
             stop: &|| cancel.is_cancelled(),
+            figures: RunFigures::UNKNOWN,
         };
         Ok::<_, anyhow::Error>(run.train(options, &mut |progress| {
             line(&progress).iter().for_each(print_err);
