@@ -33,8 +33,8 @@
 //!
 //! Layers of latent attention ([`LayerStore::Latent`]) keep keys alone; their first `value_dim`
 //! elements are the values. Where a lightning indexer selects positions ([`LayerStore::Indexed`]),
-//! a position's key is in two runs, `(64, value_dim)` and `(64, head_dim - value_dim)`. So reading a
-//! selected position touches no others. The indexer's own keys `(dim, 64)` follow.
+//! a position's key is in two runs, `(64, value_dim)` and `(64, head_dim - value_dim)`. So reading
+//! a selected position touches no others. The indexer's own keys `(dim, 64)` follow.
 
 mod elements;
 mod kv_type;

@@ -1,6 +1,6 @@
-//! MiniMax M3, text only. Every head has a norm, a part of it is rotated; gates are clamped as those
-//! of gpt-oss, in dense layers and shared experts too. An indexer chooses blocks of positions for
-//! each KV head; only contexts in which it chooses all of them are computed. Source:
+//! MiniMax M3, text only. Every head has a norm, and a part of it is rotated. Gates are clamped as
+//! those of gpt-oss, in dense layers and shared experts too. An indexer chooses blocks of positions
+//! for each KV head; only contexts in which it chooses all of them are computed. Source:
 //! `modeling_minimax_m3_vl.py` of transformers.
 
 use paceline_tensor::RopePairs;

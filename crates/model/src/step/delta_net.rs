@@ -7,8 +7,8 @@
 //! delta net      wide (T, H E): gates of values
 //!                step = sigmoid(W_step x)   decay = scale * softplus(W_decay x + bias)
 //!                attended (T, H, E) = norm(attended over E) * silu(gate)
-//! Kimi           W_decay and the matrix of gates are products of two each, a decay is for an element
-//!                of a key, and sigmoid is in place of silu
+//! Kimi           W_decay and the matrix of gates are products of two; each element of a key has a
+//!                decay; sigmoid in place of silu
 //! Mamba 2        step = softplus(W_step x + bias)   decay = scale * step
 //!                attended = norm(attended * silu(gate) over the heads of a group)
 //! ```

@@ -318,8 +318,8 @@ fn whole<'a>(weights: &'a PackedMatrix, out: &'a mut [f32]) -> Product<'a> {
 /// Values per call of the exponential kernel.
 const RUN: usize = 64;
 
-/// `out = activation(gate) * up`, or as [`clamped`] with a limit. `up` may be empty where there is
-/// none.
+/// `out = activation(gate) * up`, or as [`clamped`] with a limit. `up` may be empty for an
+/// activation without it.
 pub(super) fn activate(
     kernels: &Kernels,
     function: (Option<f32>, Activation),

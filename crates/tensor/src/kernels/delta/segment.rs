@@ -1,5 +1,5 @@
-//! Rows of a step that lie in one page, for one value head: what they read from the state and from
-//! the rows before them, and what they add.
+//! Rows of a step that lie in one page, for one value head. They read the state and the rows before
+//! them, and each adds a difference.
 
 use super::{CHANNELS, PAIR, ROWS, StateRule, ValueHead};
 use crate::attention::PAGE;
