@@ -364,12 +364,14 @@ impl PreparedModel {
     }
 
     /// Uses the multi-token prediction layer of the model's own files, if they have one, there is no
-    /// other draft, and all ranks compute on the CPU. Returns whether it does.
+    /// other draft, and all ranks compute on the CPU with the memory that they need. Returns whether
+    /// it does.
     ///
     /// # Errors
     /// As [`guess_with`](Self::guess_with).
     pub fn guess_with_own_layer(&mut self) -> Result<bool, Error> {
-        let is_free = self.draft.is_none() && self.options.classes.on_cpu();
+        let is_free = self.draft.is_none() && self.memory.is_none();
+        let is_free = is_free && self.options.classes.on_cpu();
         if !is_free || !NextTokenHead::is_in(&self.source, &self.config) {
             return Ok(false);
         }
@@ -1048,15 +1050,16 @@ mod tests {
 
     /// A small model over two nodes, and the bytes of its files.
     fn over_two(kind: SplitKind) -> (u64, PreparedModel) {
+        prepared("llama-rope3-sharded", KernelClass::Cpu, kind)
+    }
+
+    fn prepared(name: &str, class: KernelClass, kind: SplitKind) -> (u64, PreparedModel) {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let folder = folder.join("../../tests-data/golden/hf/llama-rope3-sharded");
+        let folder = folder.join("../../tests-data/golden/hf").join(name);
         let source = Arc::new(ModelSource::open(&folder).unwrap());
-        let ModelSource::Hf(files) = &*source else {
-            panic!("a folder");
-        };
-        let all = files.file_bytes().0;
+        let all = source.file_bytes().0;
         let options = Options {
-            classes: Classes::same(KernelClass::Cpu, 2),
+            classes: Classes::same(class, 2),
             threads: 1,
             kv: None,
             nodes: 2,
@@ -1067,6 +1070,21 @@ mod tests {
         };
         let sizes = |_: &Config| EngineConfig::single("m", 256);
         (all, PreparedModel::new(source, options, sizes).unwrap())
+    }
+
+    #[test]
+    fn a_prediction_layer_of_the_own_files_is_used_on_the_cpu() {
+        let layer = "glm4moe-bf16-mtp.gguf";
+        for (name, class, is_used) in [
+            (layer, KernelClass::Cpu, true),
+            ("qwen3next-bf16-mtp", KernelClass::CpuF32, true),
+            (layer, KernelClass::Mlx, false),
+            ("llama-rope3-sharded", KernelClass::Cpu, false),
+        ] {
+            let mut model = prepared(name, class, SplitKind::Pipeline).1;
+            assert_eq!(model.guess_with_own_layer().unwrap(), is_used, "{name} {class}");
+            assert_eq!((model.has_draft(), model.engine.drafts > 0), (is_used, is_used));
+        }
     }
 
     #[test]
