@@ -15,17 +15,32 @@
 //! Of eight sequences, one begins a page in every eighth step, and the leader alone names pages.
 //! Where all rows go to lanes, the step is submitted with [`UNKNOWN_PAGE`] for the new one. The
 //! plan that follows names it.
+//!
+//! The ranks of a tensor split exchange their largest logits, so that each has the tokens. Each then
+//! computes the next step, with its exchanges, while the leader's caller reads the tokens. All of
+//! them decide by the plans alone, so that no rank waits for another's part in vain. Memory for
+//! lanes is each rank's own, so a step that begins a page is not among them.
 
 use paceline_model::backend::StepPlan;
-use paceline_model::{Batch, BatchSequence, Logits, WindowPages, WindowPool};
+use paceline_model::{Batch, BatchSequence, Error, Logits, WindowPages, WindowPool};
 use paceline_tensor::PAGE;
 
 use super::cache::UNKNOWN_PAGE;
 use super::logits::StepLogits;
+use super::step::RankStep;
 
 /// Most steps without a step ahead after plans that differed. A schedule that never repeats its
 /// sequences pays for one step in 64.
 const PAUSE_MAX: u32 = 64;
+
+/// What a step ahead gives.
+#[derive(Debug)]
+pub(super) enum Results {
+    /// Of a step on one device, which may still compute it.
+    Logits(StepLogits),
+    /// Of a step of several ranks.
+    Ranks(RankStep),
+}
 
 /// A submitted step.
 #[derive(Debug)]
@@ -34,7 +49,8 @@ struct Submitted {
     words: Vec<u32>,
     /// Places in `words` of pages that the leader has not named yet.
     unknown: Vec<usize>,
-    logits: StepLogits,
+    /// `None` for a step of several ranks that is to be computed.
+    results: Option<Result<Results, Error>>,
 }
 
 /// The step ahead of the leader's plans.
@@ -48,23 +64,27 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    /// The logits of the plan in `words`, if its step was submitted.
-    pub(super) fn take(&mut self, words: &[u32]) -> Option<StepLogits> {
+    /// The results of the plan in `words`, if its step was submitted.
+    ///
+    /// # Errors
+    /// Those of the step, whatever its plan: the ranks' exchanges have failed.
+    pub(super) fn take(&mut self, words: &[u32]) -> Result<Option<Results>, Error> {
         let Some(submitted) = self.submitted.take() else {
             self.pause = self.pause.saturating_sub(1);
-            return None;
+            return Ok(None);
         };
+        let results = submitted.results.transpose()?;
         let mut expected = submitted.words;
         for place in submitted.unknown {
             expected[place] = words.get(place).copied().unwrap_or(UNKNOWN_PAGE);
         }
         if expected == words {
             self.next_pause = 0;
-            return Some(submitted.logits);
+            return Ok(results);
         }
         self.pause = self.next_pause;
         self.next_pause = (2 * self.next_pause + 1).min(PAUSE_MAX);
-        None
+        Ok(None)
     }
 
     pub(super) const fn is_submitted(&self) -> bool {
@@ -90,8 +110,31 @@ impl Ahead {
         self.submitted = Some(Submitted {
             words,
             unknown,
-            logits,
+            results: Some(Ok(Results::Logits(logits))),
         });
+    }
+
+    /// Notes that the ranks compute the step `next` with these tokens.
+    pub(super) fn plan(&mut self, next: &NextStep<'_>, tokens: &[u32]) {
+        self.submitted = Some(Submitted {
+            words: next.words(tokens, UNKNOWN_PAGE),
+            unknown: Vec::new(),
+            results: None,
+        });
+    }
+
+    /// The plan of the step that the ranks are to compute, if there is one.
+    pub(super) fn planned(&self) -> Option<Vec<u32>> {
+        let submitted = self.submitted.as_ref();
+        let planned = submitted.filter(|submitted| submitted.results.is_none());
+        planned.map(|submitted| submitted.words.clone())
+    }
+
+    /// Notes how the planned step ended.
+    pub(super) fn computed(&mut self, step: Result<RankStep, Error>) {
+        if let Some(submitted) = &mut self.submitted {
+            submitted.results = Some(step.map(Results::Ranks));
+        }
     }
 }
 

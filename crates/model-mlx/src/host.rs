@@ -214,12 +214,20 @@ impl<S: 'static> Host<S> {
         meanwhile: impl FnMut(),
     ) -> Result<T, Error> {
         let (sender, receiver) = channel();
-        let job: Work<S> = Box::new(move |state| {
+        self.post(move |state| {
             let _ = sender.send(work(state)); // nobody waits after a hang
-        });
-        let work = self.work.as_ref().ok_or(Error::Gone)?;
-        work.send(job).map_err(|_| Error::Gone)?;
+        })?;
         self.wait(&receiver, meanwhile)
+    }
+
+    /// Has `work` done on the thread without waiting for it. The next call waits, since work is
+    /// done in order.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] when the thread panicked.
+    pub fn post(&self, work: impl FnOnce(&mut S) + Send + 'static) -> Result<(), Error> {
+        let queue = self.work.as_ref().ok_or(Error::Gone)?;
+        queue.send(Box::new(work)).map_err(|_| Error::Gone)
     }
 
     fn wait<T>(&self, receiver: &Receiver<T>, mut meanwhile: impl FnMut()) -> Result<T, Error> {

@@ -116,6 +116,17 @@ impl StepLogits {
         Ok(tokens.transpose()?.unwrap_or_default())
     }
 
+    /// The place and the value of each row's largest logit, once they are evaluated; `None` where
+    /// more goes to the host.
+    pub(super) fn largest(&self) -> Result<Option<Vec<(u32, f32)>>, Error> {
+        let (None, Some((_, Sent::Largest(largest)))) = (&self.drawn, &self.others) else {
+            return Ok(None);
+        };
+        let (places, logits) = (largest.places.to_u32()?, largest.logits.as_f32()?);
+        let each = places.into_iter().zip(logits.iter().copied());
+        Ok((largest.places.shape()[1] == 1).then(|| each.collect()))
+    }
+
     /// Copies evaluated logits into `rows`, `(R, V)`. Returns the bytes that came from the device.
     pub(super) fn read(&self, stream: &Stream, rows: &mut Vec<f32>) -> Result<u64, Error> {
         let shape = self.all.shape();

@@ -312,11 +312,12 @@ impl Linear {
 
 #[cfg(test)]
 mod tests {
-    use paceline_mlx::{DeviceKind, Library, LibraryPaths};
+    use paceline_mlx::{DeviceKind, Library, LibraryPaths, QuantisedMode};
 
     use super::*;
 
-    /// A stack takes its own memory and that of one matrix, and has the values of all.
+    /// A stack takes its own memory and that of one matrix, and has the values of all. Matrices of
+    /// other forms are refused.
     #[test]
     fn a_stack_is_held_once() {
         let Some(library) = std::env::var_os("PACELINE_MLXC") else {
@@ -345,5 +346,23 @@ mod tests {
         let values = stack.as_f32().unwrap();
         let each = values.chunks(EACH as usize).enumerate();
         assert!({ each }.all(|(place, values)| values.iter().all(|value| *value == place as f32)));
+
+        let of_bits = |bits| {
+            let zeros = |n, dtype| stream.zeros(&[32, n], dtype).unwrap();
+            Matrix::Quantised(Quantised {
+                packed: zeros(bits, Dtype::U32),
+                scales: zeros(1, Dtype::F32),
+                biases: Some(zeros(1, Dtype::F32)),
+                group: 32,
+                bits,
+                mode: QuantisedMode::Affine,
+            })
+        };
+        let floats = || Matrix::Float(stream.zeros(&[32, 32], Dtype::F32).unwrap());
+        for parts in [[of_bits(4), of_bits(8)], [of_bits(4), floats()]] {
+            let error = Matrix::stack(&stream, &parts).unwrap_err().to_string();
+            let told = "engine mlx needs the experts or heads of a layer in one storage type";
+            assert_eq!(error, told);
+        }
     }
 }

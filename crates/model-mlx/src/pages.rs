@@ -13,8 +13,9 @@ use paceline_model::backend::{PageMemory, store};
 use paceline_model::{Error, Kinds, PersistedPage, WindowPool};
 use paceline_tensor::{KvType, PAGE};
 
+use super::MlxModel;
 use super::cache::{Cache, Kept};
-use super::{Device, MlxModel};
+use super::device::Device;
 
 /// The pages of a cache on the thread `mlx`.
 pub(super) struct DevicePages<'a> {
@@ -76,7 +77,10 @@ impl PageMemory for DevicePages<'_> {
     ) -> Result<(), Error> {
         let (kv, dtype) = wire(kv, self.model.dtype);
         let (layers, id, page) = (self.layers(page.pool, kv), self.id, *page);
-        let read = move |device: &mut Device| device.read_page(id, &layers, page, dtype);
+        let read = move |device: &mut Device| {
+            let watch = device.watch.clone();
+            watch.during_part(PAGE, || device.read_page(id, &layers, page, dtype))
+        };
         put(&self.model.host.call(read, || ())??);
         Ok(())
     }
@@ -93,15 +97,18 @@ impl PageMemory for DevicePages<'_> {
         if !get(&mut bytes) {
             return Ok(false);
         }
-        let write =
-            move |device: &mut Device| device.write_page(id, &layers, (page, dtype), &bytes);
+        let write = move |device: &mut Device| {
+            let watch = device.watch.clone();
+            watch.during_part(PAGE, || {
+                device.write_page(id, &layers, (page, dtype), &bytes)
+            })
+        };
         self.model.host.call(write, || ())??;
         Ok(true)
     }
 }
 
 impl Device {
-    /// Not watched: the times of pages say nothing of those of steps.
     fn read_page(
         &mut self,
         cache: u64,

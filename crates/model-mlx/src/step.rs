@@ -6,32 +6,35 @@
 //! sequences go through the products together; attention is by sequence.
 
 use paceline_mlx::{Array, Dtype, Mask, Stream};
-use paceline_model::backend::{Half, LayerStep};
 use paceline_model::{Batch, Error, LayerCache, LayerCut, LayerShape, LeafCut, Links};
 use paceline_tensor::RopePairs;
 
+use super::MlxModel;
 use super::cache::{Cache, Span, SpanKind};
+use super::constants::Constants;
 use super::decoding::Decoding;
 use super::exchange::{Receive, Way};
 use super::gates;
 use super::host::Watch;
 use super::logits::StepLogits;
 use super::matrix::Linear;
-use super::weights::{self, Layer, Mixer, Summed, Weights};
-use super::{Constants, MlxModel};
+use super::weights::{self, Summed, Weights};
 
 mod capped;
 mod delta_net;
 mod experts;
 mod indexer;
 mod latent;
+mod layers;
 mod output_rows;
 mod per_layer;
 mod projections;
+mod results;
 
 use delta_net::NetRows;
 pub(super) use delta_net::Triangles;
 use output_rows::OutputRows;
+pub(super) use results::RankStep;
 
 /// Queries of one sequence, `(1, heads, rows, D)`, if it has some. Its keys and values, where the
 /// layer has its own.
@@ -148,7 +151,7 @@ impl<'a> Step<'a> {
         let tokens = tokens.map_or_else(|| tokens_of(stream, batch), Ok)?;
         let (weights, constants) = (parts.weights, parts.constants);
         parts.cache.begin();
-        let rows = super::rows_in_cache(batch);
+        let rows = super::device::rows_in_cache(batch);
         let place = || parts.cache.lanes_of(stream, &rows);
         let lanes = parts.watch.during_part(batch.rows(), place)?;
         let spans = |(s, lane): (&paceline_model::BatchSequence<'_>, &Option<usize>)| {
@@ -248,89 +251,6 @@ impl<'a> Step<'a> {
         evaluated.map_err(|error| self.parts.receive.reason(error))
     }
 
-    /// Submits `logits` and the cache to the device.
-    pub(super) fn submit(&mut self, logits: &StepLogits) -> Result<(), Error> {
-        self.settle()?;
-        let cache = self.parts.cache.arrays().into_iter();
-        let all = logits.arrays().into_iter().chain(cache);
-        let submit = || self.parts.stream.submit(all);
-        Ok(self.parts.watch.during_part(self.batch.rows(), submit)?)
-    }
-
-    /// Logits of the wanted rows, where this rank has the whole head and there are some. They are
-    /// still to be evaluated.
-    pub(super) fn logits(&self) -> Result<Option<StepLogits>, Error> {
-        let model = self.parts.model;
-        if model.shard.vocab().len() < model.config.vocab {
-            return Ok(None);
-        }
-        let of = |all| StepLogits::new(self.parts.stream, all, &self.batch.requests());
-        self.head_rows()?.map(of).transpose()
-    }
-
-    /// Evaluates `logits` and the cache.
-    pub(super) fn evaluate(&mut self, logits: &StepLogits) -> Result<(), Error> {
-        // The residual too: others may still read what ranks exchanged.
-        let residual = self.residual.clone();
-        let all = logits.arrays().into_iter().chain([&residual]);
-        let all: Vec<&Array> = all.collect();
-        self.eval(&all)
-    }
-
-    /// Logits `(R, V)` of the wanted rows, of this rank's part of the vocabulary. `None` without
-    /// such rows, and at other stages than the last.
-    fn head_rows(&self) -> Result<Option<Array>, Error> {
-        let Some((norm, head)) = &self.parts.weights.head else {
-            return Ok(None);
-        };
-        let mut wanted = Vec::new();
-        self.batch.wanted(&mut wanted);
-        let (n, all) = (wanted.len(), self.residual.shape()[0] as usize);
-        if n == 0 {
-            return Ok(None);
-        }
-        let rows = if n == all {
-            self.residual.clone()
-        } else {
-            let wanted: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
-            let wanted = self.parts.stream.array_u32(&wanted, &[n as i32])?;
-            self.parts.stream.take(&self.residual, &wanted, 0)?
-        };
-        let normed = self.normed(&rows, norm)?;
-        self.capped(self.product(head, &normed)?).map(Some)
-    }
-
-    /// Ends a step without [`logits`](Self::logits). Sends the residual stream (T, C) to the next
-    /// stage, or gathers logits (R, V) with the other ranks of the last stage. Returns R at the
-    /// leader.
-    pub(super) fn finish(mut self, logits: &mut Vec<f32>) -> Result<usize, Error> {
-        if self.parts.weights.head.is_none() {
-            let rows = self.parts.stream.rows_f32(&self.residual)?;
-            self.eval(&[&rows])?;
-            let links = self.parts.model.links.as_ref();
-            let links = links.expect("an earlier stage has links");
-            let model = self.parts.model;
-            links.send_residual(&model.shard, rows.as_f32()?)?;
-            let way = Way::of_residual(self.parts.stream, model.dtype)?;
-            let bytes = rows.n_bytes() as usize * model.shard.targets().count();
-            model.exchanged.add(way, bytes);
-            return Ok(0);
-        }
-        let Some(own) = self.head_rows()? else {
-            // Alone, only keys and values are of use.
-            let residual = self.residual.clone();
-            let links = self.parts.model.links.as_ref();
-            let all: Vec<&Array> = links.map(|_| &residual).into_iter().collect();
-            self.eval(&all)?;
-            return Ok(0);
-        };
-        let own = self.parts.stream.rows_f32(&own)?;
-        // The residual too: others may still read what ranks exchanged.
-        let residual = self.residual.clone();
-        self.eval(&[&own, &residual])?;
-        self.gather(self.batch.logit_rows(), own.as_f32()?, logits)
-    }
-
     /// The norm of rows of the residual, `(rows, C)`, as the family has it.
     fn normed(&self, rows: &Array, weight: &Array) -> Result<Array, Error> {
         let (stream, config) = (self.parts.stream, &self.parts.model.config);
@@ -342,28 +262,6 @@ impl<'a> Step<'a> {
         let mean = stream.divide(&stream.sum_along(&wide, 1)?, &width)?;
         let centred = stream.astype(&stream.subtract(&wide, &mean)?, rows.dtype())?;
         Ok(stream.rms_norm(&centred, weight, config.norm_eps)?)
-    }
-
-    /// `cap * tanh(z / cap)` of logits, where the model has a cap; in f32.
-    fn capped(&self, logits: Array) -> Result<Array, Error> {
-        let stream = self.parts.stream;
-        let Some(cap) = self.parts.model.config.softcap else {
-            return Ok(logits);
-        };
-        let cap = stream.scalar(cap, Dtype::F32)?;
-        let share = stream.divide(&stream.astype(&logits, Dtype::F32)?, &cap)?;
-        Ok(stream.multiply(&cap, &stream.tanh(&share)?)?)
-    }
-
-    /// Brings the ranks' logits together at the leader.
-    fn gather(&self, rows: usize, own: &[f32], logits: &mut Vec<f32>) -> Result<usize, Error> {
-        let (shard, vocab) = (&self.parts.model.shard, self.parts.model.config.vocab);
-        let links = self.parts.model.links.as_ref();
-        let links = links.expect("a rank with a part of the vocabulary has links");
-        logits.resize(if shard.leads() { rows * vocab } else { 0 }, 0.0);
-        let mut scratch = vec![0.0; Links::logits_room(shard, rows)];
-        links.gather_logits(shard, &self.batch.extents(), own, logits, &mut scratch)?;
-        Ok(if shard.leads() { rows } else { 0 })
     }
 
     /// x (T, in) -> (T, out); of class `mlx-exact` row by row, whose bits are those of one row.
@@ -687,326 +585,4 @@ fn embed(
         return Ok(rows);
     }
     Ok(stream.multiply(&rows, &constants.embedding_scale)?)
-}
-
-impl LayerStep for Step<'_> {
-    type Layer = Layer;
-
-    fn norm(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
-        let weight = match half {
-            Half::Attention => w.attention_norm.as_ref(),
-            Half::FeedForward => w.ffn_norm.as_ref(),
-            Half::ParallelExperts => Some(&beside(w).before),
-        };
-        let weight = weight.expect("loaded for this family");
-        self.x = self.normed(&self.residual, weight)?;
-        Ok(())
-    }
-
-    fn take_residual(&mut self) -> Result<(), Error> {
-        self.x = self.residual.clone();
-        Ok(())
-    }
-
-    fn project_qkv(&mut self, w: &Layer) -> Result<(), Error> {
-        (self.query, self.key_value, self.gates) = (None, None, None);
-        let Some(own) = attention(w) else {
-            return Ok(());
-        };
-        let (shape, stream) = (self.layer().0, self.parts.stream);
-        let project = |linear: &Linear, x: &Array, dim: usize| {
-            let product = self.product(linear, x)?;
-            let rows = product.shape()[0];
-            Ok::<_, Error>(stream.reshape(&product, &[rows, -1, dim as i32])?)
-        };
-        let both = project(&own.query, &self.query_input()?, query_dim(shape))?;
-        let key_value = own.key.as_ref().map(|key| {
-            let key = project(key, &self.x, shape.head_dim)?;
-            let value = match &own.value {
-                Some(value) => project(value, &self.x, shape.value_dim)?,
-                None => key.clone(), // keys as values
-            };
-            Ok::<_, Error>([key, value])
-        });
-        self.key_value = key_value.transpose()?;
-        self.take_queries(both)
-    }
-
-    fn clamp_qkv(&mut self) -> Result<(), Error> {
-        let Some(limit) = self.parts.model.config.clamp_qkv else {
-            return Ok(());
-        };
-        let stream = self.parts.stream;
-        let key_value = self.key_value.iter_mut().flatten();
-        for x in self.query.iter_mut().chain(key_value) {
-            let low = stream.scalar(-limit, x.dtype())?;
-            let high = stream.scalar(limit, x.dtype())?;
-            *x = stream.maximum(&stream.minimum(x, &high)?, &low)?;
-        }
-        Ok(())
-    }
-
-    fn norm_heads(&mut self, w: &Layer) -> Result<(), Error> {
-        let (stream, eps) = (self.parts.stream, self.parts.model.config.norm_eps);
-        let Some(own) = attention(w) else {
-            return Ok(());
-        };
-        let keys = self.key_value.as_mut().map(|[key, _]| key);
-        let pairs = [
-            (self.query.as_mut(), &own.query_norm),
-            (keys, &own.key_norm),
-        ];
-        for (x, weight) in pairs {
-            if let (Some(x), Some(weight)) = (x, weight) {
-                *x = stream.rms_norm(x, weight, eps)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn norms_heads(&self, w: &Layer) -> bool {
-        attention(w).is_some_and(|own| own.query_norm.is_some())
-    }
-
-    fn norm_values(&mut self, w: &Layer) -> Result<(), Error> {
-        let (stream, eps) = (self.parts.stream, self.parts.model.config.norm_eps);
-        let weight = attention(w).and_then(|own| own.value_norm.as_ref());
-        if let (Some([_, value]), Some(weight)) = (&mut self.key_value, weight) {
-            *value = stream.rms_norm(value, weight, eps)?;
-        }
-        Ok(())
-    }
-
-    fn norm_projections(&mut self, w: &Layer) -> Result<(), Error> {
-        self.norm_over_heads(attention(w))
-    }
-
-    fn rotate(&mut self, _: usize) -> Result<(), Error> {
-        self.turned.clear();
-        let Some(query) = self.query.take() else {
-            return Ok(());
-        };
-        let query = self.grown(query)?;
-        let key_value = self.key_value.take();
-        self.decoded = match self.decoding() {
-            Some(decoding) => {
-                let (stream, at) = (self.parts.stream, &decoding.positions);
-                let roped = |x: &Array| self.roped_each(&decoding.turned(stream, x)?, at);
-                let both = |[key, value]: &[Array; 2]| {
-                    Ok::<_, Error>([roped(key)?, decoding.turned(stream, value)?])
-                };
-                Some(Turned {
-                    query: Some(roped(&query)?),
-                    key_value: key_value.as_ref().map(both).transpose()?,
-                })
-            }
-            None => None,
-        };
-        let (mut first, mut first_query) = (0, 0);
-        for (i, s) in self.batch.sequences.iter().enumerate() {
-            let (n, at) = (s.tokens.len() as i32, s.position as i32);
-            let queries = self.n_queries(i) as i32;
-            if !self.decoding().is_some_and(|decoding| decoding.has(i)) {
-                let own = || self.turned(&query, first_query, queries);
-                let own = || self.roped(&own()?, at + n - queries);
-                let query = (queries > 0).then(own).transpose()?;
-                let own = key_value.as_ref().map(|[key, value]| {
-                    let key = self.roped(&self.turned(key, first, n)?, at)?;
-                    Ok::<_, Error>([key, self.turned(value, first, n)?])
-                });
-                let key_value = own.transpose()?;
-                self.turned.push((i, Turned { query, key_value }));
-            }
-            first += n;
-            first_query += queries;
-        }
-        Ok(())
-    }
-
-    fn attend(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
-        let turned = std::mem::take(&mut self.turned);
-        let (stream, held) = (self.parts.stream, self.held(index));
-        let keeper = match self.layer().0.cache {
-            LayerCache::Of(of) => self.held(of),
-            _ => held,
-        };
-        let kind = self.parts.constants.span_kind_of[index];
-        for (i, own) in &turned {
-            if let Some([k, v]) = &own.key_value {
-                let span = &self.spans[*i][kind];
-                self.parts.cache.write(stream, held, span, [k, v])?;
-            }
-        }
-        let sinks = attention(w).and_then(|own| own.sinks.as_ref());
-        let decoded = self.decoded.take();
-        let decoded = decoded.map(|decoded| self.decoded_attention(decoded, keeper, sinks));
-        let of = |(i, own): &(usize, Turned)| {
-            let query = own.query.as_ref();
-            query.map(|query| self.attention(*i, keeper, query, sinks))
-        };
-        let parts = decoded.into_iter().chain(turned.iter().filter_map(of));
-        let parts = parts.collect::<Result<Vec<_>, Error>>()?;
-        self.attended = match (self.as_rows(&parts)?, self.decoding()) {
-            (Some(rows), Some(decoding)) => Some(decoding.in_order(stream, rows)?),
-            (rows, _) => rows,
-        };
-        self.keep_output_rows()
-    }
-
-    fn project_latent(&mut self, w: &Layer) -> Result<(), Error> {
-        self.latent_queries(w)
-    }
-
-    fn select_positions(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
-        self.index_rows(w, index)
-    }
-
-    fn attend_latent(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
-        self.latent_attention(w, index)?;
-        self.keep_output_rows()
-    }
-
-    fn gate_attention(&mut self, _: &Layer) -> Result<(), Error> {
-        let stream = self.parts.stream;
-        let Some(gates) = self.gates.take() else {
-            return Ok(());
-        };
-        if let Some(attended) = self.attended.take() {
-            let gates = stream.reshape(&stream.sigmoid(&gates)?, &attended.shape())?;
-            self.attended = Some(stream.multiply(&attended, &gates)?);
-        }
-        Ok(())
-    }
-
-    fn is_delta_net(&self, _: &Layer) -> bool {
-        matches!(self.layer().0.cache, LayerCache::Delta(_))
-    }
-
-    fn project_delta_net(&mut self, w: &Layer) -> Result<(), Error> {
-        self.net_rows(w)
-    }
-
-    fn delta_net(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
-        self.read_net(w, index)?;
-        self.keep_output_rows()
-    }
-
-    fn project_attention(&mut self, w: &Layer) -> Result<(), Error> {
-        let attended = self.attended.take();
-        let cut = &self.layer().1.attention;
-        self.sum(attended.as_ref(), &w.attention_output, cut)
-    }
-
-    fn norm_delta(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
-        let weight = match half {
-            Half::Attention => w.post_attention_norm.as_ref(),
-            Half::FeedForward => w.post_ffn_norm.as_ref(),
-            Half::ParallelExperts => Some(&beside(w).after),
-        };
-        let weight = weight.expect("loaded for this family");
-        let eps = self.parts.model.config.norm_eps;
-        self.delta = self.parts.stream.rms_norm(&self.delta, weight, eps)?;
-        Ok(())
-    }
-
-    fn scale_delta(&mut self) -> Result<(), Error> {
-        let scale = self.parts.model.config.residual_scale;
-        if scale != 1.0 {
-            let scale = self.parts.stream.scalar(scale, self.delta.dtype())?;
-            self.delta = self.parts.stream.multiply(&self.delta, &scale)?;
-        }
-        Ok(())
-    }
-
-    fn add_delta(&mut self) -> Result<(), Error> {
-        self.residual = self.parts.stream.add(&self.residual, &self.delta)?;
-        Ok(())
-    }
-
-    fn has_experts(&self, w: &Layer) -> bool {
-        w.experts.is_some()
-    }
-
-    fn experts(&mut self, w: &Layer) -> Result<(), Error> {
-        let own = w.experts.as_ref().expect("the family asked");
-        let part = self.expert_part(own)?;
-        self.delta = self.sum_parts(&part)?;
-        Ok(())
-    }
-
-    fn set_aside(&mut self, w: &Layer) -> Result<(), Error> {
-        let (weight, eps) = (&beside(w).dense, self.parts.model.config.norm_eps);
-        self.aside = Some(self.parts.stream.rms_norm(&self.delta, weight, eps)?);
-        Ok(())
-    }
-
-    fn add_aside(&mut self) -> Result<(), Error> {
-        if let Some(aside) = self.aside.take() {
-            self.delta = self.parts.stream.add(&self.delta, &aside)?;
-        }
-        Ok(())
-    }
-
-    fn add_per_layer(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
-        self.add_own_embeddings(w, index)
-    }
-
-    fn scale_residual(&mut self, w: &Layer) -> Result<(), Error> {
-        if let Some(scale) = &w.output_scale {
-            self.residual = self.parts.stream.multiply(&self.residual, scale)?;
-        }
-        Ok(())
-    }
-
-    fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
-        self.gate_up = match &dense(w).gate_up {
-            Some([gate, up]) => Some([self.product(gate, &self.x)?, self.product(up, &self.x)?]),
-            None => None,
-        };
-        Ok(())
-    }
-
-    fn activate(&mut self) -> Result<(), Error> {
-        let Some([gate, up]) = self.gate_up.take() else {
-            return Ok(());
-        };
-        let (gates, stream) = (&self.parts.constants.gates, self.parts.stream);
-        self.hidden = Some(gates.hidden(stream, &gate, &up)?);
-        Ok(())
-    }
-
-    fn project_down(&mut self, w: &Layer) -> Result<(), Error> {
-        let hidden = self.hidden.take();
-        let cut = self.layer().1.dense();
-        self.sum(hidden.as_ref(), &dense(w).down, cut)
-    }
-}
-
-/// Elements of a head's query, with its gate where it has one.
-const fn query_dim(shape: &LayerShape) -> usize {
-    if shape.gated {
-        2 * shape.head_dim
-    } else {
-        shape.head_dim
-    }
-}
-
-/// The weights of attention; none for a rank without heads.
-const fn attention(w: &Layer) -> Option<&weights::Attention> {
-    match &w.mixer {
-        Mixer::Attention(own) => Some(own),
-        _ => None,
-    }
-}
-
-/// # Panics
-/// If the layer has experts only.
-const fn dense(w: &Layer) -> &weights::Dense {
-    w.dense.as_ref().expect("a layer with experts only")
-}
-
-/// # Panics
-/// If the layer has no experts parallel to its feed-forward.
-const fn beside(w: &Layer) -> &weights::Beside {
-    w.beside.as_ref().expect("loaded for this family")
 }

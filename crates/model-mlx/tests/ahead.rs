@@ -7,16 +7,19 @@
 use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
+use crate::common::places::{PATIENCE, places};
 use crate::common::tiny::Tiny;
 use crate::hang::build;
 use crate::pages::Shelf;
 use crate::slow::{FILE, LOG, again};
-use crate::{apart, library, options, try_mlx};
+use crate::{apart, library, mlx_rank, options, try_mlx};
 use paceline_base::{BlockType, KernelClass, SplitMix64};
+use paceline_comm::Deadline;
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, ModelFamily, PageName,
-    PersistedPage,
+    Batch, BatchSequence, BatchSize, Compute, Config, FollowOutcome, LoadedModel, Logits,
+    ModelFamily, ModelSource, PageName, PersistedPage, Split,
 };
 use paceline_model_mlx::{MlxCounts, MlxModel};
 use paceline_tensor::PAGE;
@@ -132,10 +135,9 @@ impl Schedule {
 
 /// A schedule's largest logits, and the counts of its steps.
 fn run(model: &Arc<MlxModel>, logits: Logits) -> (Vec<Vec<(u32, u32)>>, MlxCounts) {
-    let (mut schedule, mut compute) = (Schedule::new(5), reserve(model));
+    let mut compute = reserve(model);
     let before = model.counts();
-    let steps = (0..80).map(|_| schedule.step(&mut *compute, logits));
-    let steps = steps.collect();
+    let steps = lead(&mut *compute, logits, 80);
     let now = model.counts();
     let counts = MlxCounts {
         logit_bytes: now.logit_bytes - before.logit_bytes,
@@ -143,6 +145,78 @@ fn run(model: &Arc<MlxModel>, logits: Logits) -> (Vec<Vec<(u32, u32)>>, MlxCount
         ..now
     };
     (steps, counts)
+}
+
+/// The largest logits of a schedule of so many steps.
+fn lead(compute: &mut dyn Compute, logits: Logits, steps: usize) -> Vec<Vec<(u32, u32)>> {
+    let mut schedule = Schedule::new(5);
+    (0..steps).map(|_| schedule.step(compute, logits)).collect()
+}
+
+/// The same of a tensor split over two ranks, with the counts of each.
+fn run_ranks(
+    (path, library): (&Path, &Path),
+    class: KernelClass,
+    logits: Logits,
+) -> (Vec<Vec<(u32, u32)>>, Vec<MlxCounts>) {
+    let config = Config::read(&ModelSource::open(path).unwrap()).unwrap();
+    let cut = Split::plan(&config, "tensor".parse().unwrap(), 2, &[]).unwrap();
+    std::thread::scope(|scope| {
+        let run = |place| {
+            scope.spawn(move || {
+                let model = mlx_rank(place, path, class, library);
+                let mut compute = reserve(&model);
+                let steps = if model.shard().leads() {
+                    let steps = lead(&mut *compute, logits, 40);
+                    compute.idle().unwrap();
+                    steps
+                } else {
+                    while compute.follow().unwrap() == FollowOutcome::Step {}
+                    Vec::new()
+                };
+                let deadline = Deadline::at(Instant::now() + PATIENCE);
+                model.links().unwrap().world.barrier(deadline).unwrap();
+                drop(compute); // awaits the last step ahead
+                model.links().unwrap().world.barrier(deadline).unwrap();
+                (steps, model.counts())
+            })
+        };
+        let threads: Vec<_> = places(&config, &cut).into_iter().map(run).collect();
+        let all = threads.into_iter().map(|thread| thread.join().unwrap());
+        let (steps, counts): (Vec<_>, Vec<_>) = all.unzip();
+        (steps.into_iter().flatten().collect(), counts)
+    })
+}
+
+/// Ranks of a tensor split have the tokens of a step without the leader's next plan. The schedule
+/// ends and rearranges sequences, so that some of their steps are computed in vain.
+#[test]
+fn ranks_compute_the_next_step_before_its_plan() {
+    let Some(library) = library("ranks compute the next step before its plan") else {
+        return;
+    };
+    if apart("ahead::ranks_compute_the_next_step_before_its_plan") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    // Whole products; states.
+    for (family, class) in [
+        (ModelFamily::Llama, KernelClass::MlxExact),
+        (ModelFamily::Qwen35, KernelClass::MlxF32),
+    ] {
+        Tiny::new(family, BlockType::Q8_0).write(&path);
+        let run = |logits| run_ranks((&path, &library), class, logits);
+        let ((expected, plain), (got, counts)) = (run(Logits::Last), run(Logits::Best));
+        assert!(got == expected, "{} {class}", family.name());
+        let tokens = got.iter().map(Vec::len).sum::<usize>() as u64;
+        println!("{} {class}: {tokens} tokens, {counts:?}", family.name());
+        assert!(plain.iter().all(|counts| counts.steps_ahead == 0));
+        assert_eq!(counts[0].steps_ahead, counts[1].steps_ahead);
+        assert!(counts[0].steps_ahead > 20, "{counts:?}");
+        // Those computed in vain too.
+        assert!(counts[0].logit_bytes < 2 * 8 * tokens, "{counts:?}");
+    }
 }
 
 /// The same schedule with whole logits has no step ahead.

@@ -36,12 +36,14 @@ const SHIM: &str = "PACELINE_HANG_LIBRARY";
 const NOTE: &str = "PACELINE_HANG_NOTE";
 /// The file whose presence makes it hang.
 const FILE: &str = "PACELINE_HANG";
+/// Set where it hangs before it has a cache.
+const EARLY: &str = "PACELINE_HANG_EARLY";
 
 fn variable(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)
 }
 
-/// Loads the model and runs one step, on which the device hangs.
+/// Loads the model and runs one step, on which the device hangs, if it does not hang before.
 fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
     let source = Arc::new(ModelSource::open(model)?);
     let split = Split::whole(&Config::read(&source)?);
@@ -60,8 +62,12 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
     };
     let model = MlxModel::load(source, &split, Rank(0), options, kernels(), |_, _| {})?;
     let model: Arc<dyn LoadedModel> = Arc::new(model);
+    let hang = || std::fs::write(variable(FILE).unwrap(), "").unwrap();
+    if variable(EARLY).is_some() {
+        hang();
+    }
     let mut compute = model.reserve(BatchSize::single(8, 64), 64)?;
-    std::fs::write(variable(FILE).unwrap(), "").unwrap();
+    hang();
     let sequence = BatchSequence {
         tokens: &[1, 2, 3],
         position: 0,
@@ -99,24 +105,30 @@ fn a_process_whose_device_hangs_is_ended() {
     let Some(library) = build::linked(dir.path(), &mlx, "hang.rs") else {
         return eprintln!("SKIPPED {test}: no rustc");
     };
-    let mut process = Command::new(std::env::current_exe().unwrap());
-    process.args([
-        "--exact",
-        "hang::the_process_whose_device_hangs",
-        "--nocapture",
-    ]);
-    process.env(MODEL, model).env(SHIM, library);
-    let note = dir.path().join("note");
-    process.env(FILE, dir.path().join("hang")).env(NOTE, &note);
-    let output = finish(process.stdout(Stdio::null()).stderr(Stdio::piped()));
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert!(
-        said.contains("error: ") && said.contains("evaluation"),
-        "{said}"
-    );
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    let note = std::fs::read_to_string(note).unwrap();
-    assert!(said.contains(note.trim()), "{note} of {said}");
+    for is_early in [false, true] {
+        let mut process = Command::new(std::env::current_exe().unwrap());
+        process.args([
+            "--exact",
+            "hang::the_process_whose_device_hangs",
+            "--nocapture",
+        ]);
+        process.env(MODEL, &model).env(SHIM, &library);
+        if is_early {
+            process.env(EARLY, "1");
+        }
+        let (hang, note) = (dir.path().join("hang"), dir.path().join("note"));
+        process.env(FILE, &hang).env(NOTE, &note);
+        let output = finish(process.stdout(Stdio::null()).stderr(Stdio::piped()));
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            said.contains("error: ") && said.contains("evaluation"),
+            "{said}"
+        );
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let told = std::fs::read_to_string(&note).unwrap();
+        assert!(said.contains(told.trim()), "{told} of {said}");
+        [hang, note].map(|file| std::fs::remove_file(file).unwrap());
+    }
 }
 
 /// Runs `process` to its end; kills it when that does not come.

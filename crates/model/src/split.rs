@@ -892,6 +892,11 @@ impl Shard {
         self.vocab[self.index].clone()
     }
 
+    /// Rows of the output head of each rank of the stage.
+    pub fn vocab_by_rank(&self) -> &[Range<usize>] {
+        &self.vocab
+    }
+
     /// Its part of layer `index` of the model.
     ///
     /// # Panics

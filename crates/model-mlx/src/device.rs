@@ -1,0 +1,417 @@
+//! State and steps of the thread `mlx`: the stream, the weights, and caches with their steps.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use paceline_base::{Bytes, KernelClass};
+use paceline_mlx::{Array, Dtype, Library, LibraryPaths, MemoryLimits, Stream};
+use paceline_model::backend::{PlanLimits, StepPlan, WeightReader};
+use paceline_model::{
+    Batch, BatchSequence, BatchSize, Config, Error, ModelSource, Rope, Shard, WindowPages,
+    WindowPool,
+};
+use paceline_tensor::AttentionRows;
+
+use super::ahead::{Ahead, NextStep, Results};
+use super::cache::{Cache, UNKNOWN_PAGE};
+use super::constants::Constants;
+use super::exchange::Receive;
+use super::host::Watch;
+use super::logits::StepLogits;
+use super::rank_bytes::{MlxRankBytes, cache_shape, most_fitting};
+use super::step::{Parts, RankStep, Step};
+use super::weights::{self, Loader, Weights};
+use super::{MlxModel, MlxOptions};
+
+/// Memory that MLX keeps for reuse: as much as a step takes, and not less than this. Below 64 MiB,
+/// a few layers' rows, every step would ask the system again.
+const CACHE_MIN: u64 = 64 << 20;
+
+/// State of the thread `mlx`.
+pub(super) struct Device {
+    pub(super) stream: Stream,
+    pub(super) watch: Watch,
+    pub(super) loaded: Option<(Weights, Constants)>,
+    /// Bytes that weights, cache and steps leave for lanes.
+    pub(super) room: u64,
+    pub(super) caches: HashMap<u64, Reserved>,
+}
+
+/// A cache and what steps on it need.
+pub(super) struct Reserved {
+    pub(super) cache: Cache,
+    /// See [`step::Parts::periods`].
+    pub(super) periods: Vec<Array>,
+    pub(super) receive: Receive,
+    pub(super) ahead: Ahead,
+    pub(super) size: BatchSize,
+    pub(super) pages: usize,
+    pub(super) windows: Vec<WindowPool>,
+}
+
+/// Facts of a loaded model.
+pub(super) struct Facts {
+    pub(super) dtype: Dtype,
+    pub(super) weight_bytes: Bytes,
+    pub(super) device: String,
+    pub(super) notes: Vec<String>,
+}
+
+impl Device {
+    pub(super) fn open(places: &LibraryPaths, watch: Watch) -> Result<Self, Error> {
+        let library = Library::open(places)?;
+        let stream = library.stream(library.best_device()?)?;
+        Ok(Self {
+            stream,
+            watch,
+            loaded: None,
+            room: 0,
+            caches: HashMap::new(),
+        })
+    }
+
+    pub(super) fn load(
+        &mut self,
+        source: &ModelSource,
+        config: &Config,
+        shard: &Shard,
+        options: &MlxOptions,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Facts, Error> {
+        let names = WeightReader { source, config };
+        let tied = names.is_tied()?;
+        let dtype = weights::activations(&names, config.family, options.class)?;
+        self.admit(&names, shard, options, (tied, dtype))?;
+        let loader = Loader {
+            stream: &self.stream,
+            names,
+            config,
+            shard,
+            dtype,
+            by_outputs: options.class == KernelClass::MlxExact,
+            kept: RefCell::default(),
+            nearest: RefCell::default(),
+        };
+        let (weights, weight_bytes) = loader.load(tied, progress)?;
+        let (constants, measured) = Constants::new(&self.stream, config, shard, dtype)?;
+        let notes = loader.notes().into_iter().chain(measured).collect();
+        self.loaded = Some((weights, constants));
+        let (library, device) = (self.stream.library(), self.stream.device());
+        let name = self.stream.device_name().unwrap_or_default();
+        let backend = library.backend(device)?;
+        let device = format!("mlx {} {backend} {name}", library.version());
+        Ok(Facts {
+            dtype,
+            weight_bytes,
+            device: device.trim_end().to_owned(),
+            notes,
+        })
+    }
+
+    /// Refuses what does not fit, and sets MLX's limits by what does.
+    fn admit(
+        &mut self,
+        names: &WeightReader<'_>,
+        shard: &Shard,
+        options: &MlxOptions,
+        (tied, dtype): (bool, Dtype),
+    ) -> Result<(), Error> {
+        let size = BatchSize {
+            rows: options.rows,
+            logit_rows: options.sequences,
+            sequences: options.sequences,
+            context: options.positions,
+        };
+        let planned = MlxRankBytes::of(names, shard, size, (tied, dtype))?;
+        let MlxRankBytes { weights, step, .. } = planned;
+        let cache = |positions| cache_shape(names.config, shard, (size, positions), dtype).bytes();
+        let needed = |positions| Bytes(weights.0 + cache(positions) + step.0);
+        let available = self.stream.available()?;
+        let positions = options.positions;
+        if needed(positions) > available {
+            let cache = planned.cache;
+            return Err(Error::DevicePositions {
+                positions,
+                needed: needed(positions),
+                what: format!("weights {weights}, cache {cache}, a step {step}"),
+                device: self.stream.library().backend(self.stream.device())?,
+                available,
+                fitting: most_fitting(positions, |fewer| needed(fewer) <= available),
+            });
+        }
+        self.room = available.0 - needed(positions).0;
+        Ok(self.stream.library().limit(MemoryLimits {
+            memory: available,
+            cache: Bytes(step.0.max(CACHE_MIN)),
+            wired: needed(positions),
+        })?)
+    }
+
+    /// Drops a cache once the device has computed the step ahead on it, if there is one. MLX that
+    /// computes while its process ends breaks the heap.
+    pub(super) fn forget(&mut self, cache: u64) {
+        let Some(reserved) = self.caches.remove(&cache) else {
+            return;
+        };
+        if reserved.ahead.is_submitted() {
+            let wait = || self.stream.synchronize();
+            let _ = self.watch.during_part(1, wait); // nobody reads that step, nor its error
+        }
+    }
+
+    /// Computes this rank's part of a step; the number of rows of logits.
+    pub(super) fn step(
+        &mut self,
+        model: &MlxModel,
+        cache: u64,
+        words: &[u32],
+        logits: &mut Vec<f32>,
+    ) -> Result<Option<usize>, Error> {
+        let step = |on: &OnDevice<'_>, reserved: &mut Reserved, batch: &Batch<'_>| match model
+            .shares_steps()
+        {
+            true => on.step_of_ranks(reserved, (words, batch), logits),
+            false => on.step(reserved, (words, batch), logits),
+        };
+        self.with_plan(model, (cache, words), step)
+    }
+
+    /// Computes the step that follows the last one by its plan, if this rank and the others are to
+    /// do so before the leader announces it.
+    pub(super) fn step_ahead(&mut self, model: &MlxModel, cache: u64) {
+        let reserved = self.caches.get(&cache);
+        let Some(words) = reserved.and_then(|reserved| reserved.ahead.planned()) else {
+            return;
+        };
+        let step = |on: &OnDevice<'_>, reserved: &mut Reserved, batch: &Batch<'_>| {
+            on.rank_step(reserved, batch, Vec::new())
+        };
+        let step = self.with_plan(model, (cache, &words), step);
+        let step = step.and_then(|step| step.ok_or(Error::Gone));
+        if let Some(reserved) = self.caches.get_mut(&cache) {
+            reserved.ahead.computed(step);
+        }
+    }
+
+    /// Runs `run` with the step of the plan in `words`; `None` for a plan without one.
+    fn with_plan<T>(
+        &mut self,
+        model: &MlxModel,
+        (cache, words): (u64, &[u32]),
+        run: impl FnOnce(&OnDevice<'_>, &mut Reserved, &Batch<'_>) -> Result<T, Error>,
+    ) -> Result<Option<T>, Error> {
+        let reserved = self.caches.get_mut(&cache).ok_or(Error::Gone)?;
+        let loaded = self.loaded.as_ref().ok_or(Error::Gone)?;
+        let pages = (reserved.pages, &*reserved.windows);
+        let limits = PlanLimits::new(reserved.size, pages, (model.config.vocab, 0));
+        let Some(plan) = StepPlan::read(words, &limits)? else {
+            return Ok(None);
+        };
+        let windows: Vec<WindowPages<'_>> = plan.windows(words).collect();
+        let sequences = plan.batch(words, &windows);
+        let sequences: Vec<BatchSequence<'_>> = if model.is_exact() {
+            sequences.flat_map(rows_of).collect()
+        } else {
+            sequences.collect()
+        };
+        let batch = Batch {
+            sequences: &sequences,
+        };
+        let on = OnDevice {
+            model,
+            loaded,
+            stream: &self.stream,
+            watch: &self.watch,
+        };
+        run(&on, reserved, &batch).map(Some)
+    }
+}
+
+/// The model, weights and stream of every step.
+struct OnDevice<'a> {
+    model: &'a MlxModel,
+    loaded: &'a (Weights, Constants),
+    stream: &'a Stream,
+    watch: &'a Watch,
+}
+
+impl<'a> OnDevice<'a> {
+    /// Makes the graph of a step.
+    fn graph(
+        &self,
+        reserved: &'a mut Reserved,
+        batch: &'a Batch<'a>,
+        tokens: Option<Array>,
+    ) -> Result<Step<'a>, Error> {
+        let (weights, constants) = self.loaded;
+        reserved.receive.forget();
+        let parts = Parts {
+            model: self.model,
+            weights,
+            periods: &reserved.periods,
+            constants,
+            stream: self.stream,
+            cache: &mut reserved.cache,
+            receive: &mut reserved.receive,
+            watch: self.watch,
+        };
+        let mut step = Step::new(parts, batch, tokens)?;
+        step.layers()?;
+        Ok(step)
+    }
+
+    /// Computes the step of the plan in `words`, or takes its results if it was submitted before.
+    /// Then submits the step that probably follows. Returns the rows of logits.
+    fn step(
+        &self,
+        reserved: &mut Reserved,
+        (words, batch): (&[u32], &Batch<'_>),
+        rows: &mut Vec<f32>,
+    ) -> Result<usize, Error> {
+        let ahead = match reserved.ahead.take(words)? {
+            Some(Results::Logits(logits)) => Some(logits),
+            _ => None,
+        };
+        match &ahead {
+            Some(_) => reserved.cache.name_pages(&rows_in_cache(batch)),
+            None => reserved.cache.end_lanes_before(UNKNOWN_PAGE),
+        }
+        let next = self.next(reserved, batch);
+        let is_ahead = ahead.is_some();
+        let is_submitted = is_ahead || next.is_some();
+        let counters = &self.model.counters;
+        counters.steps_ahead.add(u64::from(is_ahead));
+        let logits = match ahead {
+            Some(logits) => logits,
+            None => {
+                let mut step = self.graph(reserved, batch, None)?;
+                let Some(logits) = step.logits()? else {
+                    let done = step.finish(std::mem::take(rows))?;
+                    *rows = done.logits;
+                    return Ok(done.rows);
+                };
+                match is_submitted {
+                    true => step.submit(&logits)?,
+                    false => step.evaluate(&logits)?,
+                }
+                logits
+            }
+        };
+        let submitted = next.map(|next| self.submit(reserved, &logits, next));
+        if is_submitted {
+            let wait = || self.stream.eval(logits.arrays());
+            // The wait for a step that began earlier says nothing of the time that a step takes.
+            match is_ahead {
+                true => self.watch.during_part(batch.rows(), wait)?,
+                false => self.watch.during(batch.rows(), wait)?,
+            }
+        }
+        if let Some((next, of_next)) = submitted.transpose()?.flatten() {
+            let tokens = logits.host_tokens()?;
+            reserved.ahead.submitted(&next, &tokens, of_next);
+        }
+        let bytes = logits.read(self.stream, rows)?;
+        counters.logit_bytes.add(bytes);
+        Ok(batch.logit_rows())
+    }
+
+    /// As [`step`](Self::step), of a rank of a tensor split. The step that follows is computed by
+    /// [`step_ahead`](Device::step_ahead).
+    fn step_of_ranks(
+        &self,
+        reserved: &mut Reserved,
+        (words, batch): (&[u32], &Batch<'_>),
+        rows: &mut Vec<f32>,
+    ) -> Result<usize, Error> {
+        let done = match reserved.ahead.take(words)? {
+            Some(Results::Ranks(done)) => {
+                self.model.counters.steps_ahead.add(1);
+                done
+            }
+            _ => self.rank_step(reserved, batch, std::mem::take(rows))?,
+        };
+        let next = self
+            .next(reserved, batch)
+            .filter(|next| !next.begins_pages());
+        if let (Some(tokens), Some(next)) = (&done.tokens, next) {
+            reserved.ahead.plan(&next, tokens);
+        }
+        *rows = done.logits;
+        Ok(done.rows)
+    }
+
+    /// A step of several ranks; `rows` is memory for its logits.
+    fn rank_step(
+        &self,
+        reserved: &mut Reserved,
+        batch: &Batch<'_>,
+        rows: Vec<f32>,
+    ) -> Result<RankStep, Error> {
+        self.graph(reserved, batch, None)?.finish(rows)
+    }
+
+    /// The step that probably follows `batch`. `None` where other stages compute too.
+    fn next<'b>(&self, reserved: &Reserved, batch: &Batch<'b>) -> Option<NextStep<'b>> {
+        let is_split = self.model.links.is_some() && !self.model.shares_steps();
+        if is_split || reserved.ahead.pauses() {
+            return None;
+        }
+        let next = NextStep::after(batch, &reserved.windows, reserved.size.context)?;
+        let unknown = vec![0; next.rows()];
+        let is_in_lanes = |batch: &Batch<'_>| reserved.cache.is_in_lanes(&rows_in_cache(batch));
+        let may_begin = || next.with((&unknown, UNKNOWN_PAGE), is_in_lanes);
+        (!next.begins_pages() || may_begin()).then_some(next)
+    }
+
+    /// Submits the step `next`, whose tokens are those of `logits`; with its logits.
+    fn submit<'b>(
+        &self,
+        reserved: &mut Reserved,
+        logits: &StepLogits,
+        next: NextStep<'b>,
+    ) -> Result<Option<(NextStep<'b>, StepLogits)>, Error> {
+        let Some(tokens) = logits.tokens(self.stream)? else {
+            return Ok(None);
+        };
+        let unknown = vec![0; next.rows()];
+        let of_next = next.with((&unknown, UNKNOWN_PAGE), |batch| {
+            let mut step = self.graph(reserved, batch, Some(tokens))?;
+            let logits = step.logits()?;
+            if let Some(logits) = &logits {
+                step.submit(logits)?;
+            }
+            Ok::<_, Error>(logits)
+        })?;
+        Ok(of_next.map(|logits| (next, logits)))
+    }
+}
+
+/// Positions per radian of each pair, for each rope.
+pub(super) fn periods(stream: &Stream, ropes: &[Rope]) -> Result<Vec<Array>, Error> {
+    let of = |rope: &Rope| {
+        let periods: Vec<f32> = rope.frequencies.iter().map(|f| (1.0 / f) as f32).collect();
+        Ok(stream.array_f32(&periods, &[periods.len() as i32])?)
+    };
+    ropes.iter().map(of).collect()
+}
+
+/// Rows of a step in the pages that keep all positions.
+pub(super) fn rows_in_cache<'a>(batch: &Batch<'a>) -> Vec<AttentionRows<'a>> {
+    batch.sequences.iter().map(|s| s.rows_of(0)).collect()
+}
+
+/// Each token of a sequence as one of its own, on the same pages.
+fn rows_of(sequence: BatchSequence<'_>) -> impl Iterator<Item = BatchSequence<'_>> {
+    let last = sequence.tokens.len() - 1;
+    (0..=last).map(move |i| BatchSequence {
+        tokens: &sequence.tokens[i..=i],
+        position: sequence.position + i,
+        pages: sequence.pages,
+        windows: sequence.windows,
+        adapter: sequence.adapter,
+        logits: match i < last {
+            true => sequence.logits.before_the_last(),
+            false => sequence.logits,
+        },
+    })
+}
