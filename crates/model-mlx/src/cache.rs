@@ -24,7 +24,7 @@ mod lanes;
 
 pub(super) use delta::{DeltaPages, DeltaSizes};
 use lanes::Lanes;
-pub(super) use lanes::{LaneLimits, UNKNOWN_PAGE};
+pub(super) use lanes::{LaneLimits, Ring, RingRow, UNKNOWN_PAGE};
 
 /// mlx-lm's caches have a multiple of this many rows. By it MLX's attention on CUDA recognises
 /// them. Source: `kv_cache_step` in MLX 0.32.2's `backend/cuda/scaled_dot_product_attention.cpp`.
@@ -226,6 +226,22 @@ impl Cache {
         let held = self.arrays_mut(layer, span.view.lane);
         for (held, new) in held.iter_mut().zip(new) {
             put(stream, held, span.place(), new)?;
+        }
+        Ok(())
+    }
+
+    /// Writes a row of each decoding sequence, `(1, K, B, D)` and `(1, K, B, E)`, to the pages of
+    /// `layer`. `rows` are their places, `(1, 1, B, 1)`.
+    pub(super) fn write_rows(
+        &mut self,
+        stream: &Stream,
+        layer: usize,
+        rows: &Array,
+        new: [&Array; 2],
+    ) -> Result<(), Error> {
+        for (held, new) in self.layers[layer].rows_mut().iter_mut().zip(new) {
+            // The old handle goes away here, so that the update is done in place.
+            *held = stream.put_along(held, rows, new, 2)?;
         }
         Ok(())
     }
@@ -451,6 +467,19 @@ impl Span {
         })
     }
 
+    /// Of a decoding row that reads a ring: only where it is written in the pages.
+    pub(super) fn of_ring(rows: &AttentionRows<'_>) -> Self {
+        let view = View {
+            lane: None,
+            rows: Rows::Run(0..0),
+            mask: Seen::All,
+        };
+        Self {
+            written: runs(rows, rows.position..rows.position + rows.rows),
+            view,
+        }
+    }
+
     /// Where rows are written.
     fn place(&self) -> (usize, &[Range<usize>]) {
         (self.view.lane.unwrap_or(0), &self.written)
@@ -500,6 +529,12 @@ pub(super) fn seen(new: &Range<usize>, window: Option<usize>) -> Range<usize> {
     first..new.end
 }
 
+/// The row of the cache that holds a position of a sequence.
+pub(super) fn row_of(sequence: &AttentionRows<'_>, position: usize) -> usize {
+    let page = sequence.pages[position / PAGE - sequence.first_page] as usize;
+    page * PAGE + position % PAGE
+}
+
 /// As [`runs`], or the rows of a lane.
 fn runs_in(
     sequence: &AttentionRows<'_>,
@@ -518,8 +553,7 @@ fn runs(sequence: &AttentionRows<'_>, positions: Range<usize>) -> Vec<Range<usiz
     let mut position = positions.start;
     while position < positions.end {
         let end = positions.end.min((position / PAGE + 1) * PAGE);
-        let page = sequence.pages[position / PAGE - sequence.first_page] as usize;
-        let first = page * PAGE + position % PAGE;
+        let first = row_of(sequence, position);
         let rows = first..first + (end - position);
         match runs.last_mut() {
             Some(last) if last.end == rows.start => last.end = rows.end,

@@ -75,12 +75,12 @@ use paceline_mlx::{Dtype, LibraryPaths};
 use paceline_model::backend::PersistentCache;
 use paceline_model::{
     BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, LayerCache, LayerShape, Links,
-    LoadedModel as Loaded, ModelSource, Rope, Shard, Split,
+    LoadedModel as Loaded, ModelSource, Rope, Shard, Split, WindowPool,
 };
 use paceline_tensor::{Kernels, PAGE, StateRule};
 
 use ahead::Ahead;
-use cache::{Cache, LaneLimits, LayerSizes};
+use cache::{Cache, LaneLimits, LayerSizes, Ring};
 use compute::OnMlx;
 use counters::Counters;
 use device::{Device, Facts, Reserved, periods};
@@ -223,15 +223,29 @@ impl MlxModel {
     }
 
     /// Lanes of a cache. Class `mlx-exact` has none, since its rows are sequences of their own.
-    fn lane_limits(&self, shape: &cache::Shape, size: BatchSize) -> LaneLimits {
+    fn lane_limits(
+        &self,
+        shape: &cache::Shape,
+        (size, windows): (BatchSize, &[WindowPool]),
+    ) -> LaneLimits {
         let kinds = Kinds::new(&self.config);
-        let layers = self.shard.layers.clone().zip(&shape.layers);
+        let layers = || self.shard.layers.clone().zip(&shape.layers);
         let has_rows = |(i, (sizes, _)): (usize, &(LayerSizes, usize))| {
             let is_row = matches!(sizes, LayerSizes::Rows { .. } | LayerSizes::Latent { .. });
             is_row && kinds.of(i) == 0
         };
+        // Latent attention reads the pages that it shares with other layers by sequence.
+        let is_latent = self.config.layers.iter().any(|it| it.latent.is_some());
+        let ring = |(i, (sizes, _)): (usize, &(LayerSizes, usize))| {
+            let kind = kinds.of(i);
+            let window = windows.get(kind.checked_sub(1)?)?;
+            let back = window.back.min(size.context);
+            let has_ring = matches!(sizes, LayerSizes::Rows { .. }) && !is_latent;
+            has_ring.then_some(Ring { kind, back })
+        };
         LaneLimits {
-            layers: layers.map(has_rows).collect(),
+            layers: layers().map(has_rows).collect(),
+            rings: layers().map(ring).collect(),
             lanes: if self.is_exact() { 0 } else { size.sequences },
             bytes: 0,
         }
@@ -351,7 +365,7 @@ impl Loaded for MlxModel {
         let kinds = Kinds::new(&self.config);
         let windows = kinds.windows(kinds.pages(size, positions));
         let (pages, own) = (positions.div_ceil(PAGE), windows.clone());
-        let mut lanes = self.lane_limits(&shape, size);
+        let mut lanes = self.lane_limits(&shape, (size, &windows));
         let ropes = self.config.ropes.iter();
         let ropes: Vec<Rope> = ropes.map(|rope| rope.for_context(size.context)).collect();
         let links = self.links.clone();

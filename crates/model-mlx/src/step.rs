@@ -10,7 +10,7 @@ use paceline_model::{Batch, Error, LayerCache, LayerCut, LayerShape, LeafCut, Li
 use paceline_tensor::RopePairs;
 
 use super::MlxModel;
-use super::cache::{Cache, Span, SpanKind};
+use super::cache::{Cache, Ring, RingRow, Span, SpanKind};
 use super::constants::Constants;
 use super::decoding::Decoding;
 use super::exchange::{Receive, Way};
@@ -154,19 +154,25 @@ impl<'a> Step<'a> {
         let rows = super::device::rows_in_cache(batch);
         let place = || parts.cache.lanes_of(stream, &rows);
         let lanes = parts.watch.during_part(batch.rows(), place)?;
-        let spans = |(s, lane): (&paceline_model::BatchSequence<'_>, &Option<usize>)| {
-            let span = |of: &SpanKind| {
-                let lane = lane.filter(|_| of.kind == 0);
-                Span::new(stream, &s.rows_of(of.kind), of.window, lane)
-            };
-            constants.span_kinds.iter().map(span).collect()
-        };
-        let spans = batch.sequences.iter().zip(&lanes).map(spans);
-        let spans = spans.collect::<Result<Vec<Vec<Span>>, Error>>()?;
-        let windows = constants.span_kinds.iter().map(|kind| kind.window);
+        let with_ring = |of: &SpanKind| (*of, parts.cache.ring_of(of.kind));
+        let span_kinds: Vec<_> = constants.span_kinds.iter().map(with_ring).collect();
         let output_rows = parts.output_rows(batch, &lanes)?;
-        let lanes = (&*lanes, parts.cache.lanes());
-        let decoding = Decoding::new(stream, batch, lanes, windows)?;
+        let in_lanes = (&*lanes, parts.cache.lanes());
+        let decoding = Decoding::new(stream, batch, in_lanes, span_kinds.iter().copied())?;
+        let spans = |(i, s): (usize, &paceline_model::BatchSequence<'_>)| {
+            let is_decoded = decoding.as_ref().is_some_and(|it| it.has(i));
+            let span = |(of, ring): &(SpanKind, Option<Ring>)| {
+                let rows = s.rows_of(of.kind);
+                if ring.is_some() && is_decoded {
+                    return Ok(Span::of_ring(&rows));
+                }
+                let lane = lanes[i].filter(|_| of.kind == 0);
+                Span::new(stream, &rows, of.window, lane)
+            };
+            span_kinds.iter().map(span).collect()
+        };
+        let spans = batch.sequences.iter().enumerate().map(spans);
+        let spans = spans.collect::<Result<Vec<Vec<Span>>, Error>>()?;
         let kinds = &constants.span_kind_of[model.shard.layers.clone()];
         let end = |layer: usize| spans.iter().map(|of| of[kinds[layer]].end()).max();
         let growth = parts.cache.growth(|layer| end(layer).unwrap_or(0));
@@ -174,6 +180,10 @@ impl<'a> Step<'a> {
             let grow = || parts.cache.grow(stream, &growth);
             parts.watch.during(batch.rows(), grow)?;
         }
+        let decoded = decoding.iter().flat_map(|it| it.ring_rows(batch));
+        let decoded: Vec<RingRow<'_>> = decoded.collect();
+        let fill = || parts.cache.fill_rings(stream, &decoded);
+        parts.watch.during_part(batch.rows(), fill)?;
         let residual = match &model.links {
             Some(links) if !model.shard.embeds() => parts.residual_to_come(links, batch.rows())?,
             _ => embed(model, stream, weights, constants, &tokens)?,
@@ -459,9 +469,8 @@ impl<'a> Step<'a> {
 
     /// The decoding rows in lanes, if the layer has lanes.
     fn decoding(&self) -> Option<&Decoding> {
-        let constants = self.parts.constants;
-        let kind = constants.span_kinds[constants.span_kind_of[self.index]].kind;
-        self.decoding.as_ref().filter(|_| kind == 0)
+        let kind = self.parts.constants.span_kind_of[self.index];
+        self.decoding.as_ref().filter(|it| it.has_lanes(kind))
     }
 
     /// Attention of the decoding rows in lanes, `(lanes, H, 1, E)`, after their keys and values are
@@ -477,9 +486,12 @@ impl<'a> Step<'a> {
         let decoding = self.decoding.as_ref().expect("decoding rows were turned");
         let cache = &mut *self.parts.cache;
         if let Some([k, v]) = &key_value {
-            cache.write_lanes(stream, held, &decoding.written, [k, v])?;
+            cache.write_lanes(stream, held, decoding.written(kind), [k, v])?;
+            if let Some((rows, [k, v])) = decoding.in_pages(stream, kind, [k, v])? {
+                cache.write_rows(stream, held, rows, [&k, &v])?;
+            }
         }
-        let [k, v] = cache.read_lanes(stream, keeper, decoding.seen(kind))?;
+        let [k, v] = cache.read_lanes(stream, keeper, decoding.read(kind))?;
         let query = query.as_ref().expect("decoding rows have queries");
         self.attended_by([query, &k, &v], decoding.mask(kind), sinks)
     }

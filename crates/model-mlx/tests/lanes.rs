@@ -128,7 +128,10 @@ fn interleaved_sequences_are_one_call_of_attention() {
         ModelFamily::GptOss,   // windows and sinks
         ModelFamily::DeepSeek, // latent attention, by sequence
     ] {
-        let tiny = Tiny::new(family, BlockType::Q8_0);
+        let tiny = Tiny {
+            window: 8, // rings of 72 rows end between the decode steps
+            ..Tiny::new(family, BlockType::Q8_0)
+        };
         tiny.write(&path);
         let mut run = Interleaved::new(&path, &tiny, &library);
         let (far, read, decoded) = run.run();
@@ -138,8 +141,11 @@ fn interleaved_sequences_are_one_call_of_attention() {
         assert_eq!(read.output_rows, 3 * SEQUENCES as u64);
         assert_eq!(decoded.output_rows, (SEQUENCES * DECODED) as u64);
         if family == ModelFamily::Llama {
+            assert_eq!(read.gathers, 0);
+        }
+        if family != ModelFamily::DeepSeek {
             let layers = run.model.config().layers.len() as u64;
-            assert_eq!(read.gathers + decoded.gathers, 0);
+            assert_eq!(decoded.gathers, 0);
             assert_eq!(decoded.attentions, layers * DECODED as u64);
         }
     }

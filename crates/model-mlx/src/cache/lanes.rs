@@ -12,6 +12,8 @@
 //! New rows go to the lane alone. They are copied to their pages before another sequence or a page
 //! store reads these, and before the lane gets another sequence. A write to a page ends every other
 //! lane in front of it.
+//!
+//! Layers with a window have [rings] instead.
 
 use std::ops::Range;
 
@@ -20,6 +22,10 @@ use paceline_model::Error;
 use paceline_tensor::{AttentionRows, PAGE};
 
 use super::{Cache, put, rows_of, runs};
+
+mod rings;
+
+pub(crate) use rings::{Ring, RingRow};
 
 /// Rows by which lanes grow at least, as mlx-lm's caches do.
 const GROWTH: usize = 256;
@@ -39,6 +45,8 @@ pub(crate) const UNKNOWN_PAGE: u32 = u32::MAX;
 pub(crate) struct LaneLimits {
     /// Whether each layer has lanes: those with the pages that keep all positions.
     pub(crate) layers: Vec<bool>,
+    /// The rings of each layer, if it has some.
+    pub(crate) rings: Vec<Option<Ring>>,
     pub(crate) lanes: usize,
     /// Bytes of all lanes.
     pub(crate) bytes: u64,
@@ -48,7 +56,7 @@ pub(crate) struct LaneLimits {
 #[derive(Debug, Default)]
 pub(super) struct Lanes {
     limits: LaneLimits,
-    /// Of each layer, `(lanes, heads, rows, D)` for each of its arrays of pages.
+    /// Of each layer, `(lanes, heads, rows, D)` for each of its arrays of pages, or rings.
     arrays: Vec<Vec<Array>>,
     /// Rows of a lane. The last one is of no position.
     rows: usize,
@@ -70,6 +78,8 @@ struct Lane {
     kept: usize,
     /// The last step with rows of it.
     used: u64,
+    /// Positions in front of which its rings have all that a row sees; `None` where these are old.
+    ring: Option<usize>,
 }
 
 impl Lane {
@@ -92,6 +102,7 @@ impl Lane {
             self.pages.truncate(at);
             self.end = self.end.min(at * PAGE);
             self.kept = self.kept.min(self.end);
+            self.ring = None;
         }
     }
 
@@ -284,7 +295,8 @@ impl Cache {
         let ample = needed.max(if needed > rows { rows + rows / 2 } else { rows });
         let sizes = [ample.next_multiple_of(GROWTH), needed.max(rows)];
         let sizes = sizes.map(|rows| rows_of(rows.div_ceil(PAGE)));
-        let fits = |rows: &usize| self.lane_bytes() * (n * rows) as u64 <= self.lanes.limits.bytes;
+        let bytes = |rows: usize| (self.lane_bytes() * rows as u64 + self.ring_bytes()) * n as u64;
+        let fits = |rows: &usize| bytes(*rows) <= self.lanes.limits.bytes;
         let Some(rows) = sizes.into_iter().find(fits) else {
             return Ok(false);
         };
@@ -341,11 +353,15 @@ impl Cache {
                 self.lanes.arrays[layer].push(new);
             }
         }
+        let is_same = n == self.lanes.lanes.len() && from.iter().copied().eq(0..n);
         let lanes = from.iter().map(|lane| self.lanes.lanes[*lane].clone());
         let mut lanes: Vec<Lane> = lanes.collect();
         lanes.resize_with(n, Lane::default);
         (self.lanes.lanes, self.lanes.rows) = (lanes, rows);
-        Ok(())
+        match is_same {
+            true => Ok(()),
+            false => self.make_rings(stream),
+        }
     }
 
     /// Gives memory back where at most half of the lanes had rows lately.
@@ -553,6 +569,7 @@ mod tests {
             let mut cache = Cache::new(&stream, &shape).unwrap();
             cache.allow_lanes(LaneLimits {
                 layers: vec![true],
+                rings: vec![None],
                 lanes: 4,
                 bytes: u64::MAX,
             });
