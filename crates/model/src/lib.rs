@@ -82,4 +82,4 @@ pub use step::{
     Batch, BatchSequence, BatchSize, ForbiddenTokens, Logits, TokenDraw, TopLogits, WindowPages,
     Workspace,
 };
-pub use streaming::{MemoryLimit, StreamCounts, disk_rate};
+pub use streaming::{MemoryLimit, StreamCounts, read_sample};

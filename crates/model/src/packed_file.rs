@@ -27,8 +27,6 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, hex, lock};
 use paceline_tensor::pool::DisjointMut;
@@ -48,13 +46,6 @@ pub(crate) const BLOCK: usize = 4096;
 
 /// Bytes that a task reads and hashes: 128 KiB to 4 MiB read an NVMe disk at the same rate.
 pub(crate) const PIECE: usize = 1 << 20;
-
-/// Longest wait for a file that another process writes and that does not grow: a matrix takes
-/// seconds to pack at most, and the last flush of a full disk cache some ten.
-const BUSY_LIMIT: Duration = Duration::from_secs(60);
-
-/// Time between two looks at such a file.
-const BUSY_EVERY: Duration = Duration::from_millis(200);
 
 /// Name of the file that has the model's path.
 const MODEL: &str = "model";
@@ -165,22 +156,11 @@ impl PackedFile {
         }
     }
 
-    /// As [`open`](Self::open), for a model that cannot do without the file. Waits for another
-    /// process that writes it, as long as it grows.
-    pub fn open_streamed(folder: &Path, model: &Path, shard: &str, stamp: &str) -> Self {
-        let (mut last, mut since) = (0, Instant::now());
-        loop {
-            let opened = Self::open(folder, model, shard, stamp);
-            let is_busy = matches!(lock(&opened.state).fault, Some(PackedFault::Busy { .. }));
-            let size = fs::metadata(part_of(&opened.path)).map_or(0, |facts| facts.len());
-            if size != last {
-                (last, since) = (size, Instant::now());
-            }
-            if !is_busy || since.elapsed() >= BUSY_LIMIT {
-                return opened;
-            }
-            thread::sleep(BUSY_EVERY);
-        }
+    /// Bytes of the file so far, if another process writes it.
+    pub fn busy_bytes(&self) -> Option<u64> {
+        let is_busy = matches!(lock(&self.state).fault, Some(PackedFault::Busy { .. }));
+        let bytes = || fs::metadata(part_of(&self.path)).map_or(0, |facts| facts.len());
+        is_busy.then(bytes)
     }
 
     /// Has layers and experts stay on the disk, for [`Model::load_streamed`].

@@ -30,24 +30,18 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use paceline_base::{Bytes, lock};
 
-use budget::Division;
 pub(crate) use budget::ProcessMemory;
+use budget::{AHEAD, Division};
 pub use budget::{MemoryLimit, StreamCounts};
-pub use disk::disk_rate;
-use disk::{Aligned, open_direct};
+pub use disk::read_sample;
+use disk::{Aligned, READERS, open_direct};
 
 use crate::Error;
 use crate::packed_file::{BLOCK, Hash, PIECE, StreamedMatrix};
-
-/// Reads under way at a time: an NVMe disk has its full rate from 8 to 16 reads of 1 MiB on.
-const READERS: usize = 16;
-
-/// Layers read ahead of the one that computes.
-const AHEAD: usize = 2;
 
 /// Longest wait for a unit. A slow disk reads 100 MB/s, a layer of 405B in 4 bits has 1.6 GB.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -471,23 +465,25 @@ impl Shared {
         &self,
         mut ready: impl FnMut(&mut State) -> Option<T>,
     ) -> Result<(MutexGuard<'_, State>, T), Error> {
-        let until = Instant::now() + PATIENCE;
-        let mut state = lock(&self.state);
-        loop {
-            if let Some(reason) = &state.failed {
-                return Err(failed(&self.path, reason.clone()));
+        let mut got = None;
+        let waits = |state: &mut State| {
+            got = match state.failed {
+                Some(_) => None,
+                None => ready(state),
+            };
+            got.is_none() && state.failed.is_none()
+        };
+        let waited = self
+            .arrived
+            .wait_timeout_while(lock(&self.state), PATIENCE, waits);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        match got {
+            Some(got) => Ok((state, got)),
+            None => {
+                let late = || format!("no answer in {} s", PATIENCE.as_secs());
+                let reason = state.failed.get_or_insert_with(late).clone();
+                Err(failed(&self.path, reason))
             }
-            if let Some(ready) = ready(&mut state) {
-                return Ok((state, ready));
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let reason = format!("no answer in {} s", PATIENCE.as_secs());
-                state.failed = Some(reason.clone());
-                return Err(failed(&self.path, reason));
-            }
-            let waited = self.arrived.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

@@ -507,7 +507,7 @@ impl PreparedModel {
         let Bytes(all) = self.memory?;
         Some(StreamFacts {
             memory: Bytes(all / u64::from(self.options.nodes.max(1))),
-            disk: paceline_model::disk_rate(&self.packed.as_ref()?.model)?,
+            disk: read as f64 / began.elapsed().as_secs_f64(),
         })
     }
 
@@ -668,8 +668,8 @@ impl PreparedModel {
             threads: self.options.threads,
             kv: self.options.kv,
             backend: self.options.backend,
-            engine: self.engine.clone(),
             memory: self.memory,
+            engine: self.engine.clone(),
             cuts,
             first,
             forecast: self.forecast.clone(),
@@ -735,8 +735,8 @@ impl PreparedModel {
             captures: &self.captures(),
             packed: self.packed.as_ref(),
         };
-        let model = wanted.load(None, Arc::clone(&kernels), progress)?;
             memory: self.memory,
+        let model = wanted.load(None, Arc::clone(&kernels), progress)?;
         let (device, weights) = (model.device(), model.weight_bytes());
         let mut engine = Engine::new(model, tokenizer, self.engine.clone())?;
         if let Some(draft) = self.draft.take() {

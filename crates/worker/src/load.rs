@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_engine::EngineConfig;
@@ -15,6 +17,13 @@ use tracing::warn;
 
 use crate::stamp::WeightsStamp;
 
+/// Longest wait for a file that another process writes and that does not grow. A matrix takes
+/// seconds to pack at most, and the last flush to a disk some ten.
+const BUSY_LIMIT: Duration = Duration::from_secs(60);
+
+/// Time between two looks at such a file.
+const BUSY_EVERY: Duration = Duration::from_millis(200);
+
 /// Where packed weights are kept on disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackedPlace {
@@ -26,14 +35,28 @@ pub struct PackedPlace {
 
 impl PackedPlace {
     /// The file of a shard; `None` if the model's files cannot be looked at.
-    fn open(&self, shard: &str, streams: bool) -> Option<PackedFile> {
+    fn open(&self, shard: &str) -> Option<PackedFile> {
         let stamp = WeightsStamp::read(&self.model).ok()?;
         let stamp = format!("{stamp:?}");
-        let open = match streams {
-            true => PackedFile::open_streamed,
-            false => PackedFile::open,
-        };
-        Some(open(&self.folder, &self.model, shard, &stamp))
+        Some(PackedFile::open(&self.folder, &self.model, shard, &stamp))
+    }
+
+    /// As [`open`](Self::open), for a model that cannot do without the file. Waits for another
+    /// process that writes it, as long as it grows.
+    fn open_streamed(&self, shard: &str) -> Option<PackedFile> {
+        let (mut last, mut since) = (0, Instant::now());
+        loop {
+            let packed = self.open(shard)?;
+            let Some(bytes) = packed.busy_bytes() else {
+                return Some(packed);
+            };
+            if bytes != last {
+                (last, since) = (bytes, Instant::now());
+            } else if since.elapsed() >= BUSY_LIMIT {
+                return Some(packed);
+            }
+            thread::sleep(BUSY_EVERY);
+        }
     }
 }
 
@@ -118,8 +141,11 @@ impl ShardSpec<'_> {
         let (split, rank) = (self.split, self.rank);
         let (part, options) = ((split, rank), LoadOptions { class: self.class });
         let shard = split.shard(&Config::read(self.source)?, rank);
-        let (name, streams) = (format!("{} {shard:?}", self.class), self.memory.is_some());
-        let packed = self.packed.and_then(|place| place.open(&name, streams));
+        let name = format!("{} {shard:?}", self.class);
+        let packed = self.packed.and_then(|place| match self.memory {
+            Some(_) => place.open_streamed(&name),
+            None => place.open(&name),
+        });
         match (packed, self.memory) {
             (Some(packed), Some(memory)) => {
                 let (options, limit) = ((options, packed), MemoryLimit::Process(memory));

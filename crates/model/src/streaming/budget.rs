@@ -4,7 +4,8 @@ use std::fs;
 
 use paceline_base::Bytes;
 
-use super::AHEAD;
+/// Layers read ahead of the one that computes.
+pub(super) const AHEAD: usize = 2;
 
 /// The most memory of a model that streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
