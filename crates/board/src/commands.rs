@@ -13,7 +13,6 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 
 use paceline_auth::keys::{self, KeyInfo, KeyRole, Keys};
-use paceline_base::CallbackError;
 use paceline_base::{Bytes, CallbackError, KernelClass};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;

@@ -156,9 +156,10 @@ impl Model {
         Ok(model)
     }
 
-    /// As [`load_packed`](Self::load_packed), with at most `memory` bytes of weights in memory. What
-    /// does not fit is read from `packed` while steps compute; the bits are the same. Embeddings,
-    /// which are mapped, do not count.
+    /// As [`load_packed`](Self::load_packed), within `limit`. Layers and experts are read from
+    /// `packed` while steps compute, and stay in memory as far as the limit allows; the bits are
+    /// the same. Memory for steps must be [reserved](crate::LoadedModel::reserve) before a step.
+    /// This process gets no huge pages from now on, since a dropped part of one stays in memory.
     ///
     /// # Errors
     /// As [`load`](Self::load); [`Error::Packed`] where `packed` cannot be written or read,
@@ -174,9 +175,9 @@ impl Model {
         kernels: Arc<Kernels>,
         progress: impl FnMut(usize, usize),
     ) -> Result<Self, Error> {
+        memory::use_small_pages();
         let (config, packed) = (Config::read(source)?, packed.streamed());
         let options = (options, Some(&packed));
-        memory::use_small_pages();
         let mut model = Self::load_part(source, config, part, options, kernels, progress)?;
         packed.finish();
         if let Some(fault) = packed.take_fault() {
@@ -233,11 +234,11 @@ impl Model {
         let mut layers = Vec::new(); // grows with the contents, not the claimed count
         for i in shard.layers.clone() {
             layers.push(loader.layer(i)?);
-            progress(layers.len(), n + 1);
-        }
             if let Some(fault) = packed.and_then(PackedFile::streaming_fault) {
                 return Err(fault.into());
             }
+            progress(layers.len(), n + 1);
+        }
         let tied = loader.names.is_tied()?;
         let head = || Ok::<_, Error>((loader.output_norm()?, loader.output(tied)?));
         let head = shard.has_head().then(head).transpose()?;

@@ -35,6 +35,9 @@ pub enum Error {
     SameAdapter { name: String },
     #[error("adapters beside a model need nodes that compute on the CPU, and MLX computes here")]
     AdapterOnMlx,
+    /// Something that keeps all of its weights in memory, where a limit is set.
+    #[error("a limit of memory is for a model without {part}, whose weights would be beyond it")]
+    Unlimited { part: &'static str },
     #[error("{reason}")]
     RankFailed {
         /// The rank that caused it.

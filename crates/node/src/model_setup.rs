@@ -210,13 +210,26 @@ impl PreparedModel {
     /// not fit are read from packed ones on disk while steps compute.
     ///
     /// # Errors
-    /// [`Error::Model`] where a node computes on MLX.
+    /// [`Error::Model`] where a node computes on MLX, [`Error::Unlimited`] with a draft model or
+    /// prefill nodes.
     pub fn limit_memory(&mut self, memory: Bytes) -> Result<(), Error> {
         if !self.options.classes.on_cpu() {
             return Err(paceline_model::Error::StreamEngine { engine: "mlx" }.into());
         }
         self.memory = Some(memory);
-        Ok(())
+        self.check_limit()
+    }
+
+    /// Checks that nothing is beyond a limit of memory.
+    fn check_limit(&self) -> Result<(), Error> {
+        let parts = [
+            ("prefill nodes", self.prompts.is_some()),
+            ("a draft model", self.draft.is_some()),
+        ];
+        match parts.into_iter().find(|(_, is_there)| *is_there) {
+            Some((part, _)) if self.memory.is_some() => Err(Error::Unlimited { part }),
+            _ => Ok(()),
+        }
     }
 
     /// Whether packed weights are kept on disk.
@@ -308,7 +321,7 @@ impl PreparedModel {
             packed: None,
             memory: None,
         }));
-        Ok(())
+        self.check_limit()
     }
 
     /// Checks that every decode rank can get its part of pages from ranks by the split `givers`.
@@ -360,7 +373,7 @@ impl PreparedModel {
             tokenizer,
             captures: captures.unwrap_or_default(),
         });
-        Ok(())
+        self.check_limit()
     }
 
     /// Uses the multi-token prediction layer of the model's own files, if they have one, there is no
@@ -489,28 +502,29 @@ impl PreparedModel {
         }
         let setting = self.setting(self.options.probed);
         let forecast = Forecast::new(home, setting, nodes, kernels).ok();
-        self.forecast = forecast.map(|forecast| Arc::new(Mutex::new(forecast)));
-        self.steers = nodes > 1 && self.options.kind == SplitKind::Auto;
         let forecast = forecast.map(|mut forecast| {
             self.stream().map(|facts| forecast.stream(facts));
             forecast
         });
+        self.forecast = forecast.map(|forecast| Arc::new(Mutex::new(forecast)));
+        self.steers = nodes > 1 && self.options.kind == SplitKind::Auto;
         let cuts = self.cuts();
         self.cut = cuts[best(&cuts)].clone();
         self.steers &= self.draft.is_none() && !self.follows;
     }
 
-    /// Replaces the initial split by another of `predicted` where answers show that it is slower.
-    /// Each has its decode tokens a second; without the initial split among them nothing changes.
     /// The memory of each rank, all on this machine, and the rate of the disk with the model.
     fn stream(&self) -> Option<StreamFacts> {
-        let Bytes(all) = self.memory?;
+        let (Bytes(all), began) = (self.memory?, Instant::now());
+        let read = paceline_model::read_sample(&self.packed.as_ref()?.model)?;
         Some(StreamFacts {
             memory: Bytes(all / u64::from(self.options.nodes.max(1))),
             disk: read as f64 / began.elapsed().as_secs_f64(),
         })
     }
 
+    /// Replaces the initial split by another of `predicted` where answers show that it is slower.
+    /// Each has its decode tokens a second; without the initial split among them nothing changes.
     /// A split with more exchanges is no candidate: slow networks and busy machines make it slower
     /// still, against any prediction. Prefill nodes and draft models fix the split.
     pub fn steer_among(&mut self, predicted: &[(SplitKind, f64)]) {
@@ -585,14 +599,14 @@ impl PreparedModel {
             }
         }
         for cut in &mut cuts {
-            cut.placement.successors.clone_from(&self.successors);
-        }
             if let Some(streamed) = forecast
                 .as_ref()
                 .and_then(|it| it.streamed(&self.config, cut))
             {
                 cut.placement = streamed;
             }
+            cut.placement.successors.clone_from(&self.successors);
+        }
         cuts
     }
 
@@ -667,8 +681,8 @@ impl PreparedModel {
             classes: self.options.classes.each().to_vec(),
             threads: self.options.threads,
             kv: self.options.kv,
-            backend: self.options.backend,
             memory: self.memory,
+            backend: self.options.backend,
             engine: self.engine.clone(),
             cuts,
             first,
@@ -734,8 +748,8 @@ impl PreparedModel {
             adapters: &read_all(&self.adapters, &self.config)?,
             captures: &self.captures(),
             packed: self.packed.as_ref(),
-        };
             memory: self.memory,
+        };
         let model = wanted.load(None, Arc::clone(&kernels), progress)?;
         let (device, weights) = (model.device(), model.weight_bytes());
         let mut engine = Engine::new(model, tokenizer, self.engine.clone())?;
