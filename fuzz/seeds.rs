@@ -134,7 +134,10 @@ const TEXTS: [(&str, &str); 38] = [
       \"receptacle_1_tag\":{\"receptacle_id_key\":\"1\"},\"_items\":[{\"domain_uuid_key\":\"B\"}]}]}\n\
       \x1etoken hardware\nHardware Port: Thunderbolt 1\nDevice: en2\n",
     ),
-    ("launch_hosts/frames", "\x01\n\0\0\0{\"port\":1}\x04\x02\0\0\0no"),
+    (
+        "launch_hosts/frames",
+        "\x01\n\0\0\0{\"port\":1}\x04\x02\0\0\0no",
+    ),
     ("launch_hosts/output", "ready\n\x1etoken 7\nplain\r\n"),
     (
         "markdown/parts",
