@@ -14,6 +14,9 @@
 //! beyond the loaded rows is reported and never answered. The text is checked and written anew as
 //! by [`function`](crate::ScalarFunction).
 
+#[cfg(test)]
+mod tests;
+
 use std::fmt::Write as _;
 
 use naga::back::wgsl::{WriterFlags, write_string};
@@ -216,16 +219,18 @@ fn {name}(row: i32, column: i32) -> f32 {{
 fn check(text: &str, columns: Vec<u32>) -> Result<BlockFunction, String> {
     let whole = format!("{text}{}", declarations(&columns));
     let module = parse_str(&whole).map_err(|error| one_line(&error.emit_to_string(&whole)))?;
+    let globals = module.global_variables.len();
+    let own = 3 + columns.len();
     let none = [
         ("entry points", module.entry_points.len()),
-        (
-            "variables",
-            module.global_variables.len() - 3 - columns.len(),
-        ),
+        ("variables", globals.saturating_sub(own)),
         ("overrides", module.overrides.len()),
     ];
     if let Some((what, got)) = none.into_iter().find(|(_, got)| *got > 0) {
         return Err(format!("{got} {what} beside the functions, expected none"));
+    }
+    if globals < own {
+        return Err("its last comment has no end".to_owned());
     }
     let loops = contents(&module)?;
     let results = results(&module)?;

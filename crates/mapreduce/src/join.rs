@@ -5,8 +5,8 @@
 //! The values of each key are reduced as by [`groupby`](crate::groupby); sums are exact. The left
 //! table is cut into parts; the right one is in the memory of each process.
 //!
-//! A graphics processor orders the rows of both tables by parts of the keys' hashes, so that the
-//! lookups of a partition stay in a cache. The order of rows changes no bit.
+//! A graphics processor partitions the rows of both tables by the keys' hashes: the lookups of a
+//! partition stay in a cache. The order of rows changes no bit.
 
 use std::ops::Range;
 
@@ -31,14 +31,14 @@ const ROWS_WORTH: usize = 1 << 12;
 /// The right table of a join: rows by key.
 #[derive(Debug)]
 pub(crate) struct RightTable {
-    /// Slots by hash, open addressing: the first row behind 0 that is free, and the number of rows.
+    /// Keys and their rows by hash, open addressing. A slot without rows is free.
     slots: Vec<(i64, Range<u32>)>,
     /// Values of the rows, those of a key together.
     values: Vec<f64>,
 }
 
 impl RightTable {
-    /// Reads the table. Memory: its rows twice, and 48 bytes for each key.
+    /// Reads the table. Memory: up to 92 bytes a row, of which 72 stay.
     ///
     /// # Errors
     /// [`Error::File`]; [`Error::Right`] with more than 2^31 rows.
