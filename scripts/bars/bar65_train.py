@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Bars of training: bar65_train.py PACELINE memory|stages|torch [--rows N] [--tokens N] [--layers N]
 
-A llama of 30 million numbers (17 layers of width 384), trained whole.
+A llama of 30 million numbers (17 layers of width 384), trained whole, with `stages` by adapters.
 memory  most resident bytes of every rank, `--shard all`, 1 to 4 ranks; bytes sent over ZeRO's
 stages  seconds of a step over two stages against one process, one thread each
 torch   processor seconds of a step against PyTorch's, one thread; needs torch and transformers
-Prints one JSON object. Only `memory` counts on a machine that does other things.
+Prints one JSON object. `memory` alone counts on a machine that does other things.
 """
 
 import argparse
@@ -109,9 +109,9 @@ class Peaks(threading.Thread):
             time.sleep(0.02)
 
 
-def train(paceline, home, model, data, steps, *more):
+def train(paceline, home, model, data, steps, *more, method="full"):
     output = home / f"out-{time.monotonic_ns()}"
-    command = [paceline, "train", model, "--data", data, "--output", output, "--method", "full",
+    command = [paceline, "train", model, "--data", data, "--output", output, "--method", method,
                "--lr", "1e-3", "--steps", str(steps), "--local", "--json", "--threads", "1", *more]
     child = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True,
                              env={**os.environ, "PACELINE_HOME": str(home / "home")})
@@ -146,7 +146,8 @@ def memory(args, home, model, data, numbers):
 def stages(args, home, model, data, _):
     report = {}
     for name, more in (("one", []), ("two", ["--nodes", 2, "--stages", 2])):
-        done = train(args.paceline, home, model, data, 6, "--batch", args.rows, *more)
+        done = train(args.paceline, home, model, data, 6, "--batch", args.rows, *more,
+                     method="lora")
         times = [m["step_s"] for m in done["metrics"]][1:]
         report[name] = {"digest": done["digest"], "step_s": median(times)}
     report["times"] = round(report["one"]["step_s"] / report["two"]["step_s"], 3)

@@ -443,13 +443,18 @@ impl TrainableModel {
             let [norm, head] = &mut grads;
             let at = (pass.x.as_slice(), leaf.targets.as_slice());
             let (loss, d) = self.head(params, at, weight, Some([norm, head]))?;
-            pass.balance = self.balance * leaf.judged() as f32 * weight;
+            pass.balance = self.balance_of(leaf, judged);
             pass.x = d;
             losses.push(loss);
             done([norm, head]);
             grads.iter_mut().for_each(|grads| grads.fill(0.0));
         }
         Ok(losses)
+    }
+
+    /// The part of a leaf in the routers' auxiliary loss of a step: that of its judged tokens.
+    fn balance_of(&self, leaf: &Leaf, judged: u64) -> f32 {
+        self.balance * leaf.judged() as f32 / judged as f32
     }
 
     /// Goes one layer back, the last one first, whose values are `params`.
@@ -494,7 +499,7 @@ impl TrainableModel {
         let (parts, mut loss) = (self.parts(), 0.0);
         if let Some(dy) = dy {
             pass.x = dy;
-            pass.balance = self.balance * leaf.judged() as f32 / judged as f32;
+            pass.balance = self.balance_of(leaf, judged);
         } else {
             let mut add = |own: [&[f32]; 2]| {
                 for (part, own) in [parts.norm(), parts.head()].into_iter().zip(own) {

@@ -300,6 +300,17 @@ fn stages_give_the_bytes_of_one_process() {
             "{count} workers, {stages} stages"
         );
     }
+    // Experts whose routers have a loss of their own, all weights of them.
+    job.trained = trained("qwen3moe-bf16", Method::Full);
+    (job.trained.balance, job.optimiser.steps) = (0.1, 2);
+    let (one, two) = (folder.path().join("experts"), folder.path().join("stages"));
+    train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
+    let at = Where {
+        stages: 2,
+        ..nodes(2)
+    };
+    train(&job, at, &two, (false, &|| false), |_, _| {}).unwrap();
+    assert!(result(&one) == result(&two), "stages of experts");
     let at = Where {
         stages: 9,
         ..nodes(2)
