@@ -14,7 +14,7 @@ from common31 import *
 
 ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 ap.add_argument("binary"); ap.add_argument("--only", default="gpu,matmul,join,sort"); ap.add_argument("--rows", type=int, default=10**8)
-ap.add_argument("--kill", action="store_true"); ap.add_argument("--side", type=int, default=2400); ap.add_argument("--folder", default="/var/tmp")
+ap.add_argument("--kill", action="store_true"); ap.add_argument("--side", type=int, default=5000); ap.add_argument("--folder", default="/var/tmp")
 a = ap.parse_args()
 DATA = tempfile.mkdtemp(prefix="bar66-", dir=a.folder)
 WGSL = os.path.join(os.path.dirname(__file__), "../../docs/wgsl")
