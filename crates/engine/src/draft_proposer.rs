@@ -26,7 +26,7 @@
 //! gain is tried again from time to time, for at most [`TRIAL_SHARE`] of the time. Near classes
 //! have [fixed](Costs::fixed) times.
 //!
-//! - [`draft`]: what the engine's caller gives.
+//! - [`draft`]: the input of the engine's caller.
 //! - [`state`]: of each sequence.
 //! - [`network`]: passes of a model or a head.
 //! - [`gain_estimate`]: draft lengths.
@@ -68,6 +68,9 @@ const ALL_WEIGHT: f64 = 0.01;
 /// quarter of its model, or less.
 const FIRST_PASS: f64 = 0.25;
 
+/// Passes whose times may lower that estimate only: one draft of the usual length.
+const COLD_PASSES: usize = 4;
+
 /// Maximum tokens that the draft model may lag and still propose, as many as a step adds. Beyond
 /// that it catches up first.
 const FEW: usize = 8;
@@ -108,6 +111,8 @@ pub(crate) struct DraftProposer {
     acceptance: f64,
     /// Times of passes, by rows.
     passes: Costs,
+    /// Passes of a few rows so far.
+    measured: usize,
     /// Seconds per row of a catch-up pass.
     row_s: Option<f64>,
     /// Seconds available for trials.
@@ -168,6 +173,7 @@ impl DraftProposer {
                 true => Costs::fixed(draft.share(model)),
                 false => Costs::default(),
             },
+            measured: 0,
             row_s: None,
             allowance: 0.0,
             spent: Duration::ZERO,
@@ -198,10 +204,15 @@ impl DraftProposer {
         }
     }
 
-    /// Seconds of a pass with one row for each of `n` sequences.
+    /// Seconds of a pass with one row for each of `n` sequences. The first passes find cold memory,
+    /// so they may lower the estimate only.
     fn pass_s(&self, n: usize, plain: f64) -> f64 {
         let known = self.passes.seconds(n).or_else(|| self.passes.seconds(1));
-        known.unwrap_or(plain * FIRST_PASS)
+        let estimate = plain * FIRST_PASS;
+        match known {
+            Some(known) if self.passes.is_fixed() || self.measured >= COLD_PASSES => known,
+            known => known.map_or(estimate, |known| known.min(estimate)),
+        }
     }
 
     /// Tokens of a sequence that the draft model has not read.
@@ -491,6 +502,7 @@ impl DraftProposer {
     /// Records the time of a pass.
     fn measure(&mut self, rows: usize, took: Duration) {
         self.passes.record(rows, took);
+        self.measured += usize::from(rows <= FEW);
         if rows > FEW && !self.passes.is_fixed() {
             let row = took.as_secs_f64() / rows as f64;
             self.row_s = Some(

@@ -49,7 +49,8 @@ const ROWS_KNOWN: usize = 64;
 /// estimate is low, so that drafting is tried once.
 pub(crate) const FIRST_GUESS: f64 = 0.15;
 
-/// Weight of the last step in a measured time.
+/// Weight of the last step in a measured time, if it took longer; a shorter time replaces it. Other
+/// load makes single steps longer, by several times on a full machine, and none shorter.
 const STEP_WEIGHT: f64 = 0.2;
 
 /// The n-gram index of a sequence.
@@ -206,8 +207,8 @@ pub(crate) fn updated_acceptance(acceptance: f64, is_right: bool, weight: f64) -
 pub(crate) struct Costs {
     /// Index `i` has the time of `i + 1` rows.
     seconds: Vec<Option<f64>>,
-    /// Whether the times never change. Near classes have such: a row has other bits beside others,
-    /// so drafts that followed clocks would make other answers in every run.
+    /// Whether the times never change. In near classes the rows of a step change each other's bits.
+    /// Drafts that followed clocks would make other answers in every run.
     is_fixed: bool,
 }
 
@@ -253,7 +254,8 @@ impl Costs {
             return;
         };
         let seconds = duration.as_secs_f64();
-        *known = Some(known.map_or(seconds, |known| known + STEP_WEIGHT * (seconds - known)));
+        let longer = |known: f64| known + STEP_WEIGHT * (seconds - known);
+        *known = Some(known.map_or(seconds, |known| longer(known).min(seconds)));
     }
 
     /// Seconds of a step of `rows` rows, 1 or more, if measured.

@@ -1,4 +1,4 @@
-//! What a draft proposer keeps of each sequence, and its draft in progress.
+//! State of each sequence in a draft proposer, and its draft in progress.
 
 use crate::SequenceId;
 use crate::pages::SequencePages;
