@@ -91,8 +91,9 @@ pub(crate) struct LoadArgs {
     /// all, once the model has answered for half a minute]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1))]
     spare: Option<u16>,
-    /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, a draft
-    /// head (EAGLE-3), or MODEL itself with a prediction layer. The same answers in less time
+    /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, or a draft
+    /// head (EAGLE-3). The same answers in less time [default: the prediction layer in MODEL's
+    /// files, if there is one]
     #[arg(long, visible_alias = "drafter", value_name = "MODEL")]
     draft: Option<String>,
     /// An adapter that answers too, as MODEL:NAME, from the same weights: its folder, or its file
@@ -101,9 +102,8 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "NAME=FILE", value_parser = adapter::named)]
     #[serde(rename = "adapters")]
     adapter: Vec<(String, PathBuf)>,
-    /// Most tokens of an answer that are guessed, by --draft, by a prediction layer in MODEL's own
-    /// files, or from its text, and checked in one step, where measured times say that it pays; 0
-    /// for none; auto: 8, and none on MLX
+    /// Most tokens of an answer that are guessed and checked in one step, where that pays; 0 for
+    /// none. auto: 8, none on MLX
     #[arg(long, value_name = "N", default_value_t)]
     drafts: DraftLimit,
     /// Have machines that compute slower than before, because somebody uses them, give work to the

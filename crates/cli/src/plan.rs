@@ -156,7 +156,7 @@ pub(crate) struct Args {
     /// months the machines have cost as little
     #[arg(long, value_name = "PRICE", requires = "cluster")]
     hosted: Option<f64>,
-    /// Also predict decoding with drafts of which so many tokens are accepted, as `ps` tells
+    /// Also predict decoding with this number of accepted draft tokens a step, as `ps` shows it
     #[arg(long, value_name = "TOKENS")]
     accepted: Option<f64>,
     /// Also write the comparison as a picture

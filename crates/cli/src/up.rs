@@ -111,13 +111,13 @@ pub(crate) struct Args {
     /// `auto`: 2.5 times of what it takes without them; `off`: prompts first
     #[arg(long, value_name = "MS", default_value_t = StepTimeTarget::Auto)]
     pace: StepTimeTarget,
-    /// Most tokens of an answer that are guessed, by --draft, by a prediction layer in MODEL's own
-    /// files, or from its text, and checked in one step, where measured times say that it pays; 0
-    /// for none; auto: 8, none on MLX, and on several nodes none from the text
+    /// Most tokens of an answer that are guessed and checked in one step, where that pays; 0 for
+    /// none. auto: 8, none on MLX, none from the text on several nodes
     #[arg(long, value_name = "N", default_value_t)]
     drafts: DraftLimit,
-    /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, a draft
-    /// head (EAGLE-3), or MODEL itself with a prediction layer. The same answers in less time
+    /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, or a draft
+    /// head (EAGLE-3). The same answers in less time [default: the prediction layer in MODEL's
+    /// files, if there is one]
     #[arg(long, visible_alias = "drafter", value_name = "MODEL")]
     draft: Option<String>,
     /// Have nodes that compute slower than before, because somebody uses their cores, give work to

@@ -35,8 +35,8 @@
 //! | a tensor split within a group of values | [`Error::CutGroup`] | a group has one scale |
 //! | training on a type without a form | [`Error::NoForm`] | gradients need the file's values |
 //!
-//! For other requests it takes what it has. Answers have no tokens forced at once, since rows
-//! beside others have other bits, and drafts only where these are asked for. Keys and values have
+//! For other requests it takes what it has. Answers have no tokens forced at once, since the rows
+//! of a step change each other's bits. They have drafts only where a request to load says so. Keys and values have
 //! the type of activations. Pages of delta nets are computed again, not read from disk.
 //!
 //! **Memory.** What weights and the full cache will take is known from the file's header and

@@ -59,11 +59,18 @@ pub fn draft_captures(
     is_own: bool,
 ) -> Result<Option<Vec<usize>>, Error> {
     let own = || {
-        let has_layer = is_own && NextTokenHead::is_in(draft, model);
+        let has_layer = is_own && model.streams.is_none() && NextTokenHead::is_in(draft, model);
         has_layer.then(|| vec![model.layers.len()])
     };
     if let Some(head) = HeadConfig::of(draft, model)? {
-        return Ok(Some(head.captures));
+        return match model.streams {
+            None => Ok(Some(head.captures)),
+            Some(streams) => Err(Error::Value {
+                field: "draft head",
+                got: format!("EAGLE-3 for a model of {} residual streams", streams.count),
+                expected: "a small model".into(),
+            }),
+        };
     }
     let other = match draft {
         ModelSource::Hf(folder) => other_head(folder.config()),
@@ -79,8 +86,8 @@ pub fn draft_captures(
     }
 }
 
-/// Parts of the names of heads that are not computed, in small letters: DFlash and DSpark draft
-/// blocks at once, EAGLE 1 and 2 and Medusa read the last layer, the assistants of Gemma 4 read
+/// Parts of the names of heads that are not computed, in small letters. DFlash and DSpark draft
+/// blocks at once. EAGLE 1 and 2 and Medusa read the last layer. The assistants of Gemma 4 read
 /// keys and values of the model.
 const OTHER_HEADS: [&str; 6] = [
     "dflash",

@@ -376,9 +376,9 @@ impl PreparedModel {
         self.check_limit()
     }
 
-    /// Uses the multi-token prediction layer of the model's own files, if they have one, there is no
-    /// other draft, and all ranks compute on the CPU with the memory that they need. Returns whether
-    /// it does.
+    /// Uses the multi-token prediction layer of the model's own files, if they have one. All ranks
+    /// must compute on the CPU, without a limit of memory. Returns whether it does; another draft
+    /// stays.
     ///
     /// # Errors
     /// As [`guess_with`](Self::guess_with).

@@ -14,8 +14,8 @@ use crate::{Costs, Error, Pipeline};
 /// Longest draft, as the engine's default. Accepted tokens are of drafts of this length.
 const DEPTH: u32 = 8;
 
-/// Time of a pass of a draft head, in layers of its model: its layer, and its output head, which
-/// has a part of the vocabulary.
+/// Time of a pass of a draft head, in layers of its model: one for its own layer, one for its
+/// output head. That head has a part of the vocabulary.
 const PASS_LAYERS: f64 = 2.0;
 
 /// Decoding of one request with drafts of the best length.

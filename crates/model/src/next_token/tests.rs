@@ -1,7 +1,7 @@
 //! Prediction layers of tiny models against `transformers`' layers.
 //!
-//! `scripts/golden/mtp_tiny.py` made the models and their golden values, `mtp_gguf.py` beside it the
-//! same layers as GGUF files.
+//! `scripts/golden/mtp_tiny.py` made the models and their golden values, `mtp_gguf.py` the same
+//! layers as GGUF files.
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
