@@ -52,8 +52,8 @@ def main():
     server = Up(PATH, "--threads", a.threads, "--context", 17000, "--parallel", 1, "--drafts", 0, seconds=600)
     for prompt in prompts:
         began = time.monotonic()
-        for end in range(NEAR, len(prompt) + 1, NEAR):  # each within the server's deadline, on a busy machine too
-            server.ask(prompt[:end], tokens=1)
+        for upto in range(NEAR, len(prompt) + 1, NEAR):  # each within the server's deadline, on a busy machine too
+            server.ask(prompt[:upto], tokens=1)
         told(f"prompt of {len(prompt)}", time.monotonic() - began, "s")
     ratios, each = [], {n: [] for n in [NEAR, a.far]}
     for _ in range(a.rounds):

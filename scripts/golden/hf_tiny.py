@@ -499,6 +499,8 @@ MINIMAX_M3 = {
     "mlp_layer_types": ["dense", "sparse", "sparse"], "index_n_heads": 2, "index_head_dim": 32,
     "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
     "index_block_size": 16, "index_topk_blocks": 16, "index_local_blocks": 1,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
     "dtype": "bfloat16",
 }
 MODELS |= {
