@@ -11,7 +11,7 @@ use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 use crate::net::{KEPT_BYTES, TrainableModel, layer_bytes};
 use crate::params::Lora;
 use crate::shard::Sharding;
-use crate::weights::{ATTENTION, Method, layer_numbers, sizes};
+use crate::weights::{ATTENTION, Method, layer_numbers, sizes, takes_adapter};
 
 /// The training to forecast.
 #[derive(Clone, Copy, Debug)]
@@ -135,9 +135,10 @@ fn numbers(config: &Config, plan: &TrainingSpec<'_>) -> (u64, u64) {
         } else {
             TARGETS.len()
         };
-        let matrices = TARGETS.iter().zip(sizes(config.width, shape));
-        for (part, [rows, cols]) in matrices.take(count) {
-            if plan.targets.iter().any(|name| name == part.2) {
+        let matrices = TARGETS.iter().zip(sizes(config.width, shape)).enumerate();
+        for (nth, (part, [rows, cols])) in matrices.take(count) {
+            let is_target = plan.targets.iter().any(|name| name == part.2);
+            if is_target && takes_adapter(shape, nth) {
                 pairs += (plan.lora.rank * (rows + cols)) as u64;
             }
         }

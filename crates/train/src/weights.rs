@@ -136,6 +136,13 @@ pub(crate) fn layer_numbers(width: usize, shape: &LayerShape) -> (u64, u64) {
 /// The first of [`TARGETS`], which are of attention.
 pub(crate) const ATTENTION: usize = 4;
 
+/// Whether a matrix of [`TARGETS`] may have an adapter: serving has none on other paths.
+pub(crate) const fn takes_adapter(shape: &LayerShape, nth: usize) -> bool {
+    let is_net = matches!(shape.cache, LayerCache::Delta(_));
+    let is_plain = shape.latent.is_none() && !shape.gated;
+    nth >= ATTENTION || !is_net && (is_plain || nth + 1 == ATTENTION)
+}
+
 /// Numbers of a norm or a bias.
 #[derive(Debug)]
 pub(crate) enum VectorParameter {

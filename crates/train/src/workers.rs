@@ -44,9 +44,9 @@ const SILENCE: Duration = Duration::from_secs(5);
 const GRACE: Duration = Duration::from_millis(300);
 
 /// glibc's limit from which memory of a vector is returned as soon as it is free: 256 KiB. Without
-/// it the limit rises to 32 MiB with the first large vector, and what is free lies in holes. A rank
-/// of four, 30 million numbers: 715 MiB without it, 433 with it. Ranks alone have it: returned pages
-/// cost time when they are needed again.
+/// it the limit rises to 32 MiB with the first large vector, and free memory lies in holes. A rank
+/// of four, 30 million numbers: 715 MiB without it, 433 with it. Ranks alone have it, since
+/// returned pages cost time when they are needed again.
 const RETURNED_FROM: (&str, &str) = ("MALLOC_MMAP_THRESHOLD_", "262144");
 
 /// Poll interval of the parent while workers compute.

@@ -208,7 +208,7 @@ fn gradients_are_as_near_to_float64_as_pytorchs() {
     }
 }
 
-/// Logits of a model with an adapter beside it, by row.
+/// Logits of a model with an adapter, by row.
 pub(crate) fn served(model: &str, adapter: &Adapter, tokens: &[u32]) -> Vec<Vec<f32>> {
     let folder = golden().join("hf").join(model);
     let source = ModelSource::open(&folder).unwrap();
@@ -248,8 +248,7 @@ pub(crate) fn served(model: &str, adapter: &Adapter, tokens: &[u32]) -> Vec<Vec<
         .collect()
 }
 
-/// An adapter is served as it was trained: the logits of a model with the adapter beside it have
-/// the loss of the training.
+/// An adapter is served as it was trained: the logits of a model with it have the training's loss.
 #[test]
 fn adapters_of_all_kinds_of_layers_are_served_as_they_are_trained() {
     for name in [
@@ -303,8 +302,8 @@ fn even_routers_have_pytorchs_gradients() {
 /// The slope of the loss along the gradient is the gradient's length.
 #[test]
 fn gradients_are_slopes_of_the_loss() {
-    // The clamps of gpt-oss have their corners within a step of a difference.
-    for model in MODELS.into_iter().filter(|model| *model != "gpt-oss-bf16") {
+    // Of the others a step of a difference crosses corners of clamps, and choices of experts.
+    for model in MODELS.into_iter().take(DENSE + 2) {
         for method in [Method::Lora, Method::Full] {
             let net = net(model, method, Kernels::new(1).unwrap());
             let (leaf, at) = (both(), values(&net, method));

@@ -3,18 +3,14 @@
 use std::cell::Cell;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use paceline_base::{KernelClass, testing};
+use paceline_base::testing;
 use paceline_cluster::machine::peak_memory_bytes;
 use paceline_mlx::{DeviceKind, Library};
 use paceline_model::adapter::files::{Adapter, Form, tensors};
-use paceline_model::{
-    Batch, BatchSequence, BatchSize, LoadOptions, Logits, Model, ModelSource, Workspace,
-};
 use paceline_model_mlx::MlxPlaces;
 use paceline_process::Program;
-use paceline_tensor::{Kernels, PAGE, storage};
+use paceline_tensor::{Kernels, storage};
 use paceline_train::remote::{FarSpec, GREETING, forward_to_worker, run_worker};
 use paceline_train::{
     Error, Leaf, Means, Method, OptimiserOptions, Post, Report, Rule, RunFigures, RunOptions,
@@ -25,7 +21,7 @@ use paceline_weights::safetensors::Safetensors;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::gradients::{golden, trained, with_mlx};
+use crate::gradients::{golden, served, trained, with_mlx};
 
 const STEPS: u64 = 16;
 
@@ -811,47 +807,17 @@ fn a_fused_adapter_gives_the_logits_of_peft() {
 fn an_adapter_beside_its_base_gives_the_logits_of_peft() {
     let from = golden().join("train/adapter");
     let (adapter, _) = Adapter::read(&from).unwrap();
-    let source = ModelSource::open(&golden().join("hf/llama-tied")).unwrap();
-    let (class, kernels) = (KernelClass::CpuF32, Arc::new(Kernels::new(2).unwrap()));
-    let model = Model::load(&source, LoadOptions { class }, kernels, |_, _| {}).unwrap();
-    let base = model.weight_bytes();
-    let beside = adapter.beside("own", &from).unwrap();
-    assert_eq!(beside.id.digest, adapter.digest());
-    let model = model.with_adapters(&source, &[beside]).unwrap();
-    let bytes = (adapter.numbers() * size_of::<f32>()) as u64;
-    assert_eq!(model.weight_bytes().0, base.0 + bytes);
-
     let logits = Safetensors::open(golden().join("train/adapter.logits.safetensors")).unwrap();
     let logits = logits.tensor("logits").unwrap();
     let (rows, vocab) = (logits.shape[0], logits.shape[1]);
     let mut expected = vec![0.0; rows * vocab];
     storage::dequantise(logits.block_type, &logits.bytes, &mut expected);
-    let size = BatchSize {
-        rows,
-        logit_rows: rows,
-        sequences: 1,
-        context: rows,
-    };
-    let mut ws = Workspace::new(&model, size);
-    let mut cache = model.whole_cache(rows).unwrap();
     let tokens: Vec<u32> = (0..rows)
         .map(|i| ((7 + 31 * i + i * i) % 300) as u32)
         .collect();
-    let pages: Vec<u32> = (0..rows.div_ceil(PAGE) as u32).collect();
-    let sequence = BatchSequence {
-        tokens: &tokens,
-        position: 0,
-        pages: &pages,
-        windows: &[],
-        adapter: 1,
-        logits: Logits::All,
-    };
-    let batch = Batch {
-        sequences: &[sequence],
-    };
-    assert_eq!(model.forward(&batch, &mut ws, &mut cache).unwrap(), rows);
-    for (i, expected) in expected.chunks(vocab).enumerate() {
-        for (got, expected) in ws.logits_mut(i, vocab).iter().zip(expected) {
+    let found = served("llama-tied", &adapter, &tokens);
+    for (i, (row, expected)) in found.iter().zip(expected.chunks(vocab)).enumerate() {
+        for (got, expected) in row.iter().zip(expected) {
             assert!((got - expected).abs() < 1e-4, "row {i}: {got} {expected}");
         }
     }

@@ -81,8 +81,8 @@ impl LeafAttention<'_> {
         out
     }
 
-    /// d attended (T, H E) -> dq (T, H D), dk (T, K D), dv (T, K E); keys and values add up their
-    /// query heads in order. Adds to `d_sinks` what the heads' own scores get.
+    /// d attended (T, H E) -> dq (T, H D), dk (T, K D), dv (T, K E). Keys and values add up their
+    /// query heads in order. Adds to `d_sinks` the gradients of the heads' own scores.
     pub(crate) fn backward(
         &self,
         [q, k, v]: [&[f32]; 3],

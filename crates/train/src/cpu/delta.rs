@@ -1,9 +1,10 @@
-//! A gated delta net in place of attention, and its gradients: a state of each head that is read
+//! A gated delta net in place of attention, and its gradients. Each head has a state that is read
 //! and written row by row.
 //!
 //! ```text
 //! x (T, C) -> mixed (T, 2 K D + H E) -> convolution over rows, silu -> q, k (T, K, D), v (T, H, E)
-//! q, k of length 1, q over the root of D;  b = sigmoid(step x)   g = -exp(scale) softplus(decay x + bias)
+//! q, k of length 1, q over the root of D
+//! b = sigmoid(step x)   g = -exp(scale) softplus(decay x + bias)
 //! S *= exp(g)   d = b (v - S^T k)   S += k d^T   o = S^T q   attended = norm(o) silu(gate x)
 //! ```
 //!

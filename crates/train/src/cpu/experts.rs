@@ -20,10 +20,11 @@ use crate::{ops, pool};
 /// Values that the forward pass of a layer's experts leaves for the backward one.
 #[derive(Debug)]
 pub(crate) struct RoutedRows {
-    /// (T, E): what the weights are made of, 0 for experts that are not chosen where only the
-    /// chosen count, or where no sum divides them.
+    /// (T, E): shares of a sum that divides the weights; 0 without one, and for experts that do
+    /// not count in it.
     shares: Vec<f32>,
-    /// (T, E): derivatives of weights by scores, without the part of the sum; `shares` of a softmax.
+    /// (T, E): derivatives of weights by scores, without the part of the sum. `shares` of a
+    /// softmax.
     slopes: Option<Vec<f32>>,
     /// (E,): rows that chose each expert.
     uses: Vec<usize>,

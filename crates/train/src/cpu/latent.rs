@@ -1,4 +1,4 @@
-//! Latent attention in its expanded form, and its gradients: every head has a key and a value of
+//! Latent attention in its expanded form, and its gradients. Every head has a key and a value of
 //! its own, made of the latent elements that all heads share.
 //!
 //! ```text
@@ -7,8 +7,8 @@
 //! k (T, H, N + P) = plain | turned of all heads; the last P of q and k are rotated
 //! ```
 //!
-//! T tokens, C width, H heads, A elements of a compressed query. N and P count the elements of a key
-//! without and with rotation, R latent ones, V those of a value.
+//! T tokens, C width, H heads, A elements of a compressed query. N and P count the elements of a
+//! key without and with rotation, R latent ones, V those of a value.
 
 use paceline_model::{Latent, LayerShape};
 use paceline_tensor::RopePairs;

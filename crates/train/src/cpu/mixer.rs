@@ -1,5 +1,5 @@
-//! The first half of a layer without its norms and its output: attention, with latent elements or
-//! gated heads in some models, or a gated delta net.
+//! The first half of a layer without its norms and its output. It is attention, in some models with
+//! latent elements or gated heads, or a gated delta net.
 //!
 //! Letters: T tokens, C width, H query heads, K KV heads, D and E elements of a key and a value.
 

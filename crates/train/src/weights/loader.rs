@@ -12,7 +12,7 @@ use paceline_weights::tensor::Tensor;
 use super::{
     ATTENTION, AdapterFactors, DeltaWeights, ExpertWeights, FirstTensor, LatentWeights,
     LayerWeights, Matrix, MatrixStorage, Method, Parts, StageWeights, VectorParameter,
-    delta_channels, sizes,
+    delta_channels, sizes, takes_adapter,
 };
 use crate::error::Error;
 use crate::params::{Layout, Lora};
@@ -438,13 +438,9 @@ impl WeightLoader<'_> {
             return None;
         };
         let nth = TARGETS.iter().position(|(of, _, _)| *of == part)?;
-        let shape = &self.config.layers[layer];
-        let is_plain = shape.latent.is_none() && !shape.gated;
-        if !is_plain && part != LayerRole::AttentionOutput && nth < ATTENTION {
-            return None; // serving has none there
-        }
         let is_target = self.targets.iter().any(|name| name == TARGETS[nth].2);
-        let is_adapted = self.method != Method::Full && is_target && layer >= self.adapted_from;
+        let can = takes_adapter(&self.config.layers[layer], nth) && layer >= self.adapted_from;
+        let is_adapted = self.method != Method::Full && is_target && can;
         is_adapted.then_some((layer * TARGETS.len() + nth) as u64)
     }
 

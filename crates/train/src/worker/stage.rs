@@ -1,9 +1,9 @@
-//! A worker that has a stage of the model: leaves go through it and back, from and to its
+//! A worker that has a stage of the model. Leaves go through it and back, from and to its
 //! neighbours directly.
 //!
-//! The order is 1F1B: a stage goes forward with as many leaves as there are stages behind it, then
-//! in turn one leaf forward and one back. So it has few leaves under way, and all stages compute at
-//! the same time. The sum over leaves is the tree of all of them, as in one process.
+//! The order is 1F1B. A stage goes forward with as many leaves as there are stages behind it. Then
+//! it takes one leaf forward and one back in turn. So it has few leaves under way, and all stages
+//! compute at the same time. The sum over leaves is the tree of all of them, as in one process.
 //!
 //! ```text
 //! stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3        F0: leaf 0 forward, B0: back

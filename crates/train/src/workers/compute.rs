@@ -88,6 +88,7 @@ pub(crate) fn compute_together(
             sums.push(part, &grads);
             grads.fill(0.0);
         }
+        drop(grads); // before the sum is copied for other ranks
         sums.report_part(part, done)?;
     }
     let mut grads = vec![0.0; parts.gradients[0].len()];
