@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The tiny models of mtp_tiny.py as GGUF files: mtp_gguf.py [OUT [--whole]]
+"""The tiny models of mtp_tiny.py as GGUF files: mtp_gguf.py [OUT]
 
 OUT defaults to tests-data/golden/hf. For each folder NAME-mtp there, it writes OUT/NAME-mtp.gguf
 with the layer of multi-token prediction as llama.cpp's converters write it: the last block, and
-`nextn` tensors. Without --whole, the file lacks the other layers, which a head does not read.
+`nextn` tensors.
 
 Names are those of the package gguf; changes of values follow conversion/*.py of llama.cpp.
 Needs gguf, numpy, torch, safetensors.
@@ -147,7 +147,7 @@ def names(architecture, blocks):
     return of
 
 
-def write(name, out, whole):
+def write(name, out):
     source = GOLDEN / f"{name}-mtp"
     c, architecture = json.loads((source / "config.json").read_text()), ARCHITECTURES[name]
     last = c["num_hidden_layers"]
@@ -160,8 +160,6 @@ def write(name, out, whole):
     writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(c["vocab_size"])])
     of = names(architecture, last + 1)
     for key, value in stacked(renamed(load_file(source / "model.safetensors"), last)).items():
-        if not whole and re.match(rf"model\.layers\.(?!{last}\.)", key):
-            continue
         for key, value in changed(key, value, c):
             value = value.contiguous()
             if value.dtype == torch.bfloat16 and value.dim() > 1:
@@ -176,11 +174,10 @@ def write(name, out, whole):
 
 
 def main():
-    given = [arg for arg in sys.argv[1:] if arg != "--whole"]
-    out = Path(given[0]) if given else GOLDEN
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN
     out.mkdir(parents=True, exist_ok=True)
     for name in ARCHITECTURES:
-        write(name, out, "--whole" in sys.argv)
+        write(name, out)
 
 
 if __name__ == "__main__":
