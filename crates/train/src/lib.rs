@@ -50,6 +50,7 @@ pub mod mlx_lm;
 mod net;
 mod ops;
 mod optimiser;
+mod options;
 mod order;
 mod params;
 mod pool;
@@ -78,12 +79,11 @@ pub use forecast::{
 pub use metrics::{Measured, read_metrics};
 pub use net::{FAMILIES, Leaf, TrainableModel, Trained};
 pub use optimiser::{Optimiser, OptimiserOptions, Rule, Schedule};
+pub use options::{RunFigures, RunOptions};
 pub use order::ExampleOrder;
 pub use params::{Layout, Lora, ParameterSlot};
 pub use reporter::StepReporter;
-pub use run::{
-    Report, RunFigures, RunInfo, RunOptions, TrainingJob, TrainingProgress, TrainingRun,
-};
+pub use run::{Report, RunInfo, TrainingJob, TrainingProgress, TrainingRun};
 pub use shard::Sharding;
 pub use stage::ModelStage;
 pub use weights::{Method, targets};
