@@ -188,8 +188,8 @@ def dense(args):
 def faults(args):
     model, home = make(args, "qwen3-dense", 12), f"{args.work}/faults"
     shutil.rmtree(home, ignore_errors=True)
-    memory = ["--memory", "500M"]
-    whole = Run(args.binary, home, model, "One disk", 8)
+    memory = ["--memory", "500M", "--context", "1024"]
+    whole = Run(args.binary, home, model, "One disk", 8, "--context", "1024")
     env = {**os.environ, "PACELINE_HOME": home}
     command = [args.binary, "run", model, "One disk", "--local", "--raw", "--temperature", "0",
                "--max-tokens", "8", *memory]

@@ -46,8 +46,8 @@ use crate::packed_file::{BLOCK, Hash, PIECE, StreamedMatrix};
 /// Longest wait for a unit. A slow disk reads 100 MB/s, a layer of 405B in 4 bits has 1.6 GB.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Part of a process's memory that is left free, for what it allocates after its first step. Reads
-/// of embeddings, stacks and the allocator took 0.4 to 0.9 % of 2 GB.
+/// Part of a process's memory that is left free, for what it takes after its first step: stacks, the
+/// allocator's own and rows of mapped embeddings.
 const MARGIN: u64 = 64;
 
 /// Assumed memory of a process where the system does not report it: the planner's figure.

@@ -96,11 +96,15 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         }
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
         Error::PackedEngine { .. } => Some("leave out --packed"),
+        Error::StreamMemory { .. } => Some("give more --memory, or a smaller --context"),
+        Error::StreamEngine { .. } => Some("leave out --memory, or take --engine cpu"),
+        Error::Packed(_) => Some("free room on that disk, or move PACELINE_HOME to another"),
+        Error::Streaming { .. } => Some("start it again: its weights are packed once more"),
         Error::NoForm { .. } => Some("--method lora unpacks the base"),
         Error::Hung { .. } => Some("the device or its driver hangs: end other users of it"),
         Error::Absent(_) => Some(ABSENT),
         Error::Adapter { .. } => Some("`paceline adapter show` tells which model it is for"),
-        Error::Thread(_) | Error::Gone | Error::HalfLate { .. } => None,
+        Error::Thread(_) | Error::Gone | Error::HalfLate { .. } | Error::StreamPlace => None,
         // The rest are contradictions within the file.
         _ => Some(STRANGE),
     }
