@@ -25,8 +25,9 @@ const WAIT: Duration = Duration::from_secs(1800);
 /// Longest wait for all ranks to join.
 const JOIN_LIMIT: Duration = Duration::from_secs(30);
 
-/// Numbers of a message of a shard: 1 MiB. Of these `MESSAGES_HELD` (16) may wait at a receiver.
-const PIECE: usize = 1 << 18;
+/// Numbers of a message of a shard: 512 KiB. `MESSAGES_HELD` (16) of them may wait at a receiver,
+/// which keeps their buffers.
+const PIECE: usize = 1 << 17;
 
 /// Tag of values that a rank gets from another.
 const TAG: u32 = 1;
