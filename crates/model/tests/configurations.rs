@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::common::runner::Runner;
 use crate::common::tiny::{Tiny, TinyTensor};
-use crate::common::{golden, kernels, load};
+use crate::common::{golden, golden_json, kernels, load};
 use paceline_base::{BlockType, KernelClass};
 use paceline_model::{BatchSize, Config, LoadedModel, ModelFamily, ModelSource, Selection};
 use paceline_tensor::{KvType, RopePairs};
@@ -574,6 +574,32 @@ fn an_absent_indexer_bounds_the_context() {
         text.contains("context is 65, expected at most 64: beyond, the model's indexer"),
         "{text}"
     );
+}
+
+/// Of blocks of positions that an indexer chooses only contexts of all are computed, by the names of
+/// published folders and by those of transformers.
+#[test]
+fn an_indexer_of_blocks_bounds_the_context() {
+    let stated = golden_json("hf/minimax-m3-bf16/config.json")["text_config"].clone();
+    let config = |changes: Value| {
+        let mut text = stated.clone();
+        for (field, value) in changes.as_object().unwrap() {
+            text[field] = value.clone();
+        }
+        hf("minimax-m3-bf16", &json!({"text_config": text}))
+    };
+    assert_eq!(config(json!({})).context, 256);
+    assert_eq!(config(json!({"index_topk_blocks": 3})).indexed, Some(48));
+    let published = config(json!({
+        "layer_types": null, "mlp_layer_types": null, "moe_layer_freq": [0, 1, 1],
+        "index_topk_blocks": null, "index_block_size": null, "hidden_act": "swigluoai",
+        "sparse_attention_config": {
+            "sparse_attention_freq": [0, 1, 1], "sparse_topk_blocks": 2, "sparse_block_size": 16
+        }
+    }));
+    assert_eq!((published.context, published.indexed), (32, Some(32)));
+    let has_experts = |layer: usize| published.layers[layer].experts.is_some();
+    assert_eq!([0, 1, 2].map(has_experts), [false, true, true]);
 }
 
 /// Rows that chose each expert, of layers that have some; a shared expert is not among them.

@@ -15,8 +15,9 @@ impl ConfigFields<'_> {
     pub(crate) fn minimax_indexed(&self, layers: usize) -> Result<Option<usize>, Error> {
         let size = |new, old| {
             let said = self.opt_size("", new, 1, 1 << 20)?;
-            let old = self.hf(SPARSE, "an object", |of| of.get(old).map(Value::as_u64))?;
-            let number = said.or(old.flatten().map(|n| n as usize));
+            let old = |of: &Value| Some(of.get(old).and_then(Value::as_u64));
+            let old = self.hf(SPARSE, "an object", old)?.flatten();
+            let number = said.or(old.map(|n| n as usize).filter(|n| (1..1 << 20).contains(n)));
             number.ok_or_else(|| self.missing("", new))
         };
         let listed = |name: &'static str| self.hf(name, "a list", Value::as_array);
