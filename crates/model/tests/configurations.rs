@@ -576,8 +576,8 @@ fn an_absent_indexer_bounds_the_context() {
     );
 }
 
-/// Of blocks of positions that an indexer chooses only contexts of all are computed, by the names of
-/// published folders and by those of transformers.
+/// A context in which the indexer chooses all blocks is the longest, by the names of published
+/// folders and by those of transformers.
 #[test]
 fn an_indexer_of_blocks_bounds_the_context() {
     let stated = golden_json("hf/minimax-m3-bf16/config.json")["text_config"].clone();

@@ -1,5 +1,6 @@
 //! Kimi Linear. Most layers are Kimi delta attention: a gated delta net with a decay for each
-//! element of a key. Every fourth is latent attention without rotation. Experts are those of DeepSeek V3.
+//! element of a key. Every fourth is latent attention without rotation. Experts are those of
+//! DeepSeek V3.
 //!
 //! Source: Kimi Team 2025 (Kimi Linear); `modeling_kimi_linear.py` of transformers.
 
