@@ -48,9 +48,9 @@ pub(crate) struct Args {
     /// GGUF's form)
     #[arg(long, value_name = "FILE")]
     adapter: Option<PathBuf>,
-    /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, or a draft
-    /// head (EAGLE-3). The same answer in less time [default: the prediction layer in MODEL's files,
-    /// if there is one]
+    /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, or a
+    /// draft head (EAGLE-3). The same answer in less time [default: the prediction layer in MODEL's
+    /// files, if there is one]
     #[arg(long, visible_alias = "drafter", value_name = "MODEL")]
     draft: Option<String>,
     /// System message before the conversation

@@ -348,8 +348,8 @@ impl PreparedModel {
     /// kept, because speeds then depend on the text. Reads both vocabularies.
     ///
     /// # Errors
-    /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] for a head on MLX, and errors
-    /// of the draft's files.
+    /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] for a head on MLX, and
+    /// errors of the draft's files.
     pub fn guess_with(&mut self, source: Arc<ModelSource>) -> Result<(), Error> {
         let identity = identity(&source).map_err(|source| Error::System {
             what: "read the draft model's files",
