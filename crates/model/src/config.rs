@@ -6,7 +6,8 @@
 use std::borrow::Cow;
 
 use paceline_tensor::{
-    Choice, DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, RopePairs, StateRule, StateShape,
+    Choice, DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, RopePairs, StateRule,
+    StateShape,
 };
 
 use crate::families::{ConfigFields, ModelFamily, unknown_fields};
@@ -190,9 +191,9 @@ pub struct Indexer {
     pub pairs: RopePairs,
 }
 
-/// An indexer of pools of positions. It scores a pool by the sum over its queries of
-/// `max(query . key, 0)`, with a key made of all rows of the pool; a row attends to the positions of
-/// the best pools and to those behind the last whole one.
+/// An indexer of pools of positions. A pool has one key, made of all of its rows. Its score is the
+/// sum over queries of `max(query . key, 0)`. A row attends to the positions of the best pools, and
+/// to those behind the last whole one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolIndexer {
     pub choice: Choice,

@@ -25,8 +25,8 @@ pub trait LayerStep {
     /// residual (T, C) -> x (T, C), by the norm before a half
     fn norm(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
 
-    /// residual (T, S, C) -> x (T, C), by the mix before a half, and weights (T, S) for its output;
-    /// never on a backend without several streams.
+    /// residual (T, S, C) -> x (T, C), by the mix before a half, and weights (T, S) for its output.
+    /// Never on a backend without several streams.
     fn mix_streams(&mut self, _: &Self::Layer, _: Half) -> Result<(), Error> {
         unreachable!("the residual is one stream")
     }

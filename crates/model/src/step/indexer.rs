@@ -51,7 +51,7 @@ pub(super) struct SelectedPositions {
 }
 
 impl SelectedPositions {
-    /// For steps of up to `size` over layers like `layer` with up to `heads` heads here; `None`
+    /// For steps of up to `size` over layers like `layer`, with up to `heads` heads here. `None`
     /// where all positions of the context are chosen, or there are no heads.
     pub(super) fn new(
         model: &Model,

@@ -92,8 +92,8 @@ impl StreamRows {
             summed(kernels, normed.row(t).chunks_exact(width).zip(mix), out);
             out.iter_mut().for_each(|x| *x *= part);
         });
-        let weights = &mut self.weights[..rows * count];
-        for run in weights.chunks_mut(RUN) {
+        let injected = if w.inject.is_some() { rows * count } else { 0 };
+        for run in self.weights[..injected].chunks_mut(RUN) {
             let mut out = [0.0; RUN];
             sigmoid(kernels, run, part, &mut out[..run.len()]);
             run.iter_mut().zip(out).for_each(|(x, y)| *x = 2.0 * y);

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! An indexer may choose whole pools of consecutive positions, each by the index key of its last
-//! one; positions behind the last whole pool are attended to besides.
+//! one. A row also attends to the positions behind the last whole pool.
 //!
 //! A row's keys lie in the order of their positions. So a row with at most `top_k` positions has
 //! the bits of plain attention, and no row depends on others. Memory is reserved for blocks of
@@ -196,9 +196,9 @@ impl Kernels {
         });
     }
 
-    /// Makes the index keys of pools that end in a batch, from rows that
-    /// [`write_index`](Self::write_index) wrote: `finish` gets a row of the batch and the mean of
-    /// its pool, and turns it into the key. `keys` `(rows, dim)` is room for these.
+    /// Makes the index keys of pools that end in a batch, from the rows that
+    /// [`write_index`](Self::write_index) wrote. `finish` gets a row of the batch and the mean of
+    /// its pool, and turns this into the key. `keys` `(rows, dim)` is room for them.
     ///
     /// # Panics
     /// As there.

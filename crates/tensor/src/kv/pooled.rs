@@ -1,7 +1,8 @@
-//! Index keys of pools of positions, behind the keys and values of a layer ([`LayerStore::Pooled`]).
+//! Index keys of pools of positions, behind the keys and values of a layer
+//! ([`LayerStore::Pooled`]).
 //!
-//! A position has a row of `dim` elements in f32, `(dim, 64)` in a page. The last position of a pool
-//! has the pool's key, the others have what that key is made of.
+//! A position has a row of `dim` elements in f32, `(dim, 64)` in a page. The last position of a
+//! pool has the pool's key, the others have what that key is made of.
 
 use half::f16;
 

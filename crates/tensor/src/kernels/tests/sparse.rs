@@ -182,8 +182,8 @@ fn other_positions_do_not_matter() {
     }
 }
 
-/// Pools: the last rows of a prompt, alone and with the others, choose those of the definition, and
-/// attend to them as to a cache of these positions alone.
+/// Rows choose the pools of the definition, alone and with others. The last one attends to them as
+/// to a cache of these positions alone.
 #[test]
 fn a_row_attends_to_the_best_pools_and_the_rest() {
     let choice = Choice { top_k: 24, pool: 4 };
