@@ -145,7 +145,8 @@ def answers(args, model, memory, *options, workers=0, tokens=48):
     """The whole model's answer and the streamed one's, which must be equal."""
     home = f"{args.work}/home"
     prompt = "The disk reads what memory does not hold"
-    whole = Run(args.binary, home, model, prompt, tokens)
+    options = ("--context", "2048", *options)
+    whole = Run(args.binary, home, model, prompt, tokens, "--context", "2048")
     first = Run(args.binary, home, model, prompt, 2, "--memory", memory, *options,
                 limit=size_of(memory), workers=workers)
     streamed = Run(args.binary, home, model, prompt, tokens, "--memory", memory, *options,
