@@ -134,17 +134,19 @@ impl BlockFunction {
     }
 
     fn kernel(&self) -> String {
+        let columns = self.columns[0];
+        let row = "paceline_params[4] + at";
         let (call, store) = match self.results {
             Results::Value => (
-                "f(paceline_params[4] + at / columns(), at % columns())",
-                String::from("paceline_result.values[at] = value;"),
+                format!("f({row} / {columns}, at % {columns})"),
+                "paceline_result.values[at] = value;".to_owned(),
             ),
             Results::Float => (
-                "f(paceline_params[4] + at)",
-                String::from("paceline_result.values[at] = value;"),
+                format!("f({row})"),
+                "paceline_result.values[at] = value;".to_owned(),
             ),
             Results::Many(count) => (
-                "f(paceline_params[4] + at)",
+                format!("f({row})"),
                 format!(
                     "var all = value;\nfor (var k = 0; k < {count}; k += 1) {{ \
                      paceline_result.values[at * {count} + k] = all[k]; }}"

@@ -14,11 +14,11 @@ fn range(first: u64, count: u64, loaded: std::ops::Range<u64>, rows: u64) -> Blo
     }
 }
 
-/// A stencil with a helper and a constant, in two blocks and in one; a row as an array by loops.
+/// A stencil with a helper, a constant and a name of ours, in two blocks and in one; a row as an array by loops.
 #[test]
 fn functions_over_blocks_read_rows_nearby() {
     let stencil = "const weight = 0.25;
-        fn side(row: i32, column: i32) -> f32 { return weight * x(row, column); }
+        fn side(row: i32, columns: i32) -> f32 { return weight * x(row, columns); }
         fn f(row: i32, column: i32) -> f32 {
             return side(row - 1, column) + side(row + 1, column)
                 + side(row, column - 1) + side(row, column + 1);
