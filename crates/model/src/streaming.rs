@@ -46,14 +46,14 @@ use crate::packed_file::{BLOCK, Hash, PIECE, StreamedMatrix};
 /// Longest wait for a unit. A slow disk reads 100 MB/s, a layer of 405B in 4 bits has 1.6 GB.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Part of a process's memory that is left free, for what it takes after its first step: stacks, the
-/// allocator's own and rows of mapped embeddings.
+/// A process's memory over the part that is left free, for what it takes after its first step:
+/// stacks, the allocator's own and rows of mapped embeddings. A choice, not measured.
 const MARGIN: u64 = 64;
 
 /// Assumed memory of a process where the system does not report it: the planner's figure.
 const PROGRAM: u64 = 256_000_000;
 
-/// What is read and dropped together.
+/// Matrices that are read and dropped together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum StreamUnit {
     /// A layer, without its routed experts.

@@ -146,7 +146,7 @@ pub struct Forecast {
     stream: Option<StreamFacts>,
 }
 
-/// What reading of weights while steps compute depends on.
+/// Facts that reads of weights while steps compute depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamFacts {
     /// Memory of each rank.

@@ -1,4 +1,4 @@
-//! What a budget of memory is, and how it is divided.
+//! A budget of memory, and how it is divided among layers and experts.
 
 use std::fs;
 
