@@ -185,9 +185,8 @@ impl Forecast {
         for (place, stage) in pipeline.stages.iter_mut().enumerate() {
             let (first, last) = (place == 0, place == last);
             let limit = (Ends { first, last }, memory.0 as f64);
-            let of = |member: &StageMember| {
-                least_streamed(&self.shape, workload, stage, member, limit)
-            };
+            let of =
+                |member: &StageMember| least_streamed(&self.shape, workload, stage, member, limit);
             let streamed: Vec<u32> = stage.members.iter().map(of).collect();
             for (member, streamed) in stage.members.iter_mut().zip(streamed) {
                 member.streamed = streamed;

@@ -8,8 +8,8 @@ use paceline_plan::cost::kernels::operations;
 use paceline_plan::cost::moe::touched;
 use paceline_plan::split_selection::KEYS;
 use paceline_plan::{
-    Backend as Engine, Calibration, Cluster, ClusterNode, Costs, LinkTransport, NodeLink,
-    Rates, STEPS_MAX, Workload, predict,
+    Backend as Engine, Calibration, Cluster, ClusterNode, Costs, LinkTransport, NodeLink, Rates,
+    STEPS_MAX, Workload, predict,
 };
 
 use super::ranks::{GroupCost, LinkCost};
