@@ -14,7 +14,8 @@ fn range(first: u64, count: u64, loaded: std::ops::Range<u64>, rows: u64) -> Blo
     }
 }
 
-/// A stencil with a helper, a constant and a name of ours, in two blocks and in one; a row as an array by loops.
+/// A stencil with a helper, a constant and a name of ours, in two blocks and in one; a row as an
+/// array by loops.
 #[test]
 fn functions_over_blocks_read_rows_nearby() {
     let stencil = "const weight = 0.25;

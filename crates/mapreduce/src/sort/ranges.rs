@@ -148,7 +148,7 @@ impl RangeStore {
                 return Ok(());
             }
             if range.next == gather.parts {
-                // Other threads read the last parts of a local file; an error of theirs ends this too.
+                // Other threads read the last parts of a local file; their error ends this too.
                 let waiting = self.changed.wait(state);
                 state = waiting.unwrap_or_else(std::sync::PoisonError::into_inner);
                 continue;
