@@ -16,9 +16,9 @@
 //! Where all rows go to lanes, the step is submitted with [`UNKNOWN_PAGE`] for the new one. The
 //! plan that follows names it.
 //!
-//! The ranks of a tensor split exchange their largest logits, so that each has the tokens. Each then
-//! computes the next step, with its exchanges, while the leader's caller reads the tokens. All of
-//! them decide by the plans alone, so that no rank waits for another's part in vain. Memory for
+//! The ranks of a tensor split exchange their largest logits, so that each has the tokens. Each
+//! then computes the next step, with its exchanges, while the leader's caller reads the tokens. All
+//! of them decide by the plans alone, so that no rank waits for another's part in vain. Memory for
 //! lanes is each rank's own, so a step that begins a page is not among them.
 
 use paceline_model::backend::StepPlan;
@@ -33,11 +33,11 @@ use super::step::RankStep;
 /// sequences pays for one step in 64.
 const PAUSE_MAX: u32 = 64;
 
-/// What a step ahead gives.
+/// Results of a step ahead.
 #[derive(Debug)]
 pub(super) enum Results {
     /// Of a step on one device, which may still compute it.
-    Logits(StepLogits),
+    Logits(Box<StepLogits>),
     /// Of a step of several ranks.
     Ranks(RankStep),
 }
@@ -67,7 +67,7 @@ impl Ahead {
     /// The results of the plan in `words`, if its step was submitted.
     ///
     /// # Errors
-    /// Those of the step, whatever its plan: the ranks' exchanges have failed.
+    /// Those of the step, also where its plan differs: the ranks' exchanges have failed.
     pub(super) fn take(&mut self, words: &[u32]) -> Result<Option<Results>, Error> {
         let Some(submitted) = self.submitted.take() else {
             self.pause = self.pause.saturating_sub(1);
@@ -110,7 +110,7 @@ impl Ahead {
         self.submitted = Some(Submitted {
             words,
             unknown,
-            results: Some(Ok(Results::Logits(logits))),
+            results: Some(Ok(Results::Logits(Box::new(logits)))),
         });
     }
 

@@ -1,4 +1,4 @@
-//! What follows from a model's configuration alone: arrays and tables that all steps use.
+//! Arrays and tables that follow from a model's configuration, and that all steps use.
 
 use std::ops::Range;
 

@@ -56,9 +56,9 @@ struct Row {
 }
 
 impl Decoding {
-    /// Of a batch whose sequences are in `lanes`, of `(n, rows)` lanes and rows, for layers of these
-    /// `kinds`, which may have rings. `None` where less than half of the lanes would have a row, or
-    /// one alone.
+    /// Of a batch whose sequences are in `lanes`, of `(n, rows)` lanes and rows, for layers of
+    /// these `kinds`, which may have rings. `None` where less than half of the lanes would have a
+    /// row, or one alone.
     pub(super) fn new(
         stream: &Stream,
         batch: &Batch<'_>,

@@ -10,7 +10,6 @@ use paceline_model::{
     Batch, BatchSequence, BatchSize, Config, Error, ModelSource, Rope, Shard, WindowPages,
     WindowPool,
 };
-use paceline_tensor::AttentionRows;
 
 use super::ahead::{Ahead, NextStep, Results};
 use super::cache::{Cache, UNKNOWN_PAGE};
@@ -19,7 +18,7 @@ use super::exchange::Receive;
 use super::host::Watch;
 use super::logits::StepLogits;
 use super::rank_bytes::{MlxRankBytes, cache_shape, most_fitting};
-use super::step::{Parts, RankStep, Step};
+use super::step::{Parts, RankStep, Step, rows_in_cache};
 use super::weights::{self, Loader, Weights};
 use super::{MlxModel, MlxOptions};
 
@@ -176,8 +175,8 @@ impl Device {
         self.with_plan(model, (cache, words), step)
     }
 
-    /// Computes the step that follows the last one by its plan, if this rank and the others are to
-    /// do so before the leader announces it.
+    /// Computes the step that probably follows the last one, if the ranks are to do so before the
+    /// leader announces it.
     pub(super) fn step_ahead(&mut self, model: &MlxModel, cache: u64) {
         let reserved = self.caches.get(&cache);
         let Some(words) = reserved.and_then(|reserved| reserved.ahead.planned()) else {
@@ -269,7 +268,7 @@ impl<'a> OnDevice<'a> {
         rows: &mut Vec<f32>,
     ) -> Result<usize, Error> {
         let ahead = match reserved.ahead.take(words)? {
-            Some(Results::Logits(logits)) => Some(logits),
+            Some(Results::Logits(logits)) => Some(*logits),
             _ => None,
         };
         match &ahead {
@@ -393,11 +392,6 @@ pub(super) fn periods(stream: &Stream, ropes: &[Rope]) -> Result<Vec<Array>, Err
         Ok(stream.array_f32(&periods, &[periods.len() as i32])?)
     };
     ropes.iter().map(of).collect()
-}
-
-/// Rows of a step in the pages that keep all positions.
-pub(super) fn rows_in_cache<'a>(batch: &Batch<'a>) -> Vec<AttentionRows<'a>> {
-    batch.sequences.iter().map(|s| s.rows_of(0)).collect()
 }
 
 /// Each token of a sequence as one of its own, on the same pages.

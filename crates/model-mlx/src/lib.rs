@@ -36,8 +36,9 @@
 //! | training on a type without a form | [`Error::NoForm`] | gradients need the file's values |
 //!
 //! For other requests it takes what it has. Answers have no tokens forced at once, since the rows
-//! of a step change each other's bits. They have drafts only where a request to load says so. Keys and values have
-//! the type of activations. Pages of delta nets are computed again, not read from disk.
+//! of a step change each other's bits. They have drafts only where a request to load says so. Keys
+//! and values have the type of activations. Pages of delta nets are computed again, not read from
+//! disk.
 //!
 //! **Memory.** What weights and the full cache will take is known from the file's header and
 //! compared with the device before anything is loaded. The cache begins small and grows with the
@@ -371,7 +372,7 @@ impl Loaded for MlxModel {
         let links = self.links.clone();
         let reserve = move |device: &mut Device| {
             let zeros = || Cache::new(&device.stream, &shape);
-            let mut cache = device.watch.during_part(size.rows, zeros)?;
+            let mut cache = device.watch.during_part(1, zeros)?;
             lanes.bytes = device.room;
             cache.allow_lanes(lanes);
             let reserved = Reserved {

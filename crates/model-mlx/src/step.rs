@@ -7,7 +7,7 @@
 
 use paceline_mlx::{Array, Dtype, Mask, Stream};
 use paceline_model::{Batch, Error, LayerCache, LayerCut, LayerShape, LeafCut, Links};
-use paceline_tensor::RopePairs;
+use paceline_tensor::{AttentionRows, RopePairs};
 
 use super::MlxModel;
 use super::cache::{Cache, Ring, RingRow, Span, SpanKind};
@@ -151,7 +151,7 @@ impl<'a> Step<'a> {
         let tokens = tokens.map_or_else(|| tokens_of(stream, batch), Ok)?;
         let (weights, constants) = (parts.weights, parts.constants);
         parts.cache.begin();
-        let rows = super::device::rows_in_cache(batch);
+        let rows = rows_in_cache(batch);
         let place = || parts.cache.lanes_of(stream, &rows);
         let lanes = parts.watch.during_part(batch.rows(), place)?;
         let with_ring = |of: &SpanKind| (*of, parts.cache.ring_of(of.kind));
@@ -567,6 +567,11 @@ impl<'a> Step<'a> {
         let (gates, stream) = (&self.parts.constants.gates, self.parts.stream);
         gates.activated(stream, gate)
     }
+}
+
+/// Rows of a step in the pages that keep all positions.
+pub(super) fn rows_in_cache<'a>(batch: &Batch<'a>) -> Vec<AttentionRows<'a>> {
+    batch.sequences.iter().map(|s| s.rows_of(0)).collect()
 }
 
 /// Parts `(T, n)` side by side.

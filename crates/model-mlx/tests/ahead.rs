@@ -147,7 +147,7 @@ fn run(model: &Arc<MlxModel>, logits: Logits) -> (Vec<Vec<(u32, u32)>>, MlxCount
     (steps, counts)
 }
 
-/// The largest logits of a schedule of so many steps.
+/// The largest logits of a schedule of `steps` steps.
 fn lead(compute: &mut dyn Compute, logits: Logits, steps: usize) -> Vec<Vec<(u32, u32)>> {
     let mut schedule = Schedule::new(5);
     (0..steps).map(|_| schedule.step(compute, logits)).collect()

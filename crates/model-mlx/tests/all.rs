@@ -126,8 +126,8 @@ fn distance(name: &str, rows: &[Vec<f32>], tolerance: f64) -> f64 {
     worst
 }
 
-/// Folders of other recurrent layers than gated delta nets, of several residual streams, or of dense
-/// feed-forwards with a clamp.
+/// Folders of other recurrent layers than gated delta nets, of several residual streams, or of
+/// dense feed-forwards with a clamp.
 const RECURRENT: [&str; 6] = [
     "qwen4-bf16",
     "kimi-linear-bf16",

@@ -127,7 +127,9 @@ fn a_process_whose_device_hangs_is_ended() {
         assert_eq!(output.status.code(), Some(1), "{said}");
         let told = std::fs::read_to_string(&note).unwrap();
         assert!(said.contains(told.trim()), "{told} of {said}");
-        [hang, note].map(|file| std::fs::remove_file(file).unwrap());
+        for file in [hang, note] {
+            std::fs::remove_file(file).unwrap();
+        }
     }
 }
 

@@ -1,5 +1,5 @@
-//! What MLX does not compute is refused by name. Errors of classes and families follow from the
-//! file's header, without MLX.
+//! Models and splits that MLX does not compute are refused by name. Errors of classes and families
+//! follow from the file's header, without MLX.
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
 use std::path::Path;

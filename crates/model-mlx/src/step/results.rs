@@ -180,8 +180,8 @@ fn is_greedy(batch: &Batch<'_>) -> bool {
 }
 
 /// The token with the largest logit of each row, the first among equals, and that logit. Each rank
-/// has `n` bytes of `all`: of each row the token and the logit of its part of the vocabulary, which
-/// are in rank order. `None` for logits that are no numbers.
+/// has `n` bytes of `all`, in rank order. They are the token and the logit of each row, of its part
+/// of the vocabulary. `None` for logits that are no numbers.
 fn largest_of_ranks(all: &[u8], n: usize) -> Option<Vec<(u32, f32)>> {
     let pair = |bytes: &[u8; 8]| {
         let [token, logit] = [0, 4].map(|at| {
