@@ -38,7 +38,7 @@ pub(crate) struct RightTable {
 }
 
 impl RightTable {
-    /// Reads the table. Memory: up to 92 bytes a row, of which 72 stay.
+    /// Reads the table. Memory: up to 92 bytes a row; 72 of them stay.
     ///
     /// # Errors
     /// [`Error::File`]; [`Error::Right`] with more than 2^31 rows.

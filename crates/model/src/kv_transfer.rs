@@ -109,7 +109,9 @@ fn pieces(
         page_bytes[pool] += bytes;
         let (heads, whole) = match store {
             LayerStore::Nothing => continue,
-            LayerStore::Delta(_) | LayerStore::Pooled(..) => (0..1, Some((cut.heads.clone(), cut.kv_heads.clone()))),
+            LayerStore::Delta(_) | LayerStore::Pooled(..) => {
+                (0..1, Some((cut.heads.clone(), cut.kv_heads.clone())))
+            }
             _ => (cut.kv_heads.clone(), None),
         };
         pieces.push(PageSlice {

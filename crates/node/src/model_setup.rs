@@ -1096,8 +1096,15 @@ mod tests {
             ("llama-rope3-sharded", KernelClass::Cpu, false),
         ] {
             let mut model = prepared(name, class, SplitKind::Pipeline).1;
-            assert_eq!(model.guess_with_own_layer().unwrap(), is_used, "{name} {class}");
-            assert_eq!((model.has_draft(), model.engine.drafts > 0), (is_used, is_used));
+            assert_eq!(
+                model.guess_with_own_layer().unwrap(),
+                is_used,
+                "{name} {class}"
+            );
+            assert_eq!(
+                (model.has_draft(), model.engine.drafts > 0),
+                (is_used, is_used)
+            );
         }
     }
 

@@ -13,8 +13,8 @@
 //! ```
 //!
 //! In Kimi delta attention ([`StateRule::Channels`](crate::StateRule)) `G[t]` has a sum for each
-//! element d of a key. Then `e[d]` and `c[i][d]` belong to the terms of the sums over d. These terms
-//! are `(e[d] k[t][d]) S[d]` and `(c[i][d] k[i][d]) k[t][d]`, and the same with q.
+//! element d of a key. Then `e[d]` and `c[i][d]` belong to the terms of the sums over d. These
+//! terms are `(e[d] k[t][d]) S[d]` and `(c[i][d] k[i][d]) k[t][d]`, and the same with q.
 //!
 //! Mamba 2 ([`StateRule::Sum`](crate::StateRule)) is this with `p = 0` and q and k as they are.
 //! Last, a factor of the value is added to o (Dao and Gu 2024, section 6).

@@ -160,7 +160,7 @@ impl MatrixMemory {
     pub unsafe fn discard(&self) {
         #[cfg(target_os = "linux")]
         {
-            // Matrices begin at multiples of small pages, of which no other has a part.
+            // Matrices begin at multiples of small pages, and share none.
             let page = rustix::param::page_size();
             let start = self.start.next_multiple_of(page);
             let end = (self.start + self.len) / page * page;

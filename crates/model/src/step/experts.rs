@@ -423,8 +423,8 @@ fn choose_row(
 }
 
 impl ExpertGroups {
-    /// Groups with the largest scores as a bit set, the lower index among equals. A group's score is
-    /// the sum of its largest `rank`s, added in descending order.
+    /// Groups with the largest scores as a bit set, the lower index among equals. A group's score
+    /// is the sum of its largest `rank`s, added in descending order.
     pub fn open(self, experts: usize, rank: impl Fn(usize) -> f32) -> u64 {
         let each = experts / self.count;
         let score = |group: usize| {

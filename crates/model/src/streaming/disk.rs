@@ -17,8 +17,8 @@ pub(super) const READERS: usize = 16;
 #[repr(align(4096))]
 pub(super) struct Aligned(pub(super) [u8; BLOCK]);
 
-/// Reads a part of the file at `path`, or of a folder's largest file, as streamed weights are read,
-/// for a caller that measures the time: a tenth of a second on an NVMe disk. Returns the bytes.
+/// Reads a part of the file at `path`, or of a folder's largest file, as streamed weights are read.
+/// The caller measures the time: a tenth of a second on an NVMe disk. Returns the bytes.
 /// `None` for a small or unreadable file.
 pub fn read_sample(path: &Path) -> Option<u64> {
     /// Enough for some rounds of all readers.

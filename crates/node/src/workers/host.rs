@@ -137,7 +137,12 @@ pub type FetchGuard<'a> = dyn Fn() -> bool + Sync + 'a;
 
 /// Fetches ranges of a model's file while the guard returns true; the error is the reason of a
 /// failure. The string is the file's name in the model's folder, empty for a model of one file.
-pub type RangeFetcher = dyn Fn(&ModelName, &str, &FileRanges, &FetchGuard<'_>) -> Result<(), CallbackError>
+pub type RangeFetcher = dyn Fn(
+        &ModelName,
+        &str,
+        &FileRanges,
+        &FetchGuard<'_>,
+    ) -> Result<(), CallbackError>
     + Send
     + Sync;
 

@@ -110,7 +110,7 @@ impl AttentionScratch {
 }
 
 impl Kernels {
-    /// Working memory for up to `rows` rows of `heads` heads with keys and values of so many
+    /// Working memory for up to `rows` rows of `heads` heads with keys and values of as many
     /// elements, the most of any layer. Sequences have up to `positions` positions. A step of few
     /// rows over many pages is cut by page when its partial results fit here. So room for at least
     /// one row at full length is kept.
