@@ -135,16 +135,13 @@ pub type FileRanges = [(u64, u64)];
 /// Whether to continue a fetch.
 pub type FetchGuard<'a> = dyn Fn() -> bool + Sync + 'a;
 
+/// The outcome of a fetch.
+type Fetched = Result<(), CallbackError>;
+
 /// Fetches ranges of a model's file while the guard returns true; the error is the reason of a
 /// failure. The string is the file's name in the model's folder, empty for a model of one file.
-pub type RangeFetcher = dyn Fn(
-        &ModelName,
-        &str,
-        &FileRanges,
-        &FetchGuard<'_>,
-    ) -> Result<(), CallbackError>
-    + Send
-    + Sync;
+pub type RangeFetcher =
+    dyn Fn(&ModelName, &str, &FileRanges, &FetchGuard<'_>) -> Fetched + Send + Sync;
 
 /// Whether a machine trusts the cable from a device of its own to a node.
 pub type TrustsCable = dyn Fn(&str, NodeId) -> bool + Send + Sync;
