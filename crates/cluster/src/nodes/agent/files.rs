@@ -10,7 +10,7 @@
 //! HOME/node/socket        where the command line reaches the node
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -24,8 +24,12 @@ use super::super::identity::{check_folder, write_secret};
 use super::super::registers::SavedEntry;
 use super::super::{ClusterKey, Identity, NodeId, Register, RegisterKey, Registers};
 use super::Error;
-use super::rdma::TrustedCables;
-use super::rekey::FORMER_MAX;
+
+/// Trusted cables: the device here, and the other node.
+pub(super) type TrustedCables = BTreeSet<(String, NodeId)>;
+
+/// Most stored former keys. A node that was offline for more revocations must join again.
+pub(super) const FORMER_MAX: usize = 4;
 
 /// Longest saved map that is read: its bounds, twice over.
 const MAP_BYTES_MAX: u64 = 128 << 20;

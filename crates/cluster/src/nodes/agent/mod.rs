@@ -29,8 +29,10 @@ mod accept;
 mod acts;
 mod addresses;
 mod channel;
+mod config;
 mod diagnostics;
 mod dial;
+mod error;
 mod facts;
 mod files;
 mod handshakes;
@@ -46,27 +48,26 @@ mod state;
 mod upkeep;
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::net::{SocketAddr, TcpListener};
-use std::ops::RangeInclusive;
-use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
-use std::{fmt, io};
 
 use paceline_base::lock;
 
-use super::member::{Event, Life, Pace};
-use super::pairing;
-use super::session::{self, Hello, Purpose};
+use super::member::{Event, Life};
+use super::session::{Hello, Purpose};
 use super::signature::Signer;
 use super::{Identity, NodeId, Now, RegisterKey, Registers, Signature};
 use acts::Acts;
 pub use acts::ClusterAct;
 pub use channel::{Handler, ServiceChannel};
+pub use config::{Config, Discovery, LogSink};
 pub use diagnostics::{Finding, Test};
+pub use error::Error;
 pub use facts::{
     DeviceRates, EngineDevice, FormRates, Kind, NetworkPath, NodeFacts, NodePaths, NodeView,
     PROTOCOL,
@@ -88,148 +89,9 @@ const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 /// Most queued log lines; further ones are dropped.
 const LINES_MAX: usize = 64;
 
-/// Reasons why this node or a command of it fails.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("a node already runs with the files in {}", folder.display())]
-    Running { folder: PathBuf },
-    #[error("{}: {source}", path.display())]
-    File { path: PathBuf, source: io::Error },
-    #[error(transparent)]
-    Secret(#[from] super::identity::Error),
-    #[error("cannot listen on control port {port}: {source}")]
-    Port { port: u16, source: io::Error },
-    /// The system refuses a thread or a socket.
-    #[error("cannot start {what}: {source}")]
-    Resource {
-        what: &'static str,
-        source: io::Error,
-    },
-    /// The local socket's path is too long for the system.
-    #[error("the path {} has {} bytes, but a socket's may have {SOCKET_PATH_MAX}",
-            path.display(), path.as_os_str().len())]
-    SocketPath { path: PathBuf },
-    /// No node of the cluster has this name or id.
-    #[error("no node of this cluster is called {name:?}")]
-    NoNode { name: String },
-    #[error("{name:?} is the beginning of several nodes' ids")]
-    Ambiguous { name: String },
-    #[error("no RDMA cable of this machine is called {link:?}")]
-    NoCable { link: String },
-    #[error("no address of node {id} is known")]
-    NoAddress { id: NodeId },
-    /// The node has no such service, or refuses this caller.
-    #[error("{node}: {reason}")]
-    NoService { node: String, reason: String },
-    /// A session cannot be established, or is lost.
-    #[error(transparent)]
-    Session(#[from] session::Error),
-    #[error(transparent)]
-    Pairing(#[from] pairing::Error),
-    #[error("no machine that shows a code was heard within {} s", limit.as_secs())]
-    NobodyInvites {
-        /// How long this node listened.
-        limit: Duration,
-    },
-    #[error("peer {text:?}: {reason}")]
-    Peer {
-        /// The address as it was given.
-        text: String,
-        reason: String,
-    },
-    /// The cluster that this node would leave has other members.
-    #[error(
-        "this node is in a cluster with {others}, which it would lose: `paceline leave` \
-             takes it out"
-    )]
-    HasMembers { others: String },
-    /// This node has work for its cluster, as [`Config::work`] says.
-    #[error("{work}")]
-    HasWork { work: String },
-    #[error("{name} is {state}, and only a dead node can be forgotten")]
-    Lives { name: String, state: &'static str },
-    #[error("a node does not revoke itself")]
-    Itself,
-    /// The map refuses a write: a bound is reached, or the entry has a higher epoch.
-    #[error("the shared map refuses the entry: it is too large, out of date, or one too many")]
-    MapRefuses,
-}
-
 /// Longest path of a Unix socket on the systems that paceline runs on, less the closing zero
 /// (macOS 104, Linux 108).
 const SOCKET_PATH_MAX: usize = 103;
-
-/// Methods by which nodes discover each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Discovery {
-    /// Beacons and multicast DNS on all interfaces, and the named peers.
-    All,
-    /// Beacons, and the named peers.
-    Beacons,
-    /// Multicast DNS, and the named peers.
-    Mdns,
-    /// The named peers only.
-    Peers,
-}
-
-/// Settings of a node.
-#[derive(Clone)]
-pub struct Config {
-    /// Folder of paceline's files; the node's are in `node` below it.
-    pub home: PathBuf,
-    /// The machine's facts that the caller knows.
-    pub facts: NodeFacts,
-    /// Control port on all addresses; 0 takes a free one.
-    pub port: u16,
-    /// Nodes to reach at `host` or `host:port`, where beacons do not arrive.
-    pub peers: Vec<String>,
-    /// Methods by which nodes discover each other.
-    pub discovery: Discovery,
-    /// Timing of failure detection.
-    pub pace: Pace,
-    /// The only interface for data between workers; `None` for any. Control sessions use all.
-    pub data_interface: Option<String>,
-    /// Listen ports of workers; `None` for any.
-    pub data_ports: Option<RangeInclusive<u16>>,
-    /// Milliseconds added to the wall clock: 0 except in tests.
-    pub clock_ahead_ms: u64,
-    /// The work of a node for the cluster by the map, for people; `None` for nothing. A node with
-    /// work does not leave.
-    pub work: fn(&Registers, NodeId) -> Option<String>,
-    /// The API keys of this machine, shared with the cluster.
-    pub keys: Option<Arc<dyn KeyFile>>,
-    /// Receives log lines about the cluster.
-    pub tell: LogSink,
-}
-
-/// Receives a log line, on its own thread. Lines are dropped while it is behind.
-pub type LogSink = Arc<dyn Fn(&str) + Send + Sync>;
-
-impl Config {
-    /// The node whose files are below `home`, with the defaults.
-    pub fn new(home: &Path, facts: NodeFacts) -> Self {
-        Self {
-            home: home.to_owned(),
-            facts,
-            port: DEFAULT_PORT,
-            peers: Vec::new(),
-            discovery: Discovery::All,
-            pace: Pace::default(),
-            data_interface: None,
-            data_ports: None,
-            clock_ahead_ms: 0,
-            work: |_, _| None,
-            keys: None,
-            tell: Arc::new(|_| {}),
-        }
-    }
-}
-
-impl fmt::Debug for Config {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Config({}, port {})", self.home.display(), self.port)
-    }
-}
 
 /// This machine's node. Clones are handles to the same one; [`Agent::stop`] ends it.
 #[derive(Clone)]

@@ -1,6 +1,5 @@
 //! This node's RDMA devices, and the cables that its machine trusts.
 
-use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use paceline_base::lock;
@@ -9,9 +8,6 @@ use super::super::NodeId;
 use super::super::rdma::{self, Cable, CableEnd, CableView, RdmaDevice, TRUSTED_MAX};
 use super::state::State;
 use super::{Agent, Error, NodeFacts, NodeView, facts};
-
-/// Trusted cables: the device here, and the other node.
-pub(super) type TrustedCables = BTreeSet<(String, NodeId)>;
 
 /// Whether a machine sends data of workers over a cable without encryption.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -31,6 +31,7 @@ use super::super::session::{self, Hello, NodeSession, Purpose};
 use super::super::{ClusterKey, NodeId, RegisterKey};
 use super::channel::{self, ServiceChannel};
 use super::dial::ADDRESS_LIMIT;
+use super::files::FORMER_MAX;
 use super::state::State;
 use super::{Error, HANDSHAKE_LIMIT, Inner};
 
@@ -39,9 +40,6 @@ pub(super) const SERVICE: &str = "key";
 
 /// The reason for refusing a session by a former key; its node gets the new key soon.
 pub(super) const OUTDATED: &str = "the cluster's key has changed, and this node has not got it yet";
-
-/// Most stored former keys. A node that was offline for more revocations must join again.
-pub(super) const FORMER_MAX: usize = 4;
 
 /// How far a key's count may be ahead of this machine's clock, and of the present key's count, in
 /// milliseconds.

@@ -18,9 +18,8 @@ use super::super::{ClusterKey, Membership, NodeId, Now, RegisterKey, Registers};
 use super::addresses::AddressBook;
 use super::channel::ServiceChannel;
 use super::facts::{self, EngineDevice, NodeView};
-use super::files::NodeNames;
+use super::files::{NodeNames, TrustedCables};
 use super::links::PeerLink;
-use super::rdma::TrustedCables;
 use super::rekey::{Drawn, OutdatedNodes};
 use super::{Error, Inner, NodeFacts, random};
 

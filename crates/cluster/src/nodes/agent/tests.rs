@@ -1,12 +1,15 @@
 //! Several nodes in one process over loopback, each with its own home.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
 use std::sync::mpsc::channel;
 
 use serde_json::json;
 use tempfile::TempDir;
 
+use super::super::{pairing, session};
 use super::*;
 use crate::nodes::discovery::{DiscoveredNode, DiscoveryMethod};
 use crate::nodes::member::{ENTRIES_MAX, GossipMessage};
@@ -500,7 +503,7 @@ fn nodes_join_by_code_and_are_refused_where_others_would_be_cut_off() {
     let (one, two) = (cluster(&["one"]), cluster(&["two"]));
     let (one, two) = (&one[0].agent, &two[0].agent);
     let peer = format!("127.0.0.1:{}", one.port());
-    let no_code = super::pairing::Code::parse("123456").unwrap();
+    let no_code = pairing::Code::parse("123456").unwrap();
     let error = two.join_by_code(&no_code, Some(&peer)).unwrap_err();
     assert!(
         matches!(error, Error::Pairing(pairing::Error::NotInvited)),

@@ -1,5 +1,6 @@
 //! Tests of a member, stepped by hand; whole clusters of them are in the crate `sim`.
 
+use super::super::Register;
 use super::super::{HybridTimestamp, RecordId};
 use super::*;
 use crate::testing::SimulatedSigner;

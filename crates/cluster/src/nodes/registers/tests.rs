@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::super::HybridTimestamp;
 use super::*;
 
 fn node(number: u8) -> NodeId {
