@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use paceline_base::CallbackError;
 use paceline_cluster::nodes::agent::Kind;
-use paceline_fleet::InstanceId;
+use paceline_fleet::{InstanceId, NODES_MAX};
 
 use super::REPLICAS_MAX;
 
@@ -96,6 +96,26 @@ pub enum Error {
 }
 
 impl Error {
+    /// A number of nodes of one instance that is out of bounds.
+    pub(super) const fn nodes(got: usize) -> Self {
+        Self::Count {
+            what: "nodes",
+            got,
+            least: 1,
+            most: NODES_MAX,
+        }
+    }
+
+    /// Fewer nodes live than a request wants; `notes` say which were left out.
+    pub(super) const fn too_few(wanted: usize, live: usize, notes: Vec<String>) -> Self {
+        Self::TooFewNodes {
+            wanted,
+            live,
+            how: "live",
+            notes,
+        }
+    }
+
     /// For `map_err`: an error about the thing of this name.
     pub(super) fn of<E: Into<CallbackError>>(name: impl Display) -> impl FnOnce(E) -> Self {
         move |source| Self::Of {
@@ -109,6 +129,11 @@ impl From<String> for Error {
     fn from(reason: String) -> Self {
         Self::Other(reason.into())
     }
+}
+
+/// For people: two nodes that cannot speak.
+pub(super) fn no_path(a: &str, b: &str) -> String {
+    format!("no path between {a} and {b} answers")
 }
 
 fn listed(notes: &[String]) -> String {

@@ -80,6 +80,39 @@ impl Flaps {
     }
 }
 
+/// Facts of an instance's owner about unused nodes, besides lives, paths and lost workers.
+#[derive(Debug, Default)]
+pub(super) struct UnusedNodes(pub(super) Mutex<UnusedFacts>);
+
+#[derive(Debug, Default)]
+pub(super) struct UnusedFacts {
+    /// Nodes that could not get the model.
+    pub(super) lacking: BTreeSet<NodeId>,
+    /// Why the last evaluated placement is not used.
+    pub(super) refused: Option<String>,
+}
+
+impl UnusedNodes {
+    /// A node could not get the model: the current record starts no worker there.
+    pub(super) fn lacks(&self, node: NodeId) {
+        lock(&self.0).lacking.insert(node);
+    }
+
+    /// Whether a node could not get the model.
+    pub(super) fn is_lacking(&self, node: NodeId) -> bool {
+        lock(&self.0).lacking.contains(&node)
+    }
+
+    /// Sets why another placement is not used; `None` if there is no other one. Returns whether
+    /// that is new.
+    pub(super) fn refuse(&self, reason: Option<String>) -> bool {
+        let mut facts = lock(&self.0);
+        let is_new = facts.refused != reason;
+        facts.refused = reason;
+        is_new
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,11 +16,10 @@ use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_cluster::nodes::{NodeId, Registers};
 use paceline_fleet::{InstanceSpec, SPARE_AUTO, specs};
 
-use super::cables::CablePlan;
-use super::flaps::Flaps;
+use super::cables::{CablePlan, RunningFacts};
+use super::error::no_path;
+use super::flaps::{Flaps, UnusedNodes};
 pub(super) use super::node_connection::NodeConnection;
-use super::owner::RunningFacts;
-use super::unused_nodes::UnusedNodes;
 use super::{CREW, copies};
 use crate::workers::connection::{ConnectionError, pair};
 use crate::workers::host::{HostSpec, host};
@@ -439,11 +438,6 @@ impl InstanceNodes {
             }
         }
     }
-}
-
-/// For people: two nodes that cannot speak.
-pub(super) fn no_path(a: &str, b: &str) -> String {
-    format!("no path between {a} and {b} answers")
 }
 
 /// All ordered pairs of nodes.

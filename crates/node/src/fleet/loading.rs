@@ -2,8 +2,6 @@
 
 mod nodes;
 
-pub(super) use nodes::{nodes_of, too_few};
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
@@ -20,8 +18,8 @@ use paceline_model::{Config, ModelSource, SplitKind, draft_captures};
 
 use super::copies::ModelIdentity;
 use super::device_memory::{OpenModel, plan_memory};
+use super::error::no_path;
 use super::expansion::open_model;
-use super::hosts::no_path;
 use super::preview::Proposal;
 use super::proposals::predictions;
 use super::{Error, Inner, LoadRequest, REPLICAS_MAX, engines, name_of, new_id, preview};

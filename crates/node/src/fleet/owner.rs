@@ -19,12 +19,11 @@ use paceline_fleet::{InstanceId, InstanceSpec, SPARE_AUTO, State, WeightDistribu
 use paceline_model::{Config, ModelSource, SplitKind};
 use paceline_tensor::UnknownKvType;
 
-use super::cables::CablePlan;
+use super::cables::RunningFacts;
 use super::copies::CheckRange;
 use super::device_memory::fitting_shares;
-use super::flaps::Flaps;
+use super::flaps::{Flaps, UnusedNodes};
 use super::hosts::InstanceNodes;
-use super::unused_nodes::UnusedNodes;
 use super::{
     FETCH, Inner, LOOK_EVERY, OwnerService, copies, encoders, name_of, one_machine, roots,
 };
@@ -45,21 +44,6 @@ const FETCHES_MAX: u32 = 4;
 /// How long an instance answers before it gets automatic standbys. One loaded for a few questions
 /// needs none.
 const AUTO_SPARE_AFTER: Duration = Duration::from_secs(30);
-
-/// Facts of an instance that its workers determine.
-#[derive(Clone, Default)]
-pub(super) struct RunningFacts {
-    /// Name of its numbers, once its workers are ready.
-    numbers: Option<String>,
-    /// Positions of a sequence, once its engine is planned.
-    context: Option<u32>,
-    /// RDMA cables between the ranks of the last epoch.
-    pub(super) cables: CablePlan,
-    /// Transports between these ranks, for people.
-    wires: Option<String>,
-    /// The split in use, once its workers are ready.
-    split: Option<String>,
-}
 
 /// An instance of this node.
 #[derive(Clone)]

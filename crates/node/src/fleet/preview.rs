@@ -20,7 +20,6 @@ use paceline_model::{Config, ModelSource};
 use serde::Serialize;
 
 use super::hosts::NodeConnection;
-use super::loading::too_few;
 use super::speed::{self, Speed};
 use super::{Error, Inner, LoadRequest, SPEED};
 use crate::forecast::devices::DeviceSpeed;
@@ -184,7 +183,7 @@ impl Inner {
         let (least, most) = match ask.count {
             None | Some(0) => (1, COUNT_MAX),
             Some(count) if count <= order.len() => (count, count),
-            Some(count) => return Err(too_few(count, order.len(), Vec::new())),
+            Some(count) => return Err(Error::too_few(count, order.len(), Vec::new())),
         };
         let most = most.min(order.len()).min(NODES_MAX);
         Ok(((least..=most).map(|n| order[..n].to_vec()).collect(), notes))

@@ -13,7 +13,6 @@ use paceline_cluster::nodes::NodeId;
 use paceline_fleet::{NODES_MAX, specs};
 use paceline_model::{Config, ModelSource};
 
-use super::loading::{nodes_of, too_few};
 use super::preview::{COUNT_MAX, Proposal, unnamed_record};
 use super::{Error, Inner, LoadRequest, encoders};
 use crate::context_size::needed_positions;
@@ -47,7 +46,7 @@ impl Inner {
     pub(super) fn spread(&self, ask: &LoadRequest) -> Result<Vec<Vec<NodeId>>, Error> {
         let (pool, each) = (self.pool(ask)?, ask.count.unwrap_or(1));
         if matches!(pool, NodePool::Any(_)) && !(1..=NODES_MAX).contains(&each) {
-            return Err(nodes_of(each));
+            return Err(Error::nodes(each));
         }
         let (proposals, mut notes) = self.spread_over(ask, &pool, each..=each)?;
         let best = proposals.into_iter().next();
@@ -141,7 +140,7 @@ impl Inner {
             order = self.broken_now(&order).group(&order);
         }
         if order.len() < count.max(1) {
-            return Err(too_few(count, order.len(), notes));
+            return Err(Error::too_few(count, order.len(), notes));
         }
         Ok(NodePool::Any(order))
     }

@@ -1,7 +1,6 @@
 //! Nodes that an instance does not use although its user may expect it, and why: for `ps`.
 
 use std::collections::BTreeSet;
-use std::sync::Mutex;
 use std::time::Instant;
 
 use paceline_base::{Rank, lock};
@@ -10,42 +9,9 @@ use paceline_cluster::nodes::member::Life;
 use paceline_fleet::{Report, State};
 
 use super::Inner;
+use super::error::no_path;
 use super::flaps::LOSSES_MAX;
-use super::hosts::no_path;
 use super::owner::OwnedInstance;
-
-/// Facts of an instance's owner about them besides lives, paths and lost workers.
-#[derive(Debug, Default)]
-pub(super) struct UnusedNodes(Mutex<UnusedFacts>);
-
-#[derive(Debug, Default)]
-struct UnusedFacts {
-    /// Nodes that could not get the model.
-    lacking: BTreeSet<NodeId>,
-    /// Why the last evaluated placement is not used.
-    refused: Option<String>,
-}
-
-impl UnusedNodes {
-    /// A node could not get the model: the current record starts no worker there.
-    pub(super) fn lacks(&self, node: NodeId) {
-        lock(&self.0).lacking.insert(node);
-    }
-
-    /// Whether a node could not get the model.
-    pub(super) fn is_lacking(&self, node: NodeId) -> bool {
-        lock(&self.0).lacking.contains(&node)
-    }
-
-    /// Sets why another placement is not used; `None` if there is no other one. Returns whether
-    /// that is new.
-    pub(super) fn refuse(&self, reason: Option<String>) -> bool {
-        let mut facts = lock(&self.0);
-        let is_new = facts.refused != reason;
-        facts.refused = reason;
-        is_new
-    }
-}
 
 impl OwnedInstance {
     /// The node of each rank now.

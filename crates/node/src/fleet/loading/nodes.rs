@@ -8,7 +8,7 @@ use paceline_cluster::nodes::paths::PathProbe;
 use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_fleet::NODES_MAX;
 
-use super::super::hosts::no_path;
+use super::super::error::no_path;
 use super::super::{Error, Inner, LoadRequest, engines, preview};
 use super::{PATHS_EVERY, PATHS_WAIT, RELAY_AFTER, may_relay};
 
@@ -20,7 +20,7 @@ impl Inner {
             false => self.named(ask)?,
         };
         if nodes.is_empty() || nodes.len() > NODES_MAX {
-            return Err(nodes_of(nodes.len()));
+            return Err(Error::nodes(nodes.len()));
         }
         let own = self.agent.id();
         nodes.sort_by_key(|id| *id != own);
@@ -85,7 +85,7 @@ impl Inner {
         };
         order.retain(|id| !readers.contains(id) && !lacks(id));
         if order.len() < count {
-            return Err(too_few(count, order.len(), notes));
+            return Err(Error::too_few(count, order.len(), notes));
         }
         let suffice = |broken: &BrokenPairs| broken.group(&order).len() >= count;
         let star = |broken: &BrokenPairs| broken.star(&order, count);
@@ -159,25 +159,5 @@ impl Inner {
             }
         };
         ask.prefill_nodes.iter().map(find).collect()
-    }
-}
-
-/// A number of nodes of one instance that is out of bounds.
-pub(in crate::fleet) fn nodes_of(got: usize) -> Error {
-    Error::Count {
-        what: "nodes",
-        got,
-        least: 1,
-        most: NODES_MAX,
-    }
-}
-
-/// Fewer nodes live than a request wants; `notes` say which were left out.
-pub(in crate::fleet) fn too_few(wanted: usize, live: usize, notes: Vec<String>) -> Error {
-    Error::TooFewNodes {
-        wanted,
-        live,
-        how: "live",
-        notes,
     }
 }

@@ -10,7 +10,8 @@ use paceline_model::Config;
 use paceline_worker::messages::RankFacts;
 
 use super::super::Inner;
-use super::{OwnedInstance, RunningFacts, TELL_EVERY};
+use super::super::cables::RunningFacts;
+use super::{OwnedInstance, TELL_EVERY};
 use crate::instance::numbers;
 use crate::supervisor::Notice;
 use crate::worker_notices::lines;
