@@ -39,11 +39,14 @@ const PEERS_MAX: usize = 64;
 
 /// Reports of other nodes.
 #[derive(Default)]
-pub(super) struct PeerReports {
-    looked: Mutex<Option<Instant>>,
+pub(super) struct PeerReports(Mutex<PeerReportsState>);
+
+#[derive(Default)]
+struct PeerReportsState {
+    looked: Option<Instant>,
     /// Nodes with a reading thread.
-    asked: Mutex<BTreeSet<NodeId>>,
-    parts: Mutex<BTreeMap<NodeId, (Instant, Value)>>,
+    asked: BTreeSet<NodeId>,
+    parts: BTreeMap<NodeId, (Instant, Value)>,
 }
 
 /// Sends this node's report until the other end closes.
@@ -67,30 +70,34 @@ pub(super) fn answer(inner: &Weak<Inner>, channel: &ServiceChannel) {
 impl PeerReports {
     /// Records a view, and starts to poll further nodes.
     pub(super) fn poll(&self, inner: &Arc<Inner>) {
-        *lock(&self.looked) = Some(Instant::now());
+        lock(&self.0).looked = Some(Instant::now());
         let Some(agent) = inner.agent.get() else {
             return;
         };
         let own = agent.id();
         for node in agent.nodes() {
-            let mut asked = lock(&self.asked);
             let is_wanted = node.id != own && node.state == Life::Alive;
-            if !is_wanted || asked.len() >= PEERS_MAX || !asked.insert(node.id) {
+            if !is_wanted || !self.begins(node.id) {
                 continue;
             }
-            drop(asked);
             let weak = Arc::downgrade(inner);
             let thread = std::thread::Builder::new().name("board-peer".to_owned());
             let id = node.id;
             if thread.spawn(move || read(&weak, id)).is_err() {
-                lock(&self.asked).remove(&id);
+                lock(&self.0).asked.remove(&id);
             }
         }
     }
 
+    /// Whether a node has no reading thread yet, and may get one.
+    fn begins(&self, id: NodeId) -> bool {
+        let asked = &mut lock(&self.0).asked;
+        asked.len() < PEERS_MAX && asked.insert(id)
+    }
+
     /// The current reports of other nodes, by id.
     pub(super) fn reports(&self) -> BTreeMap<String, Value> {
-        let mut parts = lock(&self.parts);
+        let parts = &mut lock(&self.0).parts;
         parts.retain(|_, (at, _)| at.elapsed() < STALE);
         let parts = parts.iter();
         parts
@@ -99,7 +106,9 @@ impl PeerReports {
     }
 
     fn is_wanted(&self) -> bool {
-        lock(&self.looked).is_some_and(|at| at.elapsed() < INTEREST)
+        lock(&self.0)
+            .looked
+            .is_some_and(|at| at.elapsed() < INTEREST)
     }
 }
 
@@ -117,7 +126,9 @@ fn read(weak: &Weak<Inner>, id: NodeId) {
         };
         let Ok(part) = part else { break };
         if let Some(part) = part.and_then(|part| serde_json::from_slice(&part).ok()) {
-            lock(&inner.peers.parts).insert(id, (Instant::now(), part));
+            lock(&inner.peers.0)
+                .parts
+                .insert(id, (Instant::now(), part));
         }
         if !inner.peers.is_wanted() {
             break;
@@ -127,6 +138,6 @@ fn read(weak: &Weak<Inner>, id: NodeId) {
         channel.close();
     }
     if let Some(inner) = weak.upgrade() {
-        lock(&inner.peers.asked).remove(&id);
+        lock(&inner.peers.0).asked.remove(&id);
     }
 }

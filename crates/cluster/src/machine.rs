@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use paceline_base::Bytes;
+use paceline_process::Process;
 
 /// Time limit of a queried program. `nvidia-smi` takes 2 s on machines whose driver is not kept
 /// loaded.
@@ -59,26 +60,22 @@ pub fn ask(program: &str, arguments: &[&str]) -> Option<String> {
     command.args(arguments).current_dir(folder.path());
     command.env("PYTHONSAFEPATH", "1");
     command.stdin(Stdio::null()).stderr(Stdio::null());
-    let mut child = command.stdout(Stdio::piped()).spawn().ok()?;
-    let out = child.stdout.take()?;
+    let mut child = Process::start(command.stdout(Stdio::piped())).ok()?;
+    let out = child.take_stdout()?;
     let reader = std::thread::spawn(move || {
         let mut text = String::new();
         let read = out.take(ANSWER_BYTES_MAX).read_to_string(&mut text);
         read.is_ok().then_some(text)
     });
     let start = Instant::now();
-    let status = loop {
-        match child.try_wait() {
-            Ok(Some(status)) => break status,
-            Ok(None) if start.elapsed() < ASK_LIMIT => std::thread::sleep(POLL),
-            _ => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return None;
-            }
+    while !child.has_ended() {
+        if start.elapsed() > ASK_LIMIT {
+            return None; // which kills it
         }
-    };
-    reader.join().ok().flatten().filter(|_| status.success())
+        std::thread::sleep(POLL);
+    }
+    let ending = child.reap();
+    reader.join().ok().flatten().filter(|_| ending.is_success())
 }
 
 /// The first line of what `program` prints.

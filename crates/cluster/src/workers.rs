@@ -238,8 +238,7 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
         both.map_err(resource("a socket pair"))?;
         let orders = Arc::new(Orders {
             waker,
-            stop: Mutex::new(None),
-            change: Mutex::new(None),
+            state: Mutex::default(),
         });
         let (started, start) = sync_channel(1);
         let (reports, look) = (Arc::clone(&queue), Arc::clone(&orders));
@@ -354,7 +353,7 @@ impl<To, From> Workers<To, From> {
             return Err(Error::Closed { rank });
         }
         let (answer, done) = sync_channel(1);
-        *lock(&self.orders.change) = Some(ChangeOrder {
+        lock(&self.orders.state).change = Some(ChangeOrder {
             rank,
             change,
             answer,
@@ -379,7 +378,7 @@ impl<To, From> Workers<To, From> {
     /// abandons a process that the kernel cannot end after 5 s. Unread events stay, exits are
     /// added. A second call waits for the first.
     pub fn stop(&self, grace: Duration) {
-        lock(&self.orders.stop).get_or_insert(grace);
+        lock(&self.orders.state).stop.get_or_insert(grace);
         self.orders.wake();
         if let Some(monitor) = lock(&self.monitor).take() {
             // A panic of the monitor has killed and reaped all children by unwinding.
@@ -447,10 +446,15 @@ struct ChangeOrder {
 #[derive(Debug)]
 struct Orders {
     waker: UnixStream,
+    state: Mutex<OrdersState>,
+}
+
+#[derive(Debug, Default)]
+struct OrdersState {
     /// The grace period, once all must end.
-    stop: Mutex<Option<Duration>>,
+    stop: Option<Duration>,
     /// At most one at a time: its caller waits.
-    change: Mutex<Option<ChangeOrder>>,
+    change: Option<ChangeOrder>,
 }
 
 impl Orders {
@@ -461,6 +465,6 @@ impl Orders {
     }
 
     fn stop(&self) -> Option<Duration> {
-        *lock(&self.stop)
+        lock(&self.state).stop
     }
 }

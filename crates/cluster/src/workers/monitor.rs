@@ -140,7 +140,7 @@ impl Monitor {
 
     /// Executes a pending order to kill or replace a child.
     fn change(&mut self) {
-        let Some(order) = lock(&self.orders.change).take() else {
+        let Some(order) = lock(&self.orders.state).change.take() else {
             return;
         };
         if self.stopping.is_some() {
