@@ -16,6 +16,7 @@ mod circles;
 mod code;
 mod copies;
 mod functions;
+mod items;
 mod layers;
 mod programs;
 mod source;
@@ -208,6 +209,7 @@ pub(crate) fn run() -> Result<Vec<Finding>> {
     let metadata = layers::Metadata::read()?;
     let (files, mut findings) = parse_all(&root, &paths)?;
     findings.extend(files.iter().flat_map(check_rust));
+    findings.extend(files.iter().flat_map(items::check));
     findings.extend(circles::check(&files));
     findings.extend(words::check(&files));
     findings.extend(layers::check(&metadata, &root));

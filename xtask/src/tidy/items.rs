@@ -1,0 +1,169 @@
+//! Rules on public items: errors have types, and the control plane's structs one mutex each.
+
+use syn::spanned::Spanned;
+use syn::visit::Visit;
+use syn::{GenericArgument, PathArguments, Type, Visibility};
+
+use super::{Finding, RustFile};
+use crate::repo;
+
+/// Crates whose structs have one mutex over one state, so that no order of locks matters.
+const CONTROL_PLANE: [&str; 4] = ["board", "cluster", "fleet", "node"];
+
+/// Structs of the control plane with more, and why.
+const LOCKED: [(&str, &str); 7] = [
+    ("ControlState", "the hook stays locked while it runs"),
+    (
+        "Inner",
+        "files of the cluster change under a lock of their own",
+    ),
+    ("InstanceNodes", "what runs is shared with reports"),
+    ("InstanceShared", "traces and measurements take turns"),
+    ("NodeSession", "both directions block by themselves"),
+    ("RemoteWorkers", "a rank's worker ends while others start"),
+    (
+        "Routes",
+        "a choice is locked until it counts, a move until it ends",
+    ),
+];
+
+/// Findings about the items of one file.
+pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
+    let mut items = Items {
+        file,
+        findings: Vec::new(),
+    };
+    if !file.test_file {
+        items.visit_file(&file.syntax);
+    }
+    items.findings
+}
+
+struct Items<'a> {
+    file: &'a RustFile,
+    findings: Vec<Finding>,
+}
+
+impl Items<'_> {
+    fn find(&mut self, line: usize, rule: &'static str, message: &str) {
+        if !self.file.is_test(line) {
+            let finding = Finding::error(&self.file.path, line, rule, message.to_owned());
+            self.findings.push(finding);
+        }
+    }
+}
+
+impl<'ast> Visit<'ast> for Items<'_> {
+    fn visit_item_fn(&mut self, item: &'ast syn::ItemFn) {
+        if is_public(&item.vis) {
+            self.visit_signature(&item.sig);
+        }
+    }
+
+    fn visit_impl_item_fn(&mut self, item: &'ast syn::ImplItemFn) {
+        if is_public(&item.vis) {
+            self.visit_signature(&item.sig);
+        }
+    }
+
+    fn visit_item_trait(&mut self, item: &'ast syn::ItemTrait) {
+        if is_public(&item.vis) {
+            syn::visit::visit_item_trait(self, item);
+        }
+    }
+
+    fn visit_item_enum(&mut self, item: &'ast syn::ItemEnum) {
+        if is_public(&item.vis) {
+            syn::visit::visit_item_enum(self, item);
+        }
+    }
+
+    fn visit_item_type(&mut self, item: &'ast syn::ItemType) {
+        if is_public(&item.vis) {
+            syn::visit::visit_item_type(self, item);
+        }
+    }
+
+    fn visit_item_struct(&mut self, item: &'ast syn::ItemStruct) {
+        let mut locks = Locks(0);
+        locks.visit_fields(&item.fields);
+        let is_known = LOCKED.iter().any(|(name, _)| item.ident == name);
+        let is_control = CONTROL_PLANE.contains(&repo::crate_of(&self.file.path));
+        if is_control && !is_known && locks.0 > 1 {
+            let line = item.ident.span().start().line;
+            self.find(
+                line,
+                "mutexes",
+                "more than one mutex: put one over one state",
+            );
+        }
+        let public = item.fields.iter().filter(|field| is_public(&field.vis));
+        if is_public(&item.vis) {
+            public.for_each(|field| self.visit_type(&field.ty));
+        }
+    }
+
+    fn visit_path_segment(&mut self, segment: &'ast syn::PathSegment) {
+        if let PathArguments::AngleBracketed(arguments) = &segment.arguments
+            && segment.ident == "Result"
+            && let Some(GenericArgument::Type(Type::Path(error))) = arguments.args.iter().nth(1)
+            && error.path.is_ident("String")
+        {
+            let line = segment.span().start().line;
+            self.find(
+                line,
+                "text-error",
+                "a public item fails by text: use a typed error",
+            );
+        }
+        syn::visit::visit_path_segment(self, segment);
+    }
+
+    fn visit_block(&mut self, _: &'ast syn::Block) {}
+}
+
+const fn is_public(visibility: &Visibility) -> bool {
+    matches!(visibility, Visibility::Public(_))
+}
+
+/// Counts the locks in types.
+struct Locks(usize);
+
+impl<'ast> Visit<'ast> for Locks {
+    fn visit_path_segment(&mut self, segment: &'ast syn::PathSegment) {
+        let is_lock = segment.ident == "Mutex" || segment.ident == "RwLock";
+        self.0 += usize::from(is_lock);
+        syn::visit::visit_path_segment(self, segment);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_as_error_and_second_mutexes_are_found() {
+        let two = "struct A { a: Mutex<u8>, b: Arc<RwLock<u8>> }";
+        let cases = [
+            ("pub fn f() -> Result<(), String> { g() }", 1),
+            ("pub trait T { fn f(&self) -> Result<(), String>; }", 1),
+            ("pub type F = dyn Fn() -> Result<(), String>;", 1),
+            ("pub enum E { A(Result<(), String>) }", 1),
+            (
+                "impl X { pub fn f(&self) -> Result<(), String> { g() } }",
+                1,
+            ),
+            ("fn f() -> Result<(), String> { g() }", 0),
+            (
+                "pub fn f() -> Result<String, Error> { g::<Result<(), String>>() }",
+                0,
+            ),
+            (two, 1),
+            ("struct A { a: Mutex<u8> }", 0),
+        ];
+        for (text, found) in cases {
+            let file = RustFile::parse("crates/node/src/lib.rs", text).expect("the sample is Rust");
+            assert_eq!(check(&file).len(), found, "{text}");
+        }
+    }
+}
