@@ -11,7 +11,7 @@ use crate::repo;
 const CONTROL_PLANE: [&str; 4] = ["board", "cluster", "fleet", "node"];
 
 /// Structs of the control plane with more, and why.
-const LOCKED: [(&str, &str); 7] = [
+const LOCKED: [(&str, &str); 8] = [
     ("ControlState", "the hook stays locked while it runs"),
     (
         "Inner",
@@ -25,6 +25,7 @@ const LOCKED: [(&str, &str); 7] = [
         "Routes",
         "a choice is locked until it counts, a move until it ends",
     ),
+    ("Workers", "a second stop waits for the first"),
 ];
 
 /// Findings about the items of one file.
