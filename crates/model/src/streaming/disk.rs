@@ -43,8 +43,9 @@ pub fn read_sample(path: &Path) -> Option<u64> {
     };
     let are_read = thread::scope(|scope| {
         let readers: Vec<_> = (0..READERS).map(|_| scope.spawn(read)).collect();
-        let ended = readers.into_iter().map(|reader| reader.join());
-        ended.fold(true, |all, own| all && own.unwrap_or(false))
+        let ended = readers.into_iter().map(thread::ScopedJoinHandle::join);
+        let ended: Vec<_> = ended.collect(); // all are joined, also after a failed one
+        ended.into_iter().all(|own| own.unwrap_or(false))
     });
     are_read.then_some(pieces * PIECE as u64)
 }
