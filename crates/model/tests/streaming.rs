@@ -16,8 +16,8 @@ use paceline_model::{
 
 fn load(home: &Path, memory: Option<Bytes>) -> Result<Model, Error> {
     let path = home.join("model.gguf");
-    let source = ModelSource::open(&path).unwrap();
-    let split = Split::whole(&Config::read(&source).unwrap());
+    let source = ModelSource::open(&path).expect("a model");
+    let split = Split::whole(&Config::read(&source).expect("a configuration"));
     let options = LoadOptions {
         class: KernelClass::Cpu,
     };
@@ -71,9 +71,9 @@ fn streamed_weights_give_the_bits_of_the_whole_model() {
 
 /// The packed file below `home`.
 fn packed_file(home: &Path) -> Option<PathBuf> {
-    let folder = fs::read_dir(home.join("packed")).unwrap().next()?.unwrap();
-    let files = fs::read_dir(folder.path()).unwrap();
-    let mut files = files.map(|file| file.unwrap().path());
+    let folder = fs::read_dir(home.join("packed")).ok()?.next()?.ok()?;
+    let files = fs::read_dir(folder.path()).ok()?.flatten();
+    let mut files = files.map(|file| file.path());
     files.find(|file| file.extension().is_some_and(|it| it == "packed"))
 }
 

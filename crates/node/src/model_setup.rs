@@ -503,7 +503,9 @@ impl PreparedModel {
         let setting = self.setting(self.options.probed);
         let forecast = Forecast::new(home, setting, nodes, kernels).ok();
         let forecast = forecast.map(|mut forecast| {
-            self.stream().map(|facts| forecast.stream(facts));
+            if let Some(facts) = self.stream() {
+                forecast.stream(facts);
+            }
             forecast
         });
         self.forecast = forecast.map(|forecast| Arc::new(Mutex::new(forecast)));

@@ -26,6 +26,9 @@ use crate::stage::ModelStage;
 use crate::values::{PartValues, WholeValues};
 use crate::weights::{Method, Parts, StageWeights, WeightLoader, delta_channels, numbers};
 
+/// `(T, C)` of each leaf, as the stage before gave it; the first stage has none.
+type StageInputs = Vec<Option<Vec<f32>>>;
+
 /// The model of a training, and its trained part.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Trained {
@@ -337,7 +340,7 @@ impl TrainableModel {
         &self,
         values: &mut dyn PartValues,
         leaves: &[(&Leaf, Option<Dropout>)],
-        x: Vec<Option<Vec<f32>>>,
+        x: StageInputs,
     ) -> Result<Vec<Vec<f32>>, Error> {
         let table = values.part(0)?;
         let enter = |((leaf, _), x): (&(&Leaf, _), Option<Vec<f32>>)| {
@@ -369,7 +372,7 @@ impl TrainableModel {
         &self,
         values: &mut dyn PartValues,
         leaves: &[&Leaf],
-        x: Vec<Option<Vec<f32>>>,
+        x: StageInputs,
     ) -> Result<Vec<f64>, Error> {
         let with: Vec<_> = leaves.iter().map(|leaf| (*leaf, None)).collect();
         let all = self.forward(values, &with, x)?;
@@ -393,7 +396,7 @@ impl TrainableModel {
     pub(crate) fn begin(
         &self,
         values: &mut dyn PartValues,
-        (leaves, x): (&[(&Leaf, Option<Dropout>)], Vec<Option<Vec<f32>>>),
+        (leaves, x): (&[(&Leaf, Option<Dropout>)], StageInputs),
         share: usize,
     ) -> Result<Vec<Pass>, Error> {
         let table = values.part(0)?;

@@ -64,6 +64,7 @@ impl TestHome {
                 "chat-history",
                 "copies",
                 "engine-rates.json",
+                "packed",
                 "prefixes",
             ];
             left.retain(|file| !kept.iter().any(|kept| file == kept));

@@ -162,13 +162,14 @@ impl ScriptedService {
             reason,
             drafts: paceline_engine::DraftCounts::default(),
         };
+        let prompt_read = || Reply::PromptRead {
+            reused: 0,
+            logprobs: None,
+            read_by: None,
+        };
         match script {
             Script::Say(tokens, reason) => {
-                sink(Reply::PromptRead {
-                    reused: 0,
-                    logprobs: None,
-                    read_by: None,
-                });
+                sink(prompt_read());
                 tokens
                     .iter()
                     .skip(had)
@@ -176,11 +177,7 @@ impl ScriptedService {
                 sink(finished(reason));
             }
             Script::Halt(tokens) => {
-                sink(Reply::PromptRead {
-                    reused: 0,
-                    logprobs: None,
-                    read_by: None,
-                });
+                sink(prompt_read());
                 let said = tokens.iter().skip(had);
                 said.for_each(|(token, said)| sink(text(*token, said)));
                 self.until_cancelled(ticket);
@@ -191,21 +188,13 @@ impl ScriptedService {
                 sink(finished(Finish::EndOfText));
             }
             Script::Fail(n, failure) => {
-                sink(Reply::PromptRead {
-                    reused: 0,
-                    logprobs: None,
-                    read_by: None,
-                });
+                sink(prompt_read());
                 (0..n).for_each(|_| sink(text(97, "x")));
                 sink(Reply::Failed(failure));
             }
             Script::Silence => self.until_cancelled(ticket),
             Script::Endless => {
-                sink(Reply::PromptRead {
-                    reused: 0,
-                    logprobs: None,
-                    read_by: None,
-                });
+                sink(prompt_read());
                 // Long, so that sockets fill soon where this thread gets its core late too.
                 let long = "x".repeat(1000);
                 while !self.is_cancelled(ticket) {

@@ -285,8 +285,8 @@ impl<'a> StageLine<'a> {
 
     /// Waits until everything was sent.
     fn finish(self) -> Result<(), Error> {
-        let sent = [self.outputs, self.back].into_iter().flatten();
-        sent.map(Outbound::finish).collect()
+        let mut sent = [self.outputs, self.back].into_iter().flatten();
+        sent.try_for_each(Outbound::finish)
     }
 }
 
