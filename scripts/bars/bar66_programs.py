@@ -222,6 +222,7 @@ print(int((joined.a * joined.b).sum().compute()), flush=True)
 
 def dask():
     n0 = machines[0]
+    n0.until("knows who runs programs", lambda: "programs of users may run on n0, n1, n2" in n0.told("nodes"))
     began = time.time()
     done = compute("start", "dask", "--python", a.python)
     check("compute start dask", done.returncode == 0 and "worker on n2: runs" in done.stdout, f"{time.time() - began:.1f} s {done.stdout}{done.stderr}")
