@@ -172,7 +172,9 @@ fn three_machines_get_a_release_while_they_answer() {
     let output = hosts[0].run(&["upgrade", folder.to_str().unwrap()]);
     assert!(output.status.success(), "{}", said(&output));
     // The upgrading machine restarted last: others learn its version with its next record.
-    until("all versions are seen", || versions(&hosts[1]) == ["9.1.0"; 3]);
+    until("all versions are seen", || {
+        versions(&hosts[1]) == ["9.1.0"; 3]
+    });
     let mut texts = Vec::new();
     for mut client in clients {
         drop(client.stdin.take());
