@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use paceline_auth::tls::ServerProtocol;
 use paceline_engine::{
-    Finish, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Submission, Ticket,
-    TokenLogprobs,
+    DraftCounts, Finish, Reply, RequestFailure, Service, ServiceStatus, Sink, State, Submission,
+    Ticket, TokenLogprobs,
 };
 use paceline_serve::{Config, HttpServer, ModelDetails, ServedModel, TimeSource, default_sampling};
 use paceline_text::chat::ChatTemplate;
@@ -136,6 +136,7 @@ impl Service for Ready {
             sink(Reply::Finished {
                 text: String::new(),
                 reason: Finish::EndOfText,
+                drafts: DraftCounts::default(),
             });
         });
         Ok(())
