@@ -53,7 +53,7 @@ fn side() -> Vec<u8> {
 }
 
 /// Texts from which the readers of texts start, by target.
-const TEXTS: [(&str, &str); 38] = [
+const TEXTS: [(&str, &str); 39] = [
     ("cluster_children/lines", "{\"Say\":1}\n\nplain\r\n"),
     (
         "cluster_nodes/wanted",
