@@ -67,7 +67,7 @@ impl Ahead {
     /// The results of the plan in `words`, if its step was submitted.
     ///
     /// # Errors
-    /// Those of the step, also where its plan differs: the ranks' exchanges have failed.
+    /// Errors of the step, also where its plan differs: the ranks' exchanges have failed.
     pub(super) fn take(&mut self, words: &[u32]) -> Result<Option<Results>, Error> {
         let Some(submitted) = self.submitted.take() else {
             self.pause = self.pause.saturating_sub(1);

@@ -214,7 +214,7 @@ fn ranks_compute_the_next_step_before_its_plan() {
         assert!(plain.iter().all(|counts| counts.steps_ahead == 0));
         assert_eq!(counts[0].steps_ahead, counts[1].steps_ahead);
         assert!(counts[0].steps_ahead > 20, "{counts:?}");
-        // Those computed in vain too.
+        // Steps computed in vain are counted too.
         assert!(counts[0].logit_bytes < 2 * 8 * tokens, "{counts:?}");
     }
 }

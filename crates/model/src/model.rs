@@ -191,7 +191,7 @@ impl Model {
         Ok(model)
     }
 
-    /// What was read for steps so far; `None` if all weights are in memory.
+    /// Counts of streamed weights so far; `None` if all weights are in memory.
     pub fn stream_counts(&self) -> Option<StreamCounts> {
         self.streamer.as_ref().map(Streamer::counts)
     }

@@ -92,7 +92,7 @@ pub(crate) struct StreamedMatrix {
 #[derive(Debug)]
 struct State {
     file: Option<File>,
-    /// What the next matrices belong to, where they are streamed.
+    /// The unit of the next matrices, where they are streamed.
     unit: Option<StreamUnit>,
     streamed: Vec<StreamedMatrix>,
     /// Offset of the next record.

@@ -258,7 +258,7 @@ impl Streamer {
         let (mut state, place) = shared.wait(|state| {
             let unit = |expert: &usize| StreamUnit::Expert(layer, *expert);
             let units = || left.iter().map(unit);
-            // What is there must not make room for what is not.
+            // Experts in memory must not make room for those on disk.
             units().for_each(|unit| state.keep(unit));
             let mut has_asked = false;
             for unit in units() {

@@ -276,7 +276,7 @@ unsafe fn load_run<S: Isa, E: KvElement, const R: usize>(
 ) -> [S::F; R] {
     // SAFETY: 16 R elements from `at` on.
     unsafe {
-        // One address for all loads.
+        // All loads have the same address.
         let (p, at) = match E::BITS {
             8.. => (p.add(E::bytes(at)), 0),
             _ => (p, at),

@@ -84,7 +84,7 @@ fn a_head_gives_the_logits_of_speculators() {
 /// A pass in parts of several lengths, over a page's border, and one more token with the head's own
 /// output as its feature.
 pub(crate) struct HeadPass<'a> {
-    /// One more than rows.
+    /// A token more than rows.
     pub(crate) tokens: &'a [u32],
     /// Rows of features, and their width.
     pub(crate) captured: (&'a [f32], usize),

@@ -304,7 +304,7 @@ impl ShardLoader<'_> {
         );
         let (heads, role) = (places.heads, |part| Role::Layer(layer, part));
         let own = |dim: usize| heads.start * dim..heads.end * dim;
-        // What a state is made from is in f32 for every class, as in other delta nets.
+        // Inputs of a state are in f32 for every class, as in other delta nets.
         let matrix = |part, [all, cols]: [usize; 2], rows, as_f32| {
             self.packed(
                 role(part),

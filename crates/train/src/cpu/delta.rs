@@ -335,7 +335,7 @@ impl DeltaLayer<'_> {
         }
     }
 
-    /// What a head reads (n, E). `states` get its state (D, E) behind each row.
+    /// Outputs of a head (n, E). `states` get its state (D, E) behind each row.
     fn run(&self, rows: &HeadRows, n: usize, mut states: Option<&mut Vec<f32>>) -> Vec<f32> {
         let (d, e) = (self.shape.head_dim, self.shape.value_dim);
         let (mut out, mut state) = (vec![0.0; n * e], vec![0.0; d * e]);
@@ -354,7 +354,7 @@ impl DeltaLayer<'_> {
         out
     }
 
-    /// What row `t` writes: b (v - p).
+    /// The update by row `t`: b (v - p).
     fn delta(&self, rows: &HeadRows, t: usize, p: &[f32]) -> Vec<f32> {
         let e = self.shape.value_dim;
         let v = rows.v[t * e..][..e].iter().zip(p);

@@ -156,7 +156,7 @@ impl Cpu<'_> {
         let slopes = kept.slopes.as_ref().unwrap_or(&kept.shares);
         let shares = kept.shares.chunks(of.count).zip(slopes.chunks(of.count));
         for (d, (shares, slopes)) in d_weights.chunks_mut(of.count).zip(shares) {
-            // What is divided by a sum has a part of every gradient.
+            // Shares divided by their sum have a part of every gradient.
             let mean = ops::dot(d, shares);
             for (d, slope) in d.iter_mut().zip(slopes) {
                 *d = slope * (*d - mean) * of.scale;

@@ -82,7 +82,7 @@ impl WeightLoader<'_> {
         })
     }
 
-    /// What is read from here on is of the next part.
+    /// Matrices read from here on are of the next part.
     fn end_part(&mut self, ends: &mut Vec<usize>) {
         self.part = self.layout.len();
         ends.push(self.part);
@@ -558,7 +558,7 @@ fn expert_parts(width: usize, of: Experts, index: usize) -> [(LayerRole, [usize;
     ]
 }
 
-/// What a layer has in place of a matrix of attention, with its names in files.
+/// The matrix of a layer in place of one of attention, with its names in files.
 fn own_part(
     shape: &LayerShape,
     part: LayerRole,

@@ -118,7 +118,7 @@ impl WorkerSet {
         }
     }
 
-    /// What all workers gave, of `n` leaves and stages with `lens` trained values, or the worker
+    /// Results of all workers, of `n` leaves and stages with `lens` trained values, or the worker
     /// that gave something else, and why.
     fn results(
         &self,

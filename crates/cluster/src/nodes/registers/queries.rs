@@ -1,4 +1,4 @@
-//! What readers and other nodes learn from the map: winners, members of interest, and the entries
+//! Queries of the map by readers and other nodes: winners, members of interest, and the entries
 //! that another copy lacks.
 
 use std::collections::BTreeSet;

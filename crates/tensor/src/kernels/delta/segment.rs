@@ -125,7 +125,7 @@ impl PageSegment<'_> {
     unsafe fn read(&self, scores: &mut Scores) {
         let e = self.head.shape.value_dim;
         let reads = [(self.outs, self.stride), (self.fresh, e)];
-        // What keys read matters only where it is subtracted.
+        // Reads by keys matter only where they are subtracted.
         let reads = match self.head.step.rule {
             StateRule::Sum => &reads[..1],
             _ => &reads[..],

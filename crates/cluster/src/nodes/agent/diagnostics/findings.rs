@@ -1,4 +1,4 @@
-//! What a diagnosis of two nodes finds: the results of its tests, in words for people.
+//! Findings of a diagnosis of two nodes: the results of its tests, in words for people.
 
 use std::io;
 use std::net::SocketAddr;
