@@ -183,8 +183,8 @@ fn column(path: &Path, dtype: Dtype, bytes: Vec<u8>) -> InputFile {
     InputFile::raw(path, dtype, 1).unwrap()
 }
 
-#[expect(clippy::too_many_lines, reason = "a task of each kind")]
-fn tasks(home: &Path) -> Vec<JobSpec> {
+/// Columns `x` and `y` of f64, `u` of u32, `wide` of u64, and `few` of 700 keys.
+fn columns(home: &Path) -> [InputFile; 5] {
     let floats = |seed, n| {
         random(seed, n, 60.0)
             .into_iter()
@@ -213,6 +213,12 @@ fn tasks(home: &Path) -> Vec<JobSpec> {
         .flat_map(|word| (word as i16).to_le_bytes())
         .collect();
     let few = column(&home.join("few"), Dtype::I16, few);
+    [x, y, u, wide, few]
+}
+
+/// A task of each kind.
+fn tasks(home: &Path) -> Vec<JobSpec> {
+    let [x, y, u, wide, few] = columns(home);
     let mut points = x.clone();
     (points.rows, points.columns) = (5000, 4);
     let mut tasks: Vec<JobSpec> = Vec::new();
@@ -239,11 +245,6 @@ fn tasks(home: &Path) -> Vec<JobSpec> {
         keys: Dtype::U32,
         values: Dtype::F64,
     };
-    let pick = Pick {
-        k: 9,
-        largest: true,
-        dtype: Dtype::F64,
-    };
     tasks.push(JobSpec::of_files(vec![x.clone()], Kind::Hist(bins)));
     tasks.push(JobSpec::of_files(vec![u.clone()], Kind::Hist(raw)));
     tasks.push(JobSpec::of_files(vec![points], Kind::KMeans(centroids)));
@@ -267,6 +268,18 @@ fn tasks(home: &Path) -> Vec<JobSpec> {
         vec![u, x.clone()],
         Kind::GroupBy(grouping),
     ));
+    tasks.extend(mapped(&x, &y, bins));
+    tasks
+}
+
+/// Tasks that compute an expression of each row first.
+fn mapped(x: &InputFile, y: &InputFile, bins: Bins) -> Vec<JobSpec> {
+    let mut tasks = Vec::new();
+    let pick = Pick {
+        k: 9,
+        largest: true,
+        dtype: Dtype::F64,
+    };
     for kind in [
         Kind::TopK(pick),
         Kind::Reduce(Op::Std),
