@@ -13,7 +13,6 @@
 #![warn(clippy::cast_possible_truncation)]
 
 #[cfg(test)]
-#[path = "../../comm/src/free.rs"]
 mod free;
 mod mlx_init;
 pub mod mlx_ring;

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers outside of test functions")]
 
 #[cfg(target_os = "linux")]
-#[path = "../../comm/src/free.rs"]
+#[path = "../src/free.rs"]
 mod free;
 mod mlx_ring;
 mod nccl;

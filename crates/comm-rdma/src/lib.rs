@@ -59,7 +59,7 @@ mod destination;
 mod error;
 mod fallback;
 #[cfg(test)]
-#[path = "../../comm/src/free.rs"]
+#[path = "../../comm-interop/src/free.rs"]
 mod free;
 mod group;
 mod join;

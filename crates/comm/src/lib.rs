@@ -31,9 +31,8 @@
 //!   connected by TCP; [`init`]: a chosen or the best backend.
 //! - [`provider`]: the interface between [`init`] and backends above this crate (`comm-rdma`,
 //!   `comm-interop`), and the parts that they reuse.
-//! - [`rendezvous`]: how ranks find each other, also again after a failure.
 //! - [`RegisteredMemory`]: memory that devices use in place; [`NonblockingCalls`]: several calls in
-//!   flight; [`Window`]: one-sided access; [`Tuning`]: the choice of algorithms.
+//!   flight; [`Tuning`]: the choice of algorithms.
 //! - [`testing`]: the conformance suite that every provider runs.
 //!
 //! The crate knows nothing about models. Steps and bytes of every algorithm: `docs/algorithms.md`.
@@ -46,8 +45,6 @@ mod data;
 mod deadline;
 mod error;
 mod file;
-#[cfg(test)]
-mod free;
 mod group;
 mod heartbeat;
 mod init;
@@ -63,7 +60,6 @@ mod process;
 pub mod provider;
 mod reduce;
 mod regions;
-pub mod rendezvous;
 mod ring;
 #[cfg(test)]
 mod ring_tests;
@@ -82,7 +78,6 @@ pub mod testing;
 mod transport;
 mod transport_group;
 mod tuning;
-mod window;
 mod wire;
 
 pub use call::{Call, Kind};
@@ -99,4 +94,3 @@ pub use nonblocking::{NonblockingCalls, PendingCall};
 pub use reduce::Reduce;
 pub use site::Site;
 pub use tuning::{Algorithm, Tuning};
-pub use window::{GetResults, SPARE_BYTES, Ticket, Window, WindowError};

@@ -229,8 +229,6 @@ pub fn parse_frames(bytes: &[u8]) {
         let _ = crate::wire::Control::decode(head);
     }
     crate::join::parse_hello(bytes);
-    crate::join::parse_meeting(bytes);
-    crate::window::parse(bytes);
     crate::shm::parse(bytes);
 }
 

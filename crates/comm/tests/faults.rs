@@ -14,8 +14,8 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use crate::worker::{FailureClock, NEVER_SILENT, WorkerProcess, now};
+use paceline_base::Rank;
 use paceline_base::testing::long;
-use paceline_comm::rendezvous::{RendezvousPoint, RequiredRanks, rendezvous};
 use paceline_comm::{Deadline, Group, Reduce, RegisteredMemory, shm, tcp};
 use rustix::process::Signal;
 
@@ -23,51 +23,37 @@ fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
 }
 
-/// Not a test: the body of a child process. Joins, sums until that fails, reports, and waits for
-/// the size of the next group.
+/// Not a test: the body of a child process. For each line of orders it listens, learns the members,
+/// joins, sums until that fails, and reports.
 #[test]
 fn worker() {
-    let Some(folder) = std::env::var_os("COMM_TEST_FOLDER") else {
+    let Ok(transport) = std::env::var("COMM_TEST_TRANSPORT") else {
         return;
     };
-    let place = RendezvousPoint::Folder(folder.into());
-    let transport = std::env::var("COMM_TEST_TRANSPORT").unwrap();
-    let mut order = std::env::var("COMM_TEST_ORDER").unwrap();
-    loop {
-        let words: Vec<&str> = order.split_whitespace().collect();
-        let [round, size, silence] = words[..] else {
-            panic!("no order: {order:?}");
-        };
-        let wanted = RequiredRanks::Exactly(size.parse().unwrap());
+    let mut lines = std::io::stdin().lines().map(Result::unwrap);
+    while let Some(silence) = lines.next() {
         let config = tcp::Config {
             silence: Duration::from_millis(silence.parse().unwrap()),
             ..tcp::Config::default()
         };
         let listener = tcp::Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
-        let by = soon(30);
-        let members = {
-            let round = round.parse().unwrap();
-            rendezvous(&place, listener.addr(), round, wanted, None, by).unwrap()
-        };
-        let (rank, addrs, id) = (members.rank, &members.addrs, members.id);
+        println!("@bound {}", listener.addr());
+        let members = lines.next().unwrap();
+        let (place, addrs) = members.split_once(' ').unwrap();
+        let (round, rank) = place.split_once('.').unwrap();
+        let (round, rank): (u8, u32) = (round.parse().unwrap(), rank.parse().unwrap());
+        let addrs: Vec<SocketAddr> = addrs.split(' ').map(|addr| addr.parse().unwrap()).collect();
+        let (rank, id, by) = (Rank(rank), tcp::GroupId([round; 16]), soon(30));
         let group: Box<dyn Group> = match transport.as_str() {
-            "shm" => Box::new(shm::join_with(listener, rank, addrs, id, config, by).unwrap()),
-            _ => Box::new(tcp::join_with(listener, rank, addrs, id, config, by).unwrap()),
+            "shm" => Box::new(shm::join_with(listener, rank, &addrs, id, config, by).unwrap()),
+            _ => Box::new(tcp::join_with(listener, rank, &addrs, id, config, by).unwrap()),
         };
         println!("@joined {}", rank.0);
         let error = work(&*group);
         let when = now();
         drop(group);
-        println!(
-            "@error {when} {} {} {error:?}",
-            open_files(),
-            blamed(&error)
-        );
-        order.clear();
-        std::io::stdin().read_line(&mut order).unwrap();
-        if order.trim().is_empty() {
-            return;
-        }
+        let (files, named) = (open_files(), blamed(&error));
+        println!("@error {when} {files} {named} {error:?}");
     }
 }
 
@@ -104,25 +90,23 @@ fn open_files() -> usize {
     std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count)
 }
 
-/// Joins `workers` into a group, each as its rank.
-fn joined(workers: &mut Vec<WorkerProcess>) {
-    let ranks: Vec<usize> = workers
-        .iter_mut()
-        .map(|w| w.expect("joined").parse().unwrap())
-        .collect();
-    let mut order: Vec<(usize, WorkerProcess)> = ranks.into_iter().zip(workers.drain(..)).collect();
-    order.sort_by_key(|(rank, _)| *rank);
-    workers.extend(order.into_iter().map(|(_, worker)| worker));
-}
-
-/// The command to the processes: the round and the number of ranks. It also has the silence limit
-/// in milliseconds, which only matters if a rank is to be stopped.
-fn order(round: u64, size: u32, signal: Signal) -> String {
+/// Joins `workers` into the group of this round, each at its index. The silence limit only matters
+/// if a rank is to be stopped.
+fn join(round: u32, workers: &mut [WorkerProcess], signal: Signal) {
     let silence = match signal {
         Signal::STOP => tcp::SILENCE,
         _ => NEVER_SILENT,
     };
-    format!("{round} {size} {}", silence.as_millis())
+    for worker in workers.iter() {
+        worker.tell(&silence.as_millis().to_string());
+    }
+    let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("bound")).collect();
+    for (rank, worker) in workers.iter().enumerate() {
+        worker.tell(&format!("{round}.{rank} {}", addrs.join(" ")));
+    }
+    for worker in workers {
+        worker.expect("joined");
+    }
 }
 
 /// Kills or stops `victim` and checks that all others name it in time; returns their open files.
@@ -146,37 +130,24 @@ fn harm(run: u64, workers: &mut Vec<WorkerProcess>, victim: usize, signal: Signa
 }
 
 fn run(run: u64) {
-    let folder = tempfile::tempdir().unwrap();
     let transport = ["tcp", "shm"][(run % 2) as usize];
-    let size = 3 + (run / 2 % 2) as u32;
-    let start = |order: &str| {
-        let env = [
-            ("COMM_TEST_FOLDER", folder.path().as_os_str()),
-            ("COMM_TEST_TRANSPORT", transport.as_ref()),
-            ("COMM_TEST_ORDER", order.as_ref()),
-        ];
-        WorkerProcess::start("faults::worker", &env)
-    };
-    let victim = [0, (run % u64::from(size)) as usize][(run / 4 % 2) as usize];
+    let size = 3 + run / 2 % 2;
+    let start = || WorkerProcess::start("faults::worker", &[("COMM_TEST_TRANSPORT", transport)]);
+    let victim = [0, (run % size) as usize][(run / 4 % 2) as usize];
     let signal = [Signal::KILL, Signal::STOP][(run / 3 % 2) as usize];
-    let first = order(0, size, signal);
-    let mut workers: Vec<WorkerProcess> = (0..size).map(|_| start(&first)).collect();
-    joined(&mut workers);
+    let mut workers: Vec<WorkerProcess> = (0..size).map(|_| start()).collect();
+    join(0, &mut workers, signal);
     let before = harm(run, &mut workers, victim, signal);
 
     // First the survivors at once, without the victim; then with a fresh process.
-    let second = order(1, size - 1, Signal::KILL);
-    workers.iter().for_each(|w| w.tell(&second));
-    joined(&mut workers);
+    join(1, &mut workers, Signal::KILL);
     let after = harm(run, &mut workers, 0, Signal::KILL);
     assert!(
         after.iter().max() <= before.iter().max(),
         "files leak: {before:?}, {after:?}"
     );
-    let third = order(2, size - 1, Signal::KILL);
-    workers.iter().for_each(|w| w.tell(&third));
-    workers.push(start(&third));
-    joined(&mut workers);
+    workers.push(start());
+    join(2, &mut workers, Signal::KILL);
     harm(run, &mut workers, 1, Signal::KILL);
 }
 

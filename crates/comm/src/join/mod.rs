@@ -4,7 +4,6 @@
 //! - `connect`: the join itself, and the reasons when it fails;
 //! - `hello`, `refusal`: messages of a join; `greeting`: parsing of a connection's first bytes;
 //! - `listener`, `late_connections`: pending and late connections;
-//! - `rendezvous_host`: rendezvous at an address, for [`crate::rendezvous`];
 //! - `key`, `seal`: authentication and encryption of connections;
 //! - `stream`, `poll`: connections, and waiting for them.
 
@@ -18,7 +17,6 @@ mod listener;
 mod origin;
 mod poll;
 mod refusal;
-mod rendezvous_host;
 mod seal;
 mod stream;
 
@@ -32,10 +30,6 @@ pub use self::origin::JoinRecord;
 pub(crate) use self::poll::Waker;
 pub use self::poll::{outcome, poll_until};
 pub use self::refusal::{JoinError, Refusal};
-pub(crate) use self::rendezvous_host::parse as parse_meeting;
-pub(crate) use self::rendezvous_host::{
-    LIST_BYTES, RendezvousFailure, RendezvousHost, fetch_members, parse_list, print_list,
-};
 pub(crate) use self::seal::parse as parse_sealed;
-pub(crate) use self::seal::{open_note, rest, seal_note};
+pub(crate) use self::seal::rest;
 pub(crate) use self::stream::PeerConnection;

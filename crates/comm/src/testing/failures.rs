@@ -11,7 +11,7 @@ use paceline_base::testing::Stopwatch;
 
 use super::steps::{CollectiveCase, LONG};
 use super::{AT_ONCE, Case, CaseContext, patient};
-use crate::{Call, Deadline, Error, Group, Kind, MESSAGES_HELD, Reduce, Window};
+use crate::{Call, Deadline, Error, Group, Kind, MESSAGES_HELD, Reduce};
 
 pub(super) const CASES: &[Case] = &[
     ("a rank leaves before each call", 2, rank_leaves),
@@ -270,7 +270,7 @@ fn swapped_calls(lab: &CaseContext<'_>) {
 /// A rank omits a call that is followed by one of the same kind, type and length.
 fn skipped_call(lab: &CaseContext<'_>) {
     type Skip = fn(&dyn Group, bool) -> Result<(), Error>;
-    let skips: [Skip; 3] = [
+    let skips: [Skip; 2] = [
         |group, skips| {
             if !skips {
                 group.all_reduce(&mut [1.0_f32; 3], Reduce::Sum, patient())?;
@@ -282,13 +282,6 @@ fn skipped_call(lab: &CaseContext<'_>) {
                 gather_here(group)?;
             }
             gather_here(group)
-        },
-        // Composed of other calls: their site is the caller's.
-        |group, skips| {
-            if !skips {
-                Window::expose(group, vec![1], patient())?;
-            }
-            Window::expose(group, vec![2], patient()).map(drop)
         },
     ];
     for skip in skips {

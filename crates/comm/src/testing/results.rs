@@ -7,7 +7,7 @@ use paceline_base::Rank;
 
 use super::steps::{CollectiveCase, each_length};
 use super::{Case, CaseContext, on_threads, patient};
-use crate::{Dtype, Error, Group, MESSAGES_HELD, NonblockingCalls, Reduce, Window};
+use crate::{Dtype, Error, Group, MESSAGES_HELD, NonblockingCalls, Reduce};
 
 pub(super) const CASES: &[Case] = &[
     ("ranks are numbered", 1, ranks_are_numbered),
@@ -33,7 +33,6 @@ pub(super) const CASES: &[Case] = &[
         2,
         sent_before_leaving,
     ),
-    ("windows move bytes at fences", 1, windows_move_bytes),
     ("several calls are in flight", 2, several_in_flight),
     ("random programs", 1, random_programs),
     ("splits by color and key", 1, splits_by_color_and_key),
@@ -403,34 +402,6 @@ fn traffic_is_counted(lab: &CaseContext<'_>) {
             "{received}"
         );
     }
-}
-
-/// In each epoch every rank puts its number into all ranks' memory and gets all values.
-fn windows_move_bytes(lab: &CaseContext<'_>) {
-    let size = u8::try_from(lab.size).expect("sizes that are tested are small");
-    lab.on_each(move |group| {
-        let own = u8::try_from(group.rank().0).expect("less than the size");
-        let bytes = 3 * usize::from(size);
-        let memory = vec![own; bytes + usize::from(own)];
-        let window = Window::expose(&*group, memory, patient());
-        let mut window = window.expect("all ranks expose");
-        for epoch in [16, 32, 48] {
-            let told = [epoch + own; 2];
-            let note = |rank: u8| {
-                let rank = Rank(rank.into());
-                let put = window.put(rank, 3 * u64::from(own), &told);
-                put.and_then(|()| window.get(rank, 0, bytes))
-            };
-            let gets: Result<Vec<_>, _> = (0..size).map(note).collect();
-            let answers = window.fence(patient()).expect("all ranks come");
-            for (rank, get) in (0..size).zip(gets.expect("all of it is exposed")) {
-                let all = (0..size).flat_map(|from| [epoch + from, epoch + from, rank]);
-                assert_eq!(answers.of(get), all.collect::<Vec<u8>>());
-            }
-        }
-        let outside = window.put(Rank(0), bytes as u64, &[0]);
-        assert!(outside.is_err(), "rank 0 exposes no more");
-    });
 }
 
 /// All sums start before any is waited for; receives start before the messages they wait for.
