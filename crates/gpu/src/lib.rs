@@ -25,9 +25,6 @@ mod error;
 mod function;
 #[cfg(feature = "wgpu")]
 mod kernels;
-#[cfg(test)]
-#[cfg(feature = "wgpu")]
-mod layer;
 #[cfg(feature = "wgpu")]
 mod sort;
 #[cfg(all(test, feature = "wgpu"))]

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Proves paceline's MLX engine on this machine: `paceline selftest`, then every MLX test of the
-# models. Then come the tests of the crate gpu, and the rates of its products, on Vulkan: its
+# models. Then come the tests of the crate gpu on Vulkan: its
 # loader, libvulkan.so.1, must be there. Needs sh, tar, gzip and coreutils; no cargo, no network.
 #
 #   sh run.sh [SECONDS]     [default: 570]
@@ -121,11 +121,6 @@ tests() {
     [ $# -eq 0 ] || batch "$program" "$@"
 }
 
-# What the test of rates measured; without a card nothing.
-rates() {
-    within "$BATCH_LIMIT" "$tree/tests/gpu" rates_of_products --nocapture 2>&1 | grep 'the rate'
-}
-
 main() {
     unpack || { echo "FAILED to unpack the parts beside run.sh"; return 1; }
     prepare
@@ -134,7 +129,6 @@ main() {
     tests model ''
     tests train mlx::
     tests gpu ''
-    rates
     seconds=$(($(date +%s) - began))
     echo "$passed passed, $failed failed, $skipped skipped, $late not run in $seconds s"
     [ $((failed + late)) -eq 0 ]

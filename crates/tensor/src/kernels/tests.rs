@@ -13,7 +13,6 @@ use paceline_base::{BlockType, tree};
 
 mod capped;
 mod fp8;
-mod gpu_layer;
 mod latent;
 mod rounded;
 mod sparse;
