@@ -61,7 +61,13 @@ struct ControlState {
     /// Locked for one line at a time.
     writing: Mutex<UnixStream>,
     inbox: Queue<Result<Vec<u8>, Garbage>>,
-    /// Runs before the process exits; locked until then.
+    exit: OrphanExit,
+}
+
+/// Ends this process once its parent is gone, after its hook.
+#[derive(Default)]
+struct OrphanExit {
+    /// Locked from the start of the hook to the exit, so that a second thread waits for the first.
     hook: Mutex<Option<Hook>>,
 }
 
@@ -100,7 +106,7 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
             reading: socket.try_clone()?,
             writing: Mutex::new(socket),
             inbox: Queue::new(1),
-            hook: Mutex::new(None),
+            exit: OrphanExit::default(),
         });
         let start = |name: &str, run: fn(&ControlState)| {
             let shared = Arc::clone(&shared);
@@ -120,7 +126,7 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
     /// The hook has half a second. It does not run when a signal ends the process, as a parent's
     /// death does on Linux, so correctness must not depend on it. Replaces an earlier hook.
     pub fn on_end(&self, hook: impl FnOnce() + Send + 'static) {
-        *lock(&self.shared.hook) = Some(Box::new(hook));
+        *lock(&self.shared.exit.hook) = Some(Box::new(hook));
     }
 
     /// Sends a message. Blocks while the parent does not read, as when it is suspended; exits the
@@ -206,9 +212,13 @@ impl ControlState {
         }
     }
 
-    /// Ends the process: the parent is gone.
     fn end(&self) -> ! {
-        // Locked until the exit, so that a second thread waits here for the first.
+        self.exit.run()
+    }
+}
+
+impl OrphanExit {
+    fn run(&self) -> ! {
         let mut hook = lock(&self.hook);
         let _ = thread::Builder::new().spawn(|| {
             thread::sleep(HOOK_LIMIT);

@@ -38,8 +38,8 @@ use std::marker::PhantomData;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex};
-use std::thread::{Builder, JoinHandle};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::Builder;
 use std::time::Duration;
 
 use paceline_base::{Rank, lock};
@@ -211,12 +211,9 @@ pub fn last_words(tail: &[String]) -> Option<&str> {
 ///
 /// All methods may be called from any thread. Dropping it kills and reaps what still runs.
 pub struct Workers<To, From> {
-    /// Channel and process id of each rank's current child.
-    children: Mutex<Vec<Child>>,
     count: u32,
     queue: Arc<Queue<Report>>,
-    orders: Arc<Orders>,
-    monitor: Mutex<Option<JoinHandle<()>>>,
+    shared: Arc<WorkersShared>,
     limits: WorkerLimits,
     types: PhantomData<fn(To) -> From>,
 }
@@ -236,29 +233,34 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
             .set_nonblocking(true)
             .and_then(|()| waker.set_nonblocking(true));
         both.map_err(resource("a socket pair"))?;
-        let orders = Arc::new(Orders {
+        let shared = Arc::new(WorkersShared {
             waker,
             state: Mutex::default(),
+            changed: Condvar::new(),
         });
         let (started, start) = sync_channel(1);
-        let (reports, look) = (Arc::clone(&queue), Arc::clone(&orders));
+        let (reports, orders) = (Arc::clone(&queue), Arc::clone(&shared));
         // The thread that starts children must live as long as they do: see `Process::start`.
-        let run = move || match Monitor::start(spec, reports, look, wake) {
-            Ok(mut monitor) => {
-                let _ = started.send(Ok(monitor.children()));
-                monitor.run();
+        let run = move || {
+            // Dropped last: a panic of the monitor kills and reaps all children first.
+            let _over = MonitorEnd(Arc::clone(&orders));
+            match Monitor::start(spec, reports, orders, wake) {
+                Ok(mut monitor) => {
+                    let _ = started.send(Ok(monitor.children()));
+                    monitor.run();
+                }
+                Err(error) => drop(started.send(Err(error))),
             }
-            Err(error) => drop(started.send(Err(error))),
         };
         let monitor = Builder::new().name("workers".to_owned()).spawn(run);
-        let monitor = monitor.map_err(resource("a thread"))?;
+        monitor.map_err(resource("a thread"))?;
         let children = start.recv().expect("the monitor sends before it ends")?;
+        let count = u32::try_from(children.len()).unwrap_or(u32::MAX);
+        lock(&shared.state).children = children;
         Ok(Self {
-            count: u32::try_from(children.len()).unwrap_or(u32::MAX),
-            children: Mutex::new(children),
+            count,
             queue,
-            orders,
-            monitor: Mutex::new(Some(monitor)),
+            shared,
             limits,
             types: PhantomData,
         })
@@ -271,7 +273,8 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
     /// end and reason follows within seconds, so a caller should wait for that. [`Error::TooLong`],
     /// [`Error::Unencodable`], [`Error::NoSuchRank`]: nothing was sent.
     pub fn send(&self, rank: Rank, message: &To) -> Result<(), Error> {
-        let channel = lock(&self.children)
+        let channel = lock(&self.shared.state)
+            .children
             .get(rank.0 as usize)
             .map(|(channel, _)| Arc::clone(channel));
         let size = self.count;
@@ -286,7 +289,7 @@ impl<To: Serialize, From: DeserializeOwned> Workers<To, From> {
         loop {
             let (report, room) = self.queue.pop(timeout)?;
             if room {
-                self.orders.wake();
+                self.shared.wake();
             }
             return Some(match report {
                 Report::Line { rank, line } => {
@@ -317,7 +320,8 @@ impl<To, From> Workers<To, From> {
 
     /// Process ids by rank, for reports; the id of an exited child may be reused.
     pub fn ids(&self) -> Vec<u32> {
-        lock(&self.children).iter().map(|(_, id)| *id).collect()
+        let state = lock(&self.shared.state);
+        state.children.iter().map(|(_, id)| *id).collect()
     }
 
     /// Kills a rank's child and starts another one in its place. After it returns, every event of
@@ -328,39 +332,43 @@ impl<To, From> Workers<To, From> {
     /// [`Error::NoSuchRank`]; [`Error::Start`] and [`Error::Resource`]: the rank has no child then;
     /// [`Error::Closed`] after [`stop`](Self::stop).
     pub fn replace(&self, rank: Rank) -> Result<(), Error> {
-        let mut children = lock(&self.children);
-        let child = self.order(rank, ChildChange::Replace)?;
-        if let (Some(seat), Some(child)) = (children.get_mut(rank.0 as usize), child) {
-            *seat = child;
-        }
-        Ok(())
+        self.order(rank, ChildChange::Replace)
     }
 
     /// Kills a rank's child, without an event; drops unread events. Blocks until it is reaped, at
     /// most 2 s. Does nothing for an unknown rank.
     pub fn kill(&self, rank: Rank) {
-        let _seats = lock(&self.children); // one order at a time
         let _ = self.order(rank, ChildChange::Kill); // an error means that it is gone
     }
 
-    /// Makes the monitor change a rank's child, and waits for it.
-    fn order(&self, rank: Rank, change: ChildChange) -> Result<Option<Child>, Error> {
+    /// Makes the monitor change a rank's child, and waits for it and for earlier changes.
+    fn order(&self, rank: Rank, change: ChildChange) -> Result<(), Error> {
         let size = self.count;
         if rank.0 >= size {
             return Err(Error::NoSuchRank { rank, size });
         }
-        if self.orders.stop().is_some() {
+        let shared = &self.shared;
+        let mut state = shared.wait(lock(&shared.state), |state| state.is_changing);
+        if state.stop.is_some() {
             return Err(Error::Closed { rank });
         }
         let (answer, done) = sync_channel(1);
-        lock(&self.orders.state).change = Some(ChangeOrder {
+        state.is_changing = true;
+        state.change = Some(ChangeOrder {
             rank,
             change,
             answer,
         });
-        self.orders.wake();
-        done.recv_timeout(ORDER_LIMIT)
-            .map_err(|_| Error::Closed { rank })?
+        drop(state);
+        shared.wake();
+        let done = done.recv_timeout(ORDER_LIMIT);
+        let mut state = lock(&shared.state);
+        state.is_changing = false;
+        shared.changed.notify_all();
+        if let Some(child) = done.map_err(|_| Error::Closed { rank })?? {
+            state.children[rank.0 as usize] = child;
+        }
+        Ok(())
     }
 
     /// Makes a waiting [`recv`](Self::recv), or the next one, return without an event.
@@ -378,12 +386,10 @@ impl<To, From> Workers<To, From> {
     /// abandons a process that the kernel cannot end after 5 s. Unread events stay, exits are
     /// added. A second call waits for the first.
     pub fn stop(&self, grace: Duration) {
-        lock(&self.orders.state).stop.get_or_insert(grace);
-        self.orders.wake();
-        if let Some(monitor) = lock(&self.monitor).take() {
-            // A panic of the monitor has killed and reaped all children by unwinding.
-            let _ = monitor.join();
-        }
+        let shared = &self.shared;
+        lock(&shared.state).stop.get_or_insert(grace);
+        shared.wake();
+        drop(shared.wait(lock(&shared.state), |state| !state.is_over));
     }
 }
 
@@ -442,22 +448,30 @@ struct ChangeOrder {
     answer: SyncSender<Result<Option<Child>, Error>>,
 }
 
-/// Orders to the monitor.
+/// State that callers share with the monitor.
 #[derive(Debug)]
-struct Orders {
+struct WorkersShared {
     waker: UnixStream,
-    state: Mutex<OrdersState>,
+    state: Mutex<WorkersState>,
+    /// Signals the end of a change, and of the monitor.
+    changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct OrdersState {
+struct WorkersState {
+    /// Channel and process id of each rank's current child.
+    children: Vec<Child>,
     /// The grace period, once all must end.
     stop: Option<Duration>,
-    /// At most one at a time: its caller waits.
+    /// The order that the monitor has not taken yet.
     change: Option<ChangeOrder>,
+    /// A caller waits for its change: further ones wait for it.
+    is_changing: bool,
+    /// The monitor has ended, and no child is left.
+    is_over: bool,
 }
 
-impl Orders {
+impl WorkersShared {
     /// Wakes the monitor.
     fn wake(&self) {
         // A full socket wakes the monitor anyway.
@@ -466,5 +480,25 @@ impl Orders {
 
     fn stop(&self) -> Option<Duration> {
         lock(&self.state).stop
+    }
+
+    /// Waits while `is_early`. Changes and the monitor's end have limits of their own.
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, WorkersState>,
+        is_early: fn(&WorkersState) -> bool,
+    ) -> MutexGuard<'a, WorkersState> {
+        let waited = self.changed.wait_while(state, |state| is_early(state));
+        waited.unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Reports the end of the monitor's thread when it is dropped.
+struct MonitorEnd(Arc<WorkersShared>);
+
+impl Drop for MonitorEnd {
+    fn drop(&mut self) {
+        lock(&self.0.state).is_over = true;
+        self.0.changed.notify_all();
     }
 }

@@ -22,19 +22,19 @@
 //! Bounds: a handshake message has at most [`HELLO_BYTES_MAX`] and the whole handshake a deadline.
 //! The reader limits the length of a message, and memory grows as its bytes arrive.
 
+mod halves;
 mod handshake;
 
-use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::sync::Mutex;
+use std::io::{self, ErrorKind, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use paceline_base::lock;
 use serde::{Deserialize, Serialize};
+use snow::Builder;
 use snow::resolvers::{DefaultResolver, FallbackResolver, RingResolver};
-use snow::{Builder, StatelessTransportState};
 
 use super::{ClusterKey, Identity, NodeId};
+use halves::{ReceiveHalf, SendHalf};
 use handshake::HandshakeStream;
 
 const PATTERN: &str = "Noise_XXpsk0_25519_AESGCM_SHA256";
@@ -166,29 +166,11 @@ impl std::fmt::Debug for Own<'_> {
 /// Messages to and from one other node. All methods may be called from any thread; one message
 /// is written and one read at a time.
 pub struct NodeSession {
-    stream: TcpStream,
-    ciphers: StatelessTransportState,
-    sending: Mutex<SendState>,
-    receiving: Mutex<ReceiveState>,
+    sending: SendHalf,
+    receiving: ReceiveHalf,
     peer: NodeId,
     hello: Hello,
     purpose: Purpose,
-}
-
-#[derive(Default)]
-struct SendState {
-    nonce: u64,
-    buffer: Vec<u8>,
-    broken: bool,
-}
-
-#[derive(Default)]
-struct ReceiveState {
-    nonce: u64,
-    /// Bytes of an incomplete record.
-    wire: Vec<u8>,
-    /// Payload of an incomplete message.
-    message: Vec<u8>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -338,7 +320,7 @@ impl NodeSession {
     /// # Errors
     /// The connection is lost.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
-        self.stream.peer_addr()
+        self.sending.stream().peer_addr()
     }
 
     /// This end's address.
@@ -346,13 +328,13 @@ impl NodeSession {
     /// # Errors
     /// The connection is lost.
     pub fn own_addr(&self) -> io::Result<SocketAddr> {
-        self.stream.local_addr()
+        self.sending.stream().local_addr()
     }
 
     /// Largest segment payload in bytes, without headers and options; `None` if the system does not
     /// report it.
     pub fn segment_bytes(&self) -> Option<u32> {
-        socket2::SockRef::from(&self.stream).tcp_mss().ok()
+        socket2::SockRef::from(self.sending.stream()).tcp_mss().ok()
     }
 
     /// Sends a message; waits at most a few seconds for a peer that does not read.
@@ -360,40 +342,7 @@ impl NodeSession {
     /// # Errors
     /// The session is lost.
     pub fn send(&self, message: &[u8]) -> Result<(), Error> {
-        let mut sending = lock(&self.sending);
-        if sending.broken {
-            return Err(Error::Closed);
-        }
-        let outcome = self.seal_and_write(&mut sending, message);
-        sending.broken = outcome.is_err();
-        outcome
-    }
-
-    fn seal_and_write(&self, sending: &mut SendState, message: &[u8]) -> Result<(), Error> {
-        let length = u32::try_from(message.len()).map_err(|_| Error::TooLong {
-            bytes: message.len(),
-            bytes_max: u32::MAX as usize,
-        })?;
-        let first = message.len().min(RECORD_BYTES - 4);
-        let mut part = length.to_le_bytes().to_vec();
-        part.extend_from_slice(&message[..first]);
-        self.write_record(sending, &part)?;
-        for part in message[first..].chunks(RECORD_BYTES) {
-            self.write_record(sending, part)?;
-        }
-        Ok(())
-    }
-
-    fn write_record(&self, sending: &mut SendState, part: &[u8]) -> Result<(), Error> {
-        let length = part.len() + TAG_BYTES;
-        sending.buffer.resize(2 + length, 0);
-        sending.buffer[..2].copy_from_slice(&(length as u16).to_le_bytes());
-        // Fails only after 2^64 - 1 records.
-        self.ciphers
-            .write_message(sending.nonce, part, &mut sending.buffer[2..])
-            .map_err(|_| Error::Closed)?;
-        sending.nonce += 1;
-        Ok((&self.stream).write_all(&sending.buffer)?)
+        self.sending.send(message)
     }
 
     /// The next message, of at most `bytes_max`; `None` if it is not complete within `timeout`. The
@@ -402,94 +351,17 @@ impl NodeSession {
     /// # Errors
     /// The session is lost.
     pub fn recv(&self, bytes_max: usize, timeout: Duration) -> Result<Option<Vec<u8>>, Error> {
-        let mut receiving = lock(&self.receiving);
-        let deadline = Instant::now().checked_add(timeout);
-        loop {
-            if let Some(message) = self.complete(&mut receiving, bytes_max)? {
-                return Ok(Some(message));
-            }
-            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) && !timeout.is_zero() {
-                return Ok(None);
-            }
-            let wait = left.map(|left| left.max(Duration::from_millis(1)));
-            self.stream.set_read_timeout(wait)?;
-            let mut piece = [0; 16 << 10];
-            match (&self.stream).read(&mut piece) {
-                Ok(0) => return Err(Error::Closed),
-                Ok(count) => receiving.wire.extend_from_slice(&piece[..count]),
-                Err(error) if is_nothing_yet(&error) && timeout.is_zero() => return Ok(None),
-                Err(error) if is_nothing_yet(&error) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-    }
-
-    /// Decrypts the complete records; returns a message once it is complete.
-    fn complete(
-        &self,
-        receiving: &mut ReceiveState,
-        bytes_max: usize,
-    ) -> Result<Option<Vec<u8>>, Error> {
-        let mut used = 0;
-        let found = loop {
-            if let Some(message) = whole(&mut receiving.message, bytes_max)? {
-                break Some(message);
-            }
-            let rest = &receiving.wire[used..];
-            let Some((length, rest)) = rest.split_first_chunk::<2>() else {
-                break None;
-            };
-            let length = usize::from(u16::from_le_bytes(*length));
-            let Some(record) = rest.get(..length) else {
-                break None;
-            };
-            let start = receiving.message.len();
-            receiving.message.resize(start + length, 0);
-            let into = &mut receiving.message[start..];
-            let opened = self.ciphers.read_message(receiving.nonce, record, into);
-            let count = opened.map_err(|_| Error::Stranger)?;
-            receiving.message.truncate(start + count);
-            receiving.nonce += 1;
-            used += 2 + length;
-        };
-        receiving.wire.drain(..used);
-        Ok(found)
+        self.receiving.recv(bytes_max, timeout)
     }
 
     /// Whether no send has failed yet.
     pub fn is_open(&self) -> bool {
-        !lock(&self.sending).broken
+        self.sending.is_open()
     }
 
     /// Ends the session for both sides; a waiting read returns.
     pub fn close(&self) {
-        // A lost connection is closed already.
-        let _ = self.stream.shutdown(Shutdown::Both);
-        lock(&self.sending).broken = true;
-    }
-}
-
-/// The message at the start of `bytes`, if it is complete. A record has parts of one message only,
-/// so nothing follows it.
-fn whole(bytes: &mut Vec<u8>, bytes_max: usize) -> Result<Option<Vec<u8>>, Error> {
-    let Some(length) = bytes.first_chunk::<4>() else {
-        return Ok(None);
-    };
-    let length = u32::from_le_bytes(*length) as usize;
-    if length > bytes_max {
-        return Err(Error::TooLong {
-            bytes: length,
-            bytes_max,
-        });
-    }
-    match (bytes.len() - 4).cmp(&length) {
-        std::cmp::Ordering::Less => Ok(None),
-        std::cmp::Ordering::Greater => Err(Error::Protocol),
-        std::cmp::Ordering::Equal => {
-            bytes.drain(..4);
-            Ok(Some(std::mem::take(bytes)))
-        }
+        self.sending.close();
     }
 }
 

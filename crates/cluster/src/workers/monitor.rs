@@ -12,7 +12,7 @@ use rustix::process::Signal;
 
 use super::clock::{SilenceClock, StopStage};
 use super::sink::{FLUSH_LIMIT, Forward};
-use super::{ChildChange, Orders, Report, WorkerSpec};
+use super::{ChildChange, Report, WorkerSpec, WorkersShared};
 use crate::channel::{WorkerSocket, read_now, wait_for};
 use crate::queue::Queue;
 use crate::wire::Assembler;
@@ -47,7 +47,7 @@ const READS_AT_END: usize = 256;
 pub(super) struct Monitor {
     workers: Vec<MonitoredChild>,
     queue: Arc<Queue<Report>>,
-    orders: Arc<Orders>,
+    orders: Arc<WorkersShared>,
     wake: UnixStream,
     /// The specification; its sink was moved out.
     spec: WorkerSpec,
@@ -88,7 +88,7 @@ impl Monitor {
     pub(super) fn start(
         mut spec: WorkerSpec,
         queue: Arc<Queue<Report>>,
-        orders: Arc<Orders>,
+        orders: Arc<WorkersShared>,
         wake: UnixStream,
     ) -> Result<Self, Error> {
         let sink = Forward::start(spec.on_line.take(), spec.args.len(), FLUSH_LIMIT);

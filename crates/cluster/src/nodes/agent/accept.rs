@@ -233,8 +233,10 @@ impl Inner {
         }
         match pairing::host(stream, &code, &key, HANDSHAKE_LIMIT) {
             Ok(()) => {
-                lock(&self.state).invitation = None;
-                self.record(ClusterAct::Paired(addr.ip().to_canonical()));
+                let mut state = lock(&self.state);
+                state.invitation = None;
+                state.record(ClusterAct::Paired(addr.ip().to_canonical()));
+                drop(state);
                 self.tell("the code was right: a machine joins");
             }
             Err(error) => {
@@ -297,7 +299,9 @@ impl Inner {
 
     fn count_refusal(&self, cause: Option<&'static str>, from: SocketAddr) {
         if let Some(cause) = cause {
-            lock(&self.refusals).note(cause, from.ip().to_canonical());
+            lock(&self.state)
+                .refusals
+                .note(cause, from.ip().to_canonical());
         }
     }
 

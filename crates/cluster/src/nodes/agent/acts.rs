@@ -1,12 +1,12 @@
 //! Acts of users and members on the cluster, for the audit log.
 
-use std::collections::VecDeque;
 use std::net::IpAddr;
 
 use paceline_base::lock;
 
 use super::super::RegisterKey;
-use super::{Agent, Inner};
+use super::Agent;
+use super::state::State;
 
 /// Most acts that wait for the log; the oldest make room. The log takes them some times a second.
 const ACTS_MAX: usize = 1024;
@@ -44,27 +44,23 @@ impl ClusterAct {
     }
 }
 
-/// Acts that wait for the log.
-pub(super) type Acts = VecDeque<ClusterAct>;
-
-impl Inner {
-    pub(super) fn record(&self, act: ClusterAct) {
-        let mut acts = lock(&self.acts);
-        if acts.len() == ACTS_MAX {
-            acts.pop_front();
+impl State {
+    pub(super) fn record(&mut self, act: ClusterAct) {
+        if self.acts.len() == ACTS_MAX {
+            self.acts.pop_front();
         }
-        acts.push_back(act);
+        self.acts.push_back(act);
     }
 }
 
 impl Agent {
     /// Records an act of a service of this node for the audit log.
     pub fn record(&self, act: ClusterAct) {
-        self.inner.record(act);
+        lock(&self.inner.state).record(act);
     }
 
     /// Acts since the last call, oldest first.
     pub fn acts(&self) -> Vec<ClusterAct> {
-        lock(&self.inner.acts).drain(..).collect()
+        lock(&self.inner.state).acts.drain(..).collect()
     }
 }

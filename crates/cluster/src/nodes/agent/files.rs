@@ -15,8 +15,10 @@ use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
+use paceline_base::lock;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
@@ -68,10 +70,13 @@ const FORMER_BYTES_MAX: u64 = 4096;
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
-/// The folder of a node.
-#[derive(Clone, Debug)]
+/// The folder of a node, which one process has, and in it one thread changes.
+#[derive(Debug)]
 pub(super) struct NodeFolder {
     folder: PathBuf,
+    /// The locked file, while this process has the folder. Whoever changes files holds the mutex,
+    /// and does not hold the node's state when it takes it.
+    claim: Mutex<Option<File>>,
 }
 
 impl NodeFolder {
@@ -79,14 +84,25 @@ impl NodeFolder {
     pub(super) fn new(home: &Path) -> Self {
         Self {
             folder: home.join("node"),
+            claim: Mutex::default(),
         }
     }
 
-    /// Takes the lock, which lasts as long as the file is open.
+    /// The right to change files, of one thread at a time: waits for the others.
+    pub(super) fn turn(&self) -> MutexGuard<'_, Option<File>> {
+        lock(&self.claim)
+    }
+
+    /// Lets another process have the folder.
+    pub(super) fn release(&self) {
+        drop(self.turn().take());
+    }
+
+    /// Claims the folder for this process, until [`release`](Self::release) or drop.
     ///
     /// # Errors
     /// [`Error::Running`] if another process has it.
-    pub(super) fn lock(&self) -> Result<File, Error> {
+    pub(super) fn claim(&self) -> Result<(), Error> {
         let failed = |path: &Path, source| Error::File {
             path: path.to_owned(),
             source,
@@ -105,7 +121,10 @@ impl NodeFolder {
         let file = file.map_err(|error| failed(&path, error))?;
         for _ in 0..LOCK_TRIES {
             match file.try_lock() {
-                Ok(()) => return Ok(file),
+                Ok(()) => {
+                    *self.turn() = Some(file);
+                    return Ok(());
+                }
                 Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
                 Err(TryLockError::Error(error)) => return Err(failed(&path, error)),
             }

@@ -87,7 +87,7 @@ impl Inner {
         let mut keys = {
             let mut state = lock(&self.state);
             for (key, value) in changes(own, synced, &here, state.member.map()) {
-                self.record(ClusterAct::of_key(&key, value.is_some()));
+                state.record(ClusterAct::of_key(&key, value.is_some()));
                 let epoch = 0;
                 self.step(&mut state, Event::Write { key, epoch, value });
             }
@@ -98,7 +98,7 @@ impl Inner {
             if key.maker == own || is_exact {
                 let before = synced.get(id).filter(|before| before.maker == key.maker);
                 if key.maker != own && before.is_some_and(|before| before != key) {
-                    self.record(ClusterAct::KeyAllowed(id.clone()));
+                    lock(&self.state).record(ClusterAct::KeyAllowed(id.clone()));
                 }
                 return true;
             }

@@ -78,8 +78,9 @@ impl Agent {
     pub fn invite(&self) -> Result<Code, Error> {
         let code = Code::random().map_err(pairing::Error::Broken)?;
         let invitation = Invitation::new(code.clone(), Instant::now());
-        lock(&self.inner.state).invitation = Some(invitation);
-        self.inner.record(ClusterAct::Invited);
+        let mut state = lock(&self.inner.state);
+        state.invitation = Some(invitation);
+        state.record(ClusterAct::Invited);
         Ok(code)
     }
 
@@ -172,7 +173,7 @@ impl Agent {
             let later = others.filter(|id| map.met_ms(*id).is_some_and(|met| met > since));
             told.nodes = later.map(|id| state.name(id)).collect();
         }
-        self.inner.record(ClusterAct::Revoked(node.facts.name));
+        lock(&self.inner.state).record(ClusterAct::Revoked(node.facts.name));
         self.inner.renew_key()?;
         Ok(told)
     }
@@ -224,7 +225,7 @@ impl Agent {
     fn enter(&self, key: &ClusterKey, kept: Registers) -> Result<(), Error> {
         let inner = &self.inner;
         {
-            let _turn = lock(&inner.writing);
+            let _turn = inner.files.turn();
             inner.files.save_key(key)?;
             inner.files.save_map(&kept, NodeNames::new())?;
             let mut state = lock(&inner.state);
@@ -331,7 +332,7 @@ fn pair(code: &Code, peer: Option<&str>) -> Result<(ClusterKey, SocketAddr), Err
 /// [`Error::Running`], files that cannot be used.
 pub fn token_at_rest(home: &Path) -> Result<Zeroizing<String>, Error> {
     let files = NodeFolder::new(home);
-    let _held = files.lock()?;
+    files.claim()?;
     Ok(files.key()?.token())
 }
 
@@ -341,7 +342,7 @@ pub fn token_at_rest(home: &Path) -> Result<Zeroizing<String>, Error> {
 /// [`Error::Running`], [`Error::HasMembers`].
 pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
     let files = NodeFolder::new(home);
-    let _held = files.lock()?;
+    files.claim()?;
     let already = files.key()? == *key;
     if !already {
         check_at_rest(&files)?;
@@ -364,7 +365,7 @@ pub fn join_at_rest(home: &Path, key: &ClusterKey) -> Result<Joined, Error> {
 pub fn join_by_code_at_rest(home: &Path, code: &Code, peer: Option<&str>) -> Result<Joined, Error> {
     {
         let files = NodeFolder::new(home);
-        let _held = files.lock()?;
+        files.claim()?;
         check_at_rest(&files)?;
     }
     join_at_rest(home, &pair(code, peer)?.0)

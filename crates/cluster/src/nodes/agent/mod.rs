@@ -49,7 +49,6 @@ mod upkeep;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
@@ -62,7 +61,6 @@ use super::member::{Event, Life};
 use super::session::{Hello, Purpose};
 use super::signature::Signer;
 use super::{Identity, NodeId, Now, RegisterKey, Registers, Signature};
-use acts::Acts;
 pub use acts::ClusterAct;
 pub use channel::{Handler, ServiceChannel};
 pub use config::{Config, Discovery, LogSink};
@@ -77,7 +75,6 @@ pub use keys::KeyFile;
 pub use membership::{Joined, Revocation, join_at_rest, join_by_code_at_rest, token_at_rest};
 pub use rdma::CableTrust;
 pub use refusals::Refusal;
-use refusals::Refusals;
 use state::State;
 
 /// Control port of a node, next to the API's 52415.
@@ -108,8 +105,6 @@ struct Inner {
     start: Instant,
     config: Config,
     state: Mutex<State>,
-    /// Locked while the files of the cluster change; never locked while holding `state`.
-    writing: Mutex<()>,
     /// Wakes the timer.
     timer: Condvar,
     /// Wakes watchers.
@@ -119,12 +114,7 @@ struct Inner {
     services: channel::Services,
     commands: local::Commands,
     counts: accept::ConnectionCounts,
-    refusals: Mutex<Refusals>,
-    acts: Mutex<Acts>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
-    lines: Mutex<Option<SyncSender<String>>>,
-    /// Locked while this process is the home's node.
-    lock: Mutex<Option<File>>,
+    lines: SyncSender<String>,
 }
 
 impl Agent {
@@ -134,7 +124,7 @@ impl Agent {
     /// [`Error::Running`], [`Error::Port`], files that cannot be used.
     pub fn start(config: Config) -> Result<Self, Error> {
         let files = NodeFolder::new(&config.home);
-        let held = files.lock()?;
+        files.claim()?;
         let identity = Arc::new(files.identity()?);
         let key = files.key()?;
         let listener = accept::listen(config.port)?;
@@ -162,19 +152,14 @@ impl Agent {
             port,
             start,
             state: Mutex::new(state),
-            writing: Mutex::default(),
             timer: Condvar::new(),
             changed: Condvar::new(),
             measured: Condvar::new(),
             services: channel::Services::default(),
             commands: local::Commands::default(),
             counts: accept::ConnectionCounts::default(),
-            refusals: Mutex::default(),
-            acts: Mutex::default(),
-            threads: Mutex::default(),
-            lines: Mutex::new(Some(lines)),
+            lines,
             config,
-            lock: Mutex::new(Some(held)),
         });
         let agent = Self { inner };
         agent.inner.adopt(&saved.former);
@@ -405,7 +390,8 @@ impl Agent {
     /// Refused connections to the control port that are due for the log. Each cause and address is
     /// due at most once an hour; sixteen addresses per cause are counted separately.
     pub fn refusals(&self) -> Vec<Refusal> {
-        lock(&self.inner.refusals).take(self.inner.now().since_start)
+        let now = self.inner.now().since_start;
+        lock(&self.inner.state).refusals.take(now)
     }
 
     /// Stops all threads and closes all sessions. The other nodes see this one die.
@@ -481,7 +467,7 @@ impl Inner {
     ) -> Result<(), Error> {
         let inner = Arc::clone(self);
         let handle = self.spawn(name, move || work(&inner))?;
-        lock(&self.threads).push(handle);
+        lock(&self.state).threads.push(handle);
         Ok(())
     }
 
@@ -500,21 +486,19 @@ impl Inner {
     }
 
     fn tell(&self, line: &str) {
-        if let Some(lines) = &*lock(&self.lines) {
-            let _ = lines.try_send(line.to_owned());
-        }
+        let _ = self.lines.try_send(line.to_owned());
     }
 
     fn stop(&self) {
-        {
+        let threads = {
             let mut state = lock(&self.state);
             state.stopped = true;
             state.cut_all();
-        }
+            std::mem::take(&mut state.threads)
+        };
         self.timer.notify_all();
         self.changed.notify_all();
         self.measured.notify_all();
-        let threads = std::mem::take(&mut *lock(&self.threads));
         for thread in threads {
             // A local command may stop the node from one of its own threads.
             if thread.thread().id() != thread::current().id() {
@@ -522,9 +506,8 @@ impl Inner {
             }
         }
         self.save();
-        drop(lock(&self.lines).take());
         // Another process may be this home's node from here on.
-        drop(lock(&self.lock).take());
+        self.files.release();
     }
 }
 

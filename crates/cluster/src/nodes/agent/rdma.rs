@@ -70,7 +70,7 @@ impl Agent {
         let cables = self.cables(self.id(), node);
         let is_there = cables.iter().any(|cable| cable.devices[0] == device);
         let inner = &self.inner;
-        let _writing = lock(&inner.writing);
+        let _turn = inner.files.turn();
         let mut trusted = lock(&inner.state).trusted.clone();
         let entry = (device.to_owned(), node);
         let is_known = match trust {

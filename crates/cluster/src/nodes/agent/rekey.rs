@@ -245,7 +245,7 @@ impl Inner {
     pub(super) fn renew_key(&self) -> Result<(), Error> {
         let key = ClusterKey::random()?;
         self.save(); // after a restart the node must know the revocations of its key
-        let _turn = lock(&self.writing);
+        let _turn = self.files.turn();
         let generation = lock(&self.state).next_generation(self.now().wall_ms);
         self.take_key(generation, key)?;
         let mut state = lock(&self.state);
@@ -262,7 +262,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Replaces the present key, on disk first. The caller holds `writing`.
+    /// Replaces the present key, on disk first. The caller has the files' turn.
     fn take_key(&self, generation: u64, key: ClusterKey) -> Result<(), Error> {
         let mut former = self.keys();
         former.retain(|known| *known != key);
@@ -432,7 +432,7 @@ impl Inner {
     ) -> Result<bool, Error> {
         self.learn_revocations(news, channel);
         self.save();
-        let _turn = lock(&self.writing);
+        let _turn = self.files.turn();
         let is_other = {
             let mut state = lock(&self.state);
             if !state.keeps(channel) {

@@ -1,9 +1,10 @@
 //! State of a node and the actions of its [`Membership`], under one mutex.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc::TrySendError;
 use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use paceline_base::lock;
@@ -20,8 +21,9 @@ use super::channel::ServiceChannel;
 use super::facts::{self, EngineDevice, NodeView};
 use super::files::{NodeNames, TrustedCables};
 use super::links::PeerLink;
+use super::refusals::Refusals;
 use super::rekey::{Drawn, OutdatedNodes};
-use super::{Error, Inner, NodeFacts, random};
+use super::{ClusterAct, Error, Inner, NodeFacts, random};
 
 /// Most concurrent attempts to connect.
 const DIALS_MAX: usize = 32;
@@ -77,6 +79,11 @@ pub(super) struct State {
     pub(super) is_dirty: bool,
     pub(super) stopped: bool,
     pub(super) next_link: u64,
+    /// Refused connections and acts of members that wait for the log.
+    pub(super) refusals: Refusals,
+    pub(super) acts: VecDeque<ClusterAct>,
+    /// Threads to join when the agent stops.
+    pub(super) threads: Vec<JoinHandle<()>>,
 }
 
 impl State {
@@ -114,6 +121,9 @@ impl State {
             is_dirty: false,
             stopped: false,
             next_link: 0,
+            refusals: Refusals::default(),
+            acts: VecDeque::new(),
+            threads: Vec::new(),
         };
         state.learn_names(known);
         state

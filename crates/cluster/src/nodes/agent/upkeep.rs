@@ -155,7 +155,7 @@ impl Inner {
 
     /// Saves the map if it has changed.
     pub(super) fn save(&self) {
-        let _turn = lock(&self.writing);
+        let _turn = self.files.turn();
         let map = {
             let mut state = lock(&self.state);
             let map = state

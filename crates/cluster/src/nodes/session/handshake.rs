@@ -4,12 +4,12 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use snow::HandshakeState;
 
 use super::super::identity::id_of;
+use super::halves::halves;
 use super::{
     Error, HELLO_BYTES_MAX, Hello, NodeSession, Own, Purpose, Verdict, WRITE_LIMIT,
     end_with_its_way, is_nothing_yet, read_hello, say_hello,
@@ -77,11 +77,10 @@ impl HandshakeStream {
         let ciphers = state
             .into_stateless_transport_mode()
             .map_err(|_| Error::Stranger)?;
+        let (sending, receiving) = halves(self.stream, ciphers);
         let session = NodeSession {
-            stream: self.stream,
-            ciphers,
-            sending: Mutex::default(),
-            receiving: Mutex::default(),
+            sending,
+            receiving,
             peer,
             hello,
             purpose,

@@ -3,6 +3,9 @@
 use std::net::TcpListener;
 use std::thread;
 
+use std::io::Read;
+use std::net::Shutdown;
+
 use super::*;
 
 const LIMIT: Duration = Duration::from_secs(20);
