@@ -108,54 +108,32 @@ fn each_kind_of_grammar() {
     let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
     let schema = r#"{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
         "additionalProperties": false, "x-made-by": "me"}"#;
+    let json = |text: &str| Grammar::JsonSchema(text.into());
+    let regex = |text: &str| Grammar::Regex(text.into());
+    let lark = |text: &str| Grammar::Lark(text.into());
+    let choice = |texts: [&str; 2]| Grammar::Choice(texts.map(str::to_owned).to_vec());
+    let email = r#"{"type": "string", "format": "email"}"#;
+    let ipv6 = r#"{"type": "string", "format": "ipv6"}"#;
     let cases = [
-        (
-            Grammar::JsonSchema(schema.into()),
-            r#"{"a": 12}"#,
-            Some(true),
-        ),
-        (Grammar::JsonSchema(schema.into()), r#"{"a": "#, Some(false)),
-        (Grammar::JsonSchema(schema.into()), r#"{"a": "x"}"#, None),
-        (Grammar::JsonSchema(schema.into()), r#"{"b": 1}"#, None),
-        (
-            Grammar::JsonSchema(r#"{"type": "string", "format": "email"}"#.into()),
-            r#""\"a b\"@[IPv6:::1]""#,
-            Some(true),
-        ),
-        (
-            Grammar::JsonSchema(r#"{"type": "string", "format": "ipv6"}"#.into()),
-            r#""::ffff:192.168.0.256""#,
-            None,
-        ),
+        (json(schema), r#"{"a": 12}"#, Some(true)),
+        (json(schema), r#"{"a": "#, Some(false)),
+        (json(schema), r#"{"a": "x"}"#, None),
+        (json(schema), r#"{"b": 1}"#, None),
+        (json(email), r#""\"a b\"@[IPv6:::1]""#, Some(true)),
+        (json(ipv6), r#""::ffff:192.168.0.256""#, None),
         (
             Grammar::JsonObject,
             r#"{"any": [1, {"x": null}]}"#,
             Some(true),
         ),
         (Grammar::JsonObject, "[1]", None),
-        (Grammar::Regex("[ab]+c".into()), "abbac", Some(true)),
-        (Grammar::Regex("[ab]+c".into()), "abba", Some(false)),
-        (Grammar::Regex("[ab]+c".into()), "xabc", None),
-        (
-            Grammar::Choice(vec!["yes".into(), "no \"way\"\n".into()]),
-            "no \"way\"\n",
-            Some(true),
-        ),
-        (
-            Grammar::Choice(vec!["yes".into(), "no".into()]),
-            "maybe",
-            None,
-        ),
-        (
-            Grammar::Lark("start: \"x\" <[257]> \"y\"".into()),
-            "x<call>y",
-            Some(true),
-        ),
-        (
-            Grammar::Lark("start: \"x<call>y\"".into()),
-            "x<call>y",
-            None,
-        ),
+        (regex("[ab]+c"), "abbac", Some(true)),
+        (regex("[ab]+c"), "abba", Some(false)),
+        (regex("[ab]+c"), "xabc", None),
+        (choice(["yes", "no \"way\"\n"]), "no \"way\"\n", Some(true)),
+        (choice(["yes", "no"]), "maybe", None),
+        (lark("start: \"x\" <[257]> \"y\""), "x<call>y", Some(true)),
+        (lark("start: \"x<call>y\""), "x<call>y", None),
     ];
     for (grammar, text, expected) in cases {
         let constraint = whole(grammar);
@@ -258,46 +236,27 @@ fn what_cannot_be_kept_is_refused_by_name() {
     let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
     let schema = |text: &str| whole(Grammar::JsonSchema(text.into()));
     let deep = format!("{}x{}", "(".repeat(50_000), ")".repeat(50_000));
+    let regex = |text: &str| whole(Grammar::Regex(text.into()));
+    let lark = |text: &str| whole(Grammar::Lark(text.into()));
+    let marker = String::new();
+    let unmarked = Constraint {
+        grammar: Grammar::JsonObject,
+        start: Start::After { marker },
+    };
+    let not = "schema keyword \"not\" at #/items is not supported";
+    let [unusable, few] = ["the grammar cannot be used", "choice needs 1 to 4096 texts"];
+    let long = "x".repeat(MAX_GRAMMAR_BYTES + 1);
     let cases = [
         (schema("{"), "the schema is not JSON"),
-        (
-            schema(r#"{"items": {"not": {}}}"#),
-            "schema keyword \"not\" at #/items is not supported",
-        ),
-        (
-            schema(r#"{"type": "nothing"}"#),
-            "the grammar cannot be used",
-        ),
-        (
-            whole(Grammar::Regex("(".into())),
-            "the grammar cannot be used",
-        ),
-        (whole(Grammar::Regex(deep)), "the grammar cannot be used"),
-        (
-            whole(Grammar::Lark("start: other".into())),
-            "the grammar cannot be used",
-        ),
-        (
-            whole(Grammar::Lark("x".repeat(MAX_GRAMMAR_BYTES + 1))),
-            "the grammar has 1048577 bytes",
-        ),
-        (
-            whole(Grammar::Choice(vec![])),
-            "choice needs 1 to 4096 texts",
-        ),
-        (
-            whole(Grammar::Choice(vec![String::new()])),
-            "choice needs 1 to 4096 texts",
-        ),
-        (
-            Constraint {
-                grammar: Grammar::JsonObject,
-                start: Start::After {
-                    marker: String::new(),
-                },
-            },
-            "marker needs 1 to 1 texts",
-        ),
+        (schema(r#"{"items": {"not": {}}}"#), not),
+        (schema(r#"{"type": "nothing"}"#), unusable),
+        (regex("("), unusable),
+        (regex(&deep), unusable),
+        (lark("start: other"), unusable),
+        (lark(&long), "the grammar has 1048577 bytes"),
+        (whole(Grammar::Choice(vec![])), few),
+        (whole(Grammar::Choice(vec![String::new()])), few),
+        (unmarked, "marker needs 1 to 1 texts"),
     ];
     for (constraint, expected) in cases {
         let error = grammars.check(&constraint).unwrap_err().to_string();

@@ -1,7 +1,6 @@
 //! The engine on tiny random models, and on SmolLM2 if installed.
 
 mod adapters;
-mod batching;
 mod constrained;
 mod draft_head;
 mod draft_model;

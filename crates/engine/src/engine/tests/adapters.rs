@@ -5,22 +5,17 @@ use paceline_tensor::PAGE;
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, alone};
 use super::tiny::{END, TinyModel};
-use crate::{EngineConfig, Error, GenerationRequest, SamplingParams, StepTimeTarget};
+use crate::{EngineConfig, Error, GenerationRequest, SamplingParams};
 
 const CONTEXT: usize = 4 * PAGE;
 
 fn sizes() -> EngineConfig {
     EngineConfig {
-        model: "tiny".to_owned(),
-        context: CONTEXT,
         cache_positions: 4 * CONTEXT,
         max_running: 3,
         max_waiting: 20,
         max_rows: 40,
-        fixed_rows: 14,
-        pace: StepTimeTarget::Auto,
-        drafts: 0,
-        strict: false,
+        ..EngineConfig::single("tiny", CONTEXT)
     }
 }
 

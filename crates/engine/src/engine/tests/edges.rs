@@ -1,6 +1,5 @@
 //! Limits, refusals and cancellation.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use paceline_tensor::PAGE;
@@ -9,24 +8,18 @@ use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, alone, id_of};
 use super::tiny::{END, TinyModel, VOCAB};
 use crate::{
-    Engine, EngineConfig, Error, Event, Finish, GenerationRequest, SamplingParams,
-    SchedulingParams, SequenceId, StepTimeTarget,
+    Engine, EngineConfig, Error, Event, Finish, GenerationRequest, SamplingParams, SequenceId,
 };
 
 const CONTEXT: usize = 2 * PAGE;
 
 fn sizes() -> EngineConfig {
     EngineConfig {
-        model: "tiny".to_owned(),
-        context: CONTEXT,
         cache_positions: 4 * CONTEXT,
         max_running: 4,
         max_waiting: 4,
         max_rows: 16,
-        fixed_rows: 14,
-        pace: StepTimeTarget::Auto,
-        drafts: 0,
-        strict: false,
+        ..EngineConfig::single("tiny", CONTEXT)
     }
 }
 
@@ -223,66 +216,6 @@ fn a_full_queue_gives_the_request_back() {
     rig.step();
     rig.submit(&greedy(prompt(9, 9), 5));
     rig.drain();
-}
-
-/// Another client's request starts at once, despite many requests of one client; and the preempted
-/// sequence loses nothing.
-#[test]
-fn a_client_with_many_requests_leaves_places_to_others() {
-    let tiny = TinyModel::new(1);
-    let mut engine = tiny.engine(EngineConfig {
-        max_waiting: 32,
-        ..sizes()
-    });
-    let mut wanted: Vec<GenerationRequest> = long_answers(&tiny, 8);
-    wanted.push(greedy(prompt(9, 3), 5));
-    let mut tokens: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
-    let mut ids = Vec::new();
-    let of = |client| SchedulingParams {
-        client,
-        ..SchedulingParams::default()
-    };
-    for request in &wanted[..8] {
-        let request = request.clone();
-        let order = of(1);
-        ids.push(
-            engine
-                .submit(GenerationRequest { order, ..request })
-                .unwrap(),
-        );
-    }
-    let mut step = |engine: &mut Engine| -> Vec<SequenceId> {
-        let (mut ended, events) = (Vec::new(), engine.step().unwrap());
-        for event in events {
-            match event {
-                Event::Token { id, token, .. } => tokens.entry(id).or_default().push(token),
-                Event::Finished { id, .. } => ended.push(id),
-                Event::PromptRead { .. } | Event::Continued { .. } => {}
-            }
-        }
-        ended
-    };
-    (0..5).for_each(|_| drop(step(&mut engine)));
-    assert_eq!((engine.n_running(), engine.n_waiting()), (4, 4));
-    let order = of(2);
-    let request = wanted[8].clone();
-    let other = engine
-        .submit(GenerationRequest { order, ..request })
-        .unwrap();
-    ids.push(other);
-    let mut steps = 0;
-    while !step(&mut engine).contains(&other) {
-        steps += 1;
-        assert!(steps < 10, "it is not computed at once");
-    }
-    assert_eq!(engine.n_running(), 3);
-    while !engine.is_idle() {
-        step(&mut engine);
-    }
-    for (id, request) in ids.iter().zip(&wanted) {
-        let expected = alone(&tiny, request, CONTEXT).tokens;
-        assert_eq!(tokens[id], expected, "{id:?}");
-    }
 }
 
 #[test]

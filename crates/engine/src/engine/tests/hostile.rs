@@ -40,170 +40,79 @@ fn restore(rig: &mut Rig, value: Value) -> Result<(), String> {
         .map_err(|e| e.to_string())
 }
 
-/// Restores a snapshot with each of the wrong values in turn, then the original.
-fn check_wrong<const N: usize>(cases: [(&str, Value, &str); N]) {
+/// A field of a snapshot, a wrong value, and what is said of it. `*N` repeats a list or a text.
+const WRONG: &str = "\
+/model | \"other (cpu)\" | snapshot of other (cpu), this engine runs tiny (cpu)
+/prompt_len | 0 | snapshot of 15 tokens, 0 of them the prompt, with 15 to generate
+/prompt_len | 16 | snapshot of 15 tokens, 16 of them the prompt, with 15
+/prompt_len | 18446744073709551615 | snapshot of 15 tokens, 18446744073709551615 of them
+/prompt_len | -1 | invalid value
+/tokens | [] | snapshot of 0 tokens
+/tokens | [1]*128 | snapshot may grow to 143 tokens, but the context holds 128
+/tokens/14 | 34 | token 34 at position 14 is outside the vocabulary of 34
+/tokens/0 | 4294967295 | token 4294967295 at position 0
+/tokens_left | 0 | snapshot of 15 tokens, 10 of them the prompt, with 0 to generate
+/tokens_left | 114 | snapshot may grow to 129 tokens
+/tokens_left | 18446744073709551615 | snapshot may grow to 18446744073709551615 tokens
+/sampler/params/temperature | -1.0 | temperature is -1, expected
+/sampler/params/min_p | 3 | min_p is 3, expected 0 to 1
+/sampler/draws | null | invalid type
+/logprobs | 21 | logprobs is 21, expected at most 20
+/logprobs | -1 | invalid value
+/sampler/params/logit_bias | [[34, 1.0]] | logit_bias has token 34, which is outside the vocabulary
+/sampler/params/logit_bias | [[1, 1.0]]*1025 | logit_bias has 1025 tokens, expected at most 1024
+/sampler/params/logit_bias/0/1 | 1e300 | logit_bias of token 3 is inf, expected -100 to 100
+/sampler/params/logit_bias/1/0 | 3 | logit_bias has token 3 twice
+/decoder/pending | [97]*1048576 | snapshot holds back text
+/decoder/pending | [228]*1048576 | snapshot holds back text
+/decoder/pending | [228, 184, 173] | snapshot holds back text
+/decoder/pending | [128] | snapshot holds back text
+/stops/held | \"x\"*1048576 | state of a stop matcher
+/stops/stops/1 | \"\" | stop string 1 is empty
+/stops/stopped | 1 | snapshot holds back text
+/stops/stopped | 99 | snapshot holds back text";
+
+/// The value of a row of [`WRONG`].
+fn value_of(text: &str) -> Value {
+    let (value, times) = text.split_once('*').unwrap_or((text, "1"));
+    let times: usize = times.parse().unwrap();
+    match serde_json::from_str(value).unwrap() {
+        Value::Array(items) => vec![items; times].concat().into(),
+        Value::String(text) => text.repeat(times).into(),
+        value => value,
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_snapshot_is_said() {
     let tiny = TinyModel::new(1);
     let good = snapshot(&tiny);
     let mut rig = rig(&tiny);
-    for (field, wrong, expected) in cases {
+    for row in WRONG.lines() {
+        let columns: Vec<&str> = row.split(" | ").collect();
+        let [field, wrong, expected] = columns[..] else {
+            panic!("{row}");
+        };
         let mut value = good.clone();
-        *value.pointer_mut(field).unwrap() = wrong;
+        *value.pointer_mut(field).unwrap() = value_of(wrong);
         let error = restore(&mut rig, value).unwrap_err();
         assert!(error.contains(expected), "{field}: {error}");
         assert!(rig.engine.is_idle(), "{field}: nothing is kept");
     }
+    // A prompt that fills the context is refused as in a request.
+    let mut full = good.clone();
+    full["tokens"] = json!(vec![1; CONTEXT]);
+    (full["prompt_len"], full["tokens_left"]) = (json!(CONTEXT), json!(0));
+    let error = restore(&mut rig, full).unwrap_err();
+    assert_eq!(
+        error,
+        "snapshot may grow to 129 tokens, but the context holds 128"
+    );
     assert_eq!(
         restore(&mut rig, good),
         Ok(()),
         "the other values are right"
     );
-}
-
-#[test]
-fn what_is_wrong_with_tokens_of_a_snapshot_is_said() {
-    check_wrong([
-        (
-            "/model",
-            json!("other (cpu)"),
-            "snapshot of other (cpu), this engine runs tiny (cpu)",
-        ),
-        (
-            "/prompt_len",
-            json!(0),
-            "snapshot of 15 tokens, 0 of them the prompt, with 15 to generate",
-        ),
-        (
-            "/prompt_len",
-            json!(16),
-            "snapshot of 15 tokens, 16 of them the prompt, with 15",
-        ),
-        (
-            "/prompt_len",
-            json!(u64::MAX),
-            "snapshot of 15 tokens, 18446744073709551615 of them",
-        ),
-        ("/prompt_len", json!(-1), "invalid value"),
-        ("/tokens", json!([]), "snapshot of 0 tokens"),
-        (
-            "/tokens",
-            json!(vec![1; CONTEXT]),
-            "snapshot may grow to 143 tokens, but the context holds",
-        ),
-        (
-            "/tokens/14",
-            json!(34),
-            "token 34 at position 14 is outside the vocabulary of 34",
-        ),
-        (
-            "/tokens/0",
-            json!(u32::MAX),
-            "token 4294967295 at position 0",
-        ),
-        (
-            "/tokens_left",
-            json!(0),
-            "snapshot of 15 tokens, 10 of them the prompt, with 0 to generate",
-        ),
-        (
-            "/tokens_left",
-            json!(CONTEXT - 14),
-            "snapshot may grow to 129 tokens",
-        ),
-        (
-            "/tokens_left",
-            json!(usize::MAX),
-            "snapshot may grow to 18446744073709551615 tokens",
-        ),
-    ]);
-}
-
-#[test]
-fn what_is_wrong_with_the_sampler_of_a_snapshot_is_said() {
-    check_wrong([
-        (
-            "/sampler/params/temperature",
-            json!(-1.0),
-            "temperature is -1, expected",
-        ),
-        (
-            "/sampler/params/min_p",
-            json!(3),
-            "min_p is 3, expected 0 to 1",
-        ),
-        ("/sampler/draws", json!(null), "invalid type"),
-        (
-            "/logprobs",
-            json!(21),
-            "logprobs is 21, expected at most 20",
-        ),
-        ("/logprobs", json!(-1), "invalid value"),
-        (
-            "/sampler/params/logit_bias",
-            json!([[34, 1.0]]),
-            "logit_bias has token 34, which is outside the vocabulary of 34",
-        ),
-        (
-            "/sampler/params/logit_bias",
-            json!(vec![(1, 1.0); 1025]),
-            "logit_bias has 1025 tokens, expected at most 1024",
-        ),
-        (
-            "/sampler/params/logit_bias/0/1",
-            json!(1e300),
-            "logit_bias of token 3 is inf, expected -100 to 100",
-        ),
-        (
-            "/sampler/params/logit_bias/1/0",
-            json!(3),
-            "logit_bias has token 3 twice",
-        ),
-    ]);
-}
-
-#[test]
-fn what_is_wrong_with_the_text_of_a_snapshot_is_said() {
-    check_wrong([
-        (
-            "/decoder/pending",
-            json!(vec![0x61; 1 << 20]),
-            "snapshot holds back text",
-        ),
-        (
-            "/decoder/pending",
-            json!(vec![0xe4; 1 << 20]),
-            "snapshot holds back text",
-        ),
-        (
-            "/decoder/pending",
-            json!([0xe4, 0xb8, 0xad]),
-            "snapshot holds back text",
-        ),
-        (
-            "/decoder/pending",
-            json!([0x80]),
-            "snapshot holds back text",
-        ),
-        (
-            "/stops/held",
-            json!("x".repeat(1 << 20)),
-            "state of a stop matcher",
-        ),
-        ("/stops/stops/1", json!(""), "stop string 1 is empty"),
-        ("/stops/stopped", json!(1), "snapshot holds back text"),
-        ("/stops/stopped", json!(99), "snapshot holds back text"),
-    ]);
-}
-
-#[test]
-fn a_prompt_that_fills_the_context_is_refused_as_in_a_request() {
-    let tiny = TinyModel::new(1);
-    let mut value = snapshot(&tiny);
-    value["tokens"] = json!(vec![1; CONTEXT]);
-    value["prompt_len"] = json!(CONTEXT);
-    value["tokens_left"] = json!(0);
-    let error = restore(&mut rig(&tiny), value).unwrap_err();
-    let expected = "snapshot may grow to 129 tokens, but the context holds 128";
-    assert_eq!(error, expected);
 }
 
 /// Paths of all values in `value`.

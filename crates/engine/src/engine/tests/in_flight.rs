@@ -10,11 +10,11 @@ use paceline_model::{
 use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
-use super::requests::{prompt, request};
+use super::requests::{endless, of_client, prompt};
 use super::rig::{Rig, alone};
-use super::tiny::{END, TinyModel};
+use super::tiny::TinyModel;
 use super::windows::VirtualPipeline;
-use crate::{EngineConfig, GenerationRequest, SamplingParams, SchedulingParams, SequenceId};
+use crate::{EngineConfig, GenerationRequest, SequenceId};
 
 pub(super) const CONTEXT: usize = 3 * PAGE;
 
@@ -157,21 +157,12 @@ pub(super) fn rig_of(
     rig
 }
 
-/// An answer without an end token.
-fn long(prompt: Vec<u32>, n: usize) -> GenerationRequest {
-    let sampling = SamplingParams {
-        logit_bias: vec![(END, -100.0)],
-        ..SamplingParams::default()
-    };
-    request(prompt, n, sampling)
-}
-
 #[test]
 fn streams_are_dealt_to_the_batches_under_way() {
     let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 2);
     let ids: Vec<_> = (0..4)
-        .map(|i| rig.submit(&long(prompt(9, i), 30)))
+        .map(|i| rig.submit(&endless(prompt(9, i), 30)))
         .collect();
     rig.steps(4); // prompts
     for _ in 0..20 {
@@ -183,7 +174,7 @@ fn streams_are_dealt_to_the_batches_under_way() {
     for (id, i) in ids.iter().zip(0..) {
         assert_eq!(
             rig.outcomes[id],
-            alone(&tiny, &long(prompt(9, i), 30), CONTEXT)
+            alone(&tiny, &endless(prompt(9, i), 30), CONTEXT)
         );
     }
 }
@@ -192,7 +183,7 @@ fn streams_are_dealt_to_the_batches_under_way() {
 fn chunks_of_one_prompt_follow_each_other() {
     let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 3);
-    let id = rig.submit(&long(prompt(150, 1), 5)); // four chunks
+    let id = rig.submit(&endless(prompt(150, 1), 5)); // four chunks
     rig.step();
     assert_eq!(
         (rig.engine.running[0].computed, rig.engine.in_flight.len()),
@@ -207,7 +198,7 @@ fn chunks_of_one_prompt_follow_each_other() {
     assert_eq!(rig.n_steps, 4 + 4);
     assert_eq!(
         rig.outcomes[&id],
-        alone(&tiny, &long(prompt(150, 1), 5), CONTEXT)
+        alone(&tiny, &endless(prompt(150, 1), 5), CONTEXT)
     );
 }
 
@@ -220,12 +211,12 @@ fn a_prompt_is_cut_for_the_stages_of_a_pipeline() {
         ..sizes()
     };
     let mut rig = rig(&tiny, sizes, 2);
-    let id = rig.submit(&long(prompt(170, 1), 5));
+    let id = rig.submit(&endless(prompt(170, 1), 5));
     rig.step();
     assert_eq!(rig.engine.running[0].computed, 128);
     assert_eq!(rig.engine.in_flight.len(), 1);
     rig.drain();
-    let expected = alone(&tiny, &long(prompt(170, 1), 5), CONTEXT);
+    let expected = alone(&tiny, &endless(prompt(170, 1), 5), CONTEXT);
     assert_eq!(rig.outcomes[&id], expected);
 }
 
@@ -234,9 +225,9 @@ fn a_prompt_is_cut_for_the_stages_of_a_pipeline() {
 fn a_long_prompt_takes_no_turn_of_others() {
     let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 2);
-    let first = rig.submit(&long(prompt(170, 9), 5)); // five chunks
+    let first = rig.submit(&endless(prompt(170, 9), 5)); // five chunks
     let others: Vec<_> = (0..3)
-        .map(|i| rig.submit(&long(prompt(3, i), 10)))
+        .map(|i| rig.submit(&endless(prompt(3, i), 10)))
         .collect();
     rig.steps(3);
     assert_eq!(rig.outcomes[&first].prompt_reads, 0);
@@ -250,7 +241,7 @@ fn a_long_prompt_takes_no_turn_of_others() {
 fn a_cancelled_sequence_keeps_its_pages_until_its_rows_are_computed() {
     let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 2);
-    let id = rig.submit(&long(prompt(150, 1), 5));
+    let id = rig.submit(&endless(prompt(150, 1), 5));
     rig.step();
     rig.cancel(id);
     assert!(rig.engine.cancel(id).is_err(), "it is over for its owner");
@@ -271,11 +262,8 @@ fn a_client_with_many_requests_gives_way_in_a_pipeline() {
     };
     let mut rig = rig(&tiny, config, 2).unordered();
     let of = |client, seed, n| GenerationRequest {
-        order: SchedulingParams {
-            client,
-            ..SchedulingParams::default()
-        },
-        ..long(prompt(9, seed), n)
+        order: of_client(client),
+        ..endless(prompt(9, seed), n)
     };
     let wanted = [of(1, 1, 60), of(1, 2, 60), of(2, 3, 5)];
     let mut ids: Vec<SequenceId> = wanted[..2].iter().map(|r| rig.submit(r)).collect();

@@ -4,11 +4,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use paceline_tensor::PAGE;
-use proptest::prelude::*;
-
 use super::requests::mixed;
-use super::rig::{Rig, SequenceOutcome, alone, id_of};
+use super::rig::{Rig, id_of};
 use super::tiny::TinyModel;
 use crate::prefill_budget::Composition;
 use crate::{EngineConfig, Event, GenerationRequest, SequenceId, StepTimeTarget};
@@ -45,6 +42,11 @@ impl Simulation {
 
     /// Runs a step; returns its rows.
     pub(super) fn step(&mut self) -> Composition {
+        self.step_with_events().0
+    }
+
+    /// As [`step`](Self::step), with its events.
+    pub(super) fn step_with_events(&mut self) -> (Composition, Vec<Event>) {
         let events = self.rig.step();
         let step = self.rig.engine.composition;
         let ms = (self.step_ms)(step);
@@ -61,7 +63,22 @@ impl Simulation {
                 .or_default()
                 .push(self.now_ms);
         }
-        step
+        (step, events)
+    }
+
+    /// Steps until the engine is idle. Panics if that takes more steps than all rows one by one,
+    /// each computed twice.
+    pub(super) fn drain(&mut self) {
+        let sequences = self.rig.outcomes.len() + 1;
+        let limit = self.rig.n_steps + 2 * sequences * self.rig.engine.config.context;
+        while !self.rig.engine.is_idle() {
+            self.step();
+            assert!(
+                self.rig.n_steps <= limit,
+                "not at an end after {limit} steps"
+            );
+        }
+        self.rig.drain();
     }
 
     /// Runs until the first token of `id`; returns the milliseconds.
@@ -185,60 +202,4 @@ fn without_a_pace_a_long_prompt_hardly_waits() {
         gaps[1] > 5.0 * gaps[0],
         "nothing else bounds a step: {gaps:?}"
     );
-}
-
-/// Requests that come at given steps.
-fn arrivals() -> impl Strategy<Value = Vec<(usize, usize)>> {
-    prop::collection::vec((0..400usize, 0..100usize), 1..40)
-}
-
-/// All valid settings.
-fn paces() -> impl Strategy<Value = StepTimeTarget> {
-    prop_oneof![
-        Just(StepTimeTarget::Auto),
-        Just(StepTimeTarget::Off),
-        (1..200u32).prop_map(StepTimeTarget::Millis)
-    ]
-}
-
-/// Every request ends with the answer of an undisturbed run, in time bounded by the work of all.
-/// The rig checks at every step that no page has two owners.
-#[test]
-fn nothing_starves_and_no_answer_changes() {
-    const CONTEXT: usize = 3 * PAGE;
-    let tiny = TinyModel::new(1);
-    let requests = mixed(&tiny);
-    let expected: Vec<SequenceOutcome> =
-        requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
-    let config = ProptestConfig::with_cases(60);
-    proptest!(config, |(mut arrivals in arrivals(), pace in paces(), pages in 0..4usize)| {
-        arrivals.sort_unstable();
-        let sizes = EngineConfig {
-            cache_positions: CONTEXT + pages * PAGE,
-            max_running: 4,
-            max_waiting: 100,
-            max_rows: 40,
-            fixed_rows: 14,
-            pace,
-            ..EngineConfig::single("tiny", CONTEXT)
-        };
-        let mut simulation = Simulation::new(&tiny, sizes);
-        let mut asked = Vec::new();
-        for (step, request) in arrivals {
-            while simulation.rig.n_steps < step {
-                simulation.step();
-            }
-            let request = request % requests.len();
-            asked.push((simulation.rig.submit(&requests[request]), request));
-        }
-        // More than all rows one by one, each computed twice, in steps of the minimum rows.
-        let limit = simulation.rig.n_steps + 2 * asked.len() * CONTEXT;
-        while !simulation.rig.engine.is_idle() {
-            simulation.step();
-            prop_assert!(simulation.rig.n_steps <= limit, "not at an end after {limit} steps");
-        }
-        for (id, request) in asked {
-            prop_assert_eq!(&simulation.rig.outcomes[&id], &expected[request]);
-        }
-    });
 }

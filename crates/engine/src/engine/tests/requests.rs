@@ -1,7 +1,7 @@
 //! Requests of all kinds.
 
-use super::tiny::{TinyModel, VOCAB};
-use crate::{GenerationRequest, SamplingParams};
+use super::tiny::{END, TinyModel, VOCAB};
+use crate::{GenerationRequest, SamplingParams, SchedulingParams};
 
 /// Sampled, so that the answer covers the vocabulary.
 pub(super) const SAMPLED: SamplingParams = SamplingParams {
@@ -37,6 +37,23 @@ pub(super) fn request(
         stop: Vec::new(),
         logprobs: None,
         ..GenerationRequest::default()
+    }
+}
+
+/// A greedy answer of exactly `n` tokens: none ends it.
+pub(super) fn endless(prompt: Vec<u32>, n: usize) -> GenerationRequest {
+    let sampling = SamplingParams {
+        logit_bias: vec![(END, -100.0)],
+        ..SamplingParams::default()
+    };
+    request(prompt, n, sampling)
+}
+
+/// The order of a client's request without priority and deadline.
+pub(super) fn of_client(client: u64) -> SchedulingParams {
+    SchedulingParams {
+        client,
+        ..SchedulingParams::default()
     }
 }
 

@@ -3,13 +3,13 @@
 use paceline_tensor::PAGE;
 
 use super::requests::{mixed, prompt, request};
-use super::rig::{Rig, SequenceOutcome, alone};
+use super::rig::{Rig, alone};
 use super::smollm2::logits_of;
 use super::tiny::TinyModel;
 use crate::request::check_prompt_logprobs;
 use crate::sampling::Scratch;
 use crate::sampling::logprobs::logprobs;
-use crate::{EngineConfig, GenerationRequest, MAX_PROMPT_LOGPROBS, SamplingParams, StepTimeTarget};
+use crate::{EngineConfig, GenerationRequest, MAX_PROMPT_LOGPROBS, SamplingParams};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -19,8 +19,6 @@ fn config(max_running: usize, max_rows: usize, cache_positions: usize) -> Engine
         max_running,
         max_waiting: 100,
         max_rows,
-        fixed_rows: 14,
-        pace: StepTimeTarget::Auto,
         drafts: max_rows % 2,
         ..EngineConfig::single("tiny", CONTEXT)
     }
@@ -77,38 +75,6 @@ fn a_known_prompt_is_scored_the_same() {
         }
         assert!(rig.engine.n_reused() >= 2 * PAGE as u64);
     }
-}
-
-#[test]
-fn a_move_in_the_middle_of_a_prompt_changes_no_score() {
-    let tiny = TinyModel::new(1);
-    let wanted = GenerationRequest {
-        logprobs: Some(2),
-        prompt_logprobs: true,
-        ..request(prompt(100, 4), 5, SamplingParams::default())
-    };
-    let expected = alone(&tiny, &wanted, CONTEXT);
-    let mut rigs = [1, 2].map(|threads| Rig::new(&TinyModel::new(threads), config(2, 11, CONTEXT)));
-    let id = rigs[0].submit(&wanted);
-    rigs[0].steps(4);
-    let (snapshot, past) = rigs[0].take(id);
-    assert_eq!(
-        past,
-        SequenceOutcome::default(),
-        "the prompt is not read yet"
-    );
-    let id = rigs[1].restore(&snapshot, past);
-    rigs[1].drain();
-    assert_eq!(rigs[1].outcomes[&id], expected);
-    // Prompt logprobs are reported once.
-    let id = rigs[0].submit(&wanted);
-    while rigs[0].outcomes[&id].tokens.is_empty() {
-        rigs[0].step();
-    }
-    let (snapshot, past) = rigs[0].take(id);
-    let id = rigs[1].restore(&snapshot, past);
-    rigs[1].drain();
-    assert_eq!(rigs[1].outcomes[&id], expected);
 }
 
 #[test]

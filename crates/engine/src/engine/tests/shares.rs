@@ -1,14 +1,12 @@
 //! Fairness on a simulated machine: one client with many streams, others with one each.
 
 use paceline_tensor::PAGE;
-use proptest::prelude::*;
 
-use super::in_flight::rig_of;
 use super::prefill_budget::Simulation;
-use super::requests::{mixed, prompt, request};
-use super::rig::{Rig, SequenceOutcome, alone};
-use super::tiny::{END, TinyModel};
-use crate::{EngineConfig, GenerationRequest, SamplingParams, SchedulingParams, SequenceId};
+use super::requests::{endless, of_client, prompt};
+use super::rig::Rig;
+use super::tiny::TinyModel;
+use crate::{EngineConfig, GenerationRequest, SequenceId};
 
 const CONTEXT: usize = 8 * PAGE;
 
@@ -29,16 +27,9 @@ fn sizes() -> EngineConfig {
 
 /// An answer of exactly `n` tokens for `client`.
 fn stream(client: u64, prompt: Vec<u32>, n: usize) -> GenerationRequest {
-    let sampling = SamplingParams {
-        logit_bias: vec![(END, -100.0)],
-        ..SamplingParams::default()
-    };
     GenerationRequest {
-        order: SchedulingParams {
-            client,
-            ..SchedulingParams::default()
-        },
-        ..request(prompt, n, sampling)
+        order: of_client(client),
+        ..endless(prompt, n)
     }
 }
 
@@ -150,62 +141,4 @@ fn requests_of_several_clients_get_places_at_once() {
     for id in ids {
         assert!(running.iter().any(|s| s.id == id), "{id:?} waits");
     }
-}
-
-/// A request, its client, and steps before it.
-type Arrival = (usize, u64, usize);
-
-fn arrivals() -> impl Strategy<Value = Vec<Arrival>> {
-    // Most are of one client.
-    let client = prop_oneof![3 => Just(GREEDY), 1 => 0..3u64];
-    prop::collection::vec((0..100usize, client, 0..12usize), 1..40)
-}
-
-/// A withheld stream gets its rows in the end, alone and in a pipeline, with and without drafts.
-#[test]
-fn nothing_starves_and_no_answer_changes() {
-    const CONTEXT: usize = 3 * PAGE;
-    let tiny = TinyModel::new(1);
-    let requests = mixed(&tiny);
-    let expected: Vec<SequenceOutcome> =
-        requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
-    let config = ProptestConfig::with_cases(40);
-    let sizes_of = (1..4usize, 2..9usize, 0..10usize, 0..5usize);
-    proptest!(config, |(arrivals in arrivals(), sizes_of in sizes_of)| {
-        let (depth, max_running, pages, drafts) = sizes_of;
-        let sizes = EngineConfig {
-            cache_positions: CONTEXT + pages * PAGE,
-            max_running,
-            max_waiting: 100,
-            max_rows: 40,
-            drafts,
-            ..EngineConfig::single("tiny", CONTEXT)
-        };
-        // Without a pipeline no batch is announced.
-        let rig = match depth {
-            1 => Rig::new(&tiny, sizes),
-            _ => rig_of(&tiny, sizes, (depth, depth), None),
-        };
-        let rig = rig.unordered();
-        let mut simulation = Simulation::of(rig);
-        let mut asked = Vec::new();
-        for (which, client, steps) in arrivals {
-            let which = which % requests.len();
-            let order = SchedulingParams { client, ..SchedulingParams::default() };
-            let request = GenerationRequest { order, ..requests[which].clone() };
-            asked.push((simulation.rig.submit(&request), which));
-            for _ in 0..steps {
-                simulation.step();
-            }
-        }
-        // More than all rows one by one, each computed twice, in steps of the minimum rows.
-        let limit = simulation.rig.n_steps + 2 * asked.len() * CONTEXT;
-        while !simulation.rig.engine.is_idle() {
-            simulation.step();
-            prop_assert!(simulation.rig.n_steps <= limit, "not at an end after {limit} steps");
-        }
-        for (id, which) in asked {
-            prop_assert_eq!(&simulation.rig.outcomes[&id], &expected[which]);
-        }
-    });
 }

@@ -1,29 +1,22 @@
 //! Prefix cache: sequences with common prefixes share pages, without an effect on their answers.
-
-use std::cell::Cell;
+//! Random ones: `schedules`.
 
 use paceline_tensor::PAGE;
-use proptest::prelude::*;
 
 use super::requests::{SAMPLED, prompt, request};
-use super::rig::{Rig, SequenceOutcome, alone};
+use super::rig::{Rig, alone};
 use super::tiny::TinyModel;
-use crate::{EngineConfig, GenerationRequest, SamplingParams, StepTimeTarget};
+use crate::{EngineConfig, GenerationRequest, SamplingParams};
 
 const CONTEXT: usize = 5 * PAGE;
 
 fn sizes() -> EngineConfig {
     EngineConfig {
-        model: "tiny".to_owned(),
-        context: CONTEXT,
         cache_positions: 3 * CONTEXT,
         max_running: 4,
         max_waiting: 20,
         max_rows: 40,
-        fixed_rows: 14,
-        pace: StepTimeTarget::Auto,
-        drafts: 0,
-        strict: false,
+        ..EngineConfig::single("tiny", CONTEXT)
     }
 }
 
@@ -194,87 +187,4 @@ fn nobody_waits_for_a_prompt_that_was_cancelled() {
     rig.drain();
     assert_eq!(rig.engine.n_reused(), PAGE as u64);
     assert_eq!(rig.outcomes[&second], alone(&tiny, &wanted(1), CONTEXT));
-}
-
-fn prompt_after(n: usize) -> Vec<u32> {
-    prompt(n, 9)
-}
-
-/// Requests with common prefixes of some pages that end within, at and after page borders.
-fn family() -> Vec<GenerationRequest> {
-    let base = prompt(4 * PAGE, 1);
-    let mut all = Vec::new();
-    for (seed, common) in [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 7]
-        .into_iter()
-        .enumerate()
-    {
-        for more in [0, 1, PAGE] {
-            let mut prompt = [&base[..common], &prompt_after(more)].concat();
-            prompt.truncate(CONTEXT - 50);
-            all.push(sampled(prompt, 40, seed as u64));
-        }
-    }
-    all
-}
-
-/// A request of the family, steps after it, and perhaps a cancellation.
-type SharingCase = (usize, usize, bool);
-
-fn run(
-    tiny: &TinyModel,
-    config: EngineConfig,
-    calls: &[SharingCase],
-    all: &[(GenerationRequest, SequenceOutcome)],
-) -> u64 {
-    let mut rig = Rig::new(tiny, config);
-    let mut ids = Vec::new();
-    for &(which, steps, cancels) in calls {
-        let which = which % all.len();
-        if let Ok(id) = rig.try_submit(&all[which].0) {
-            rig.steps(steps);
-            match cancels && rig.outcomes[&id].finish.is_none() {
-                true => rig.cancel(id),
-                false => ids.push((id, which)),
-            }
-        }
-    }
-    rig.drain();
-    for (id, which) in ids {
-        assert_eq!(rig.outcomes[&id], all[which].1, "{:?}", all[which].0);
-    }
-    rig.engine.n_reused()
-}
-
-#[test]
-fn sharing_changes_no_answer() {
-    check_sharing([TinyModel::new(1), TinyModel::new(2)], 40);
-}
-
-#[test]
-fn sharing_windows_and_states_changes_no_answer() {
-    check_sharing([TinyModel::toy(1), TinyModel::toy(2)], 40);
-}
-
-fn check_sharing(tinies: [TinyModel; 2], cases: u32) {
-    let family = family().into_iter().map(|request| {
-        let outcome = alone(&tinies[0], &request, CONTEXT);
-        (request, outcome)
-    });
-    let all: Vec<(GenerationRequest, SequenceOutcome)> = family.collect();
-    let calls = prop::collection::vec((0..100usize, 0..60usize, prop::bool::weighted(0.2)), 1..25);
-    let sizes = (0..2usize, 1..5usize, 0..90usize, 0..9usize);
-    let reused = Cell::new(0);
-    proptest!(ProptestConfig::with_cases(cases), |(calls in calls, sizes in sizes)| {
-        let (threads, max_running, rows, pages) = sizes;
-        let config = EngineConfig {
-            cache_positions: CONTEXT + pages * PAGE,
-            max_running,
-            max_rows: max_running + rows,
-            ..self::sizes()
-        };
-        reused.set(reused.get() + run(&tinies[threads], config, &calls, &all));
-    });
-    let reused = reused.get();
-    let least = 100 * u64::from(cases);
-    assert!(reused > least, "{reused}: little was shared");
 }

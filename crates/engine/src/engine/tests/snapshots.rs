@@ -6,23 +6,18 @@ use paceline_text::detokenizer::StopOutput;
 use super::requests::{mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};
 use super::tiny::TinyModel;
-use crate::{EngineConfig, Error, SamplingParams, Snapshot, StepTimeTarget};
+use crate::{EngineConfig, Error, SamplingParams, Snapshot};
 
 const CONTEXT: usize = 3 * PAGE;
 
 /// Sizes that differ from [`EngineConfig::single`].
 fn other_sizes() -> EngineConfig {
     EngineConfig {
-        model: "tiny".to_owned(),
-        context: CONTEXT,
         cache_positions: 2 * CONTEXT,
         max_running: 3,
         max_waiting: 2,
         max_rows: 17,
-        fixed_rows: 14,
-        pace: StepTimeTarget::Auto,
-        drafts: 0,
-        strict: false,
+        ..EngineConfig::single("tiny", CONTEXT)
     }
 }
 

@@ -3,14 +3,11 @@
 use std::time::Duration;
 
 use paceline_tensor::PAGE;
-use proptest::prelude::*;
 
-use super::requests::{mixed, prompt, request};
-use super::rig::{Rig, SequenceOutcome, alone};
-use super::tiny::{END, TinyModel};
-use crate::{
-    EngineConfig, Finish, GenerationRequest, SamplingParams, SchedulingParams, SequenceId,
-};
+use super::requests::{endless, of_client, prompt};
+use super::rig::Rig;
+use super::tiny::TinyModel;
+use crate::{EngineConfig, Finish, GenerationRequest, SchedulingParams, SequenceId};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -29,13 +26,9 @@ fn sizes(max_running: usize) -> EngineConfig {
 
 /// An answer of exactly `n` tokens.
 fn long(n: usize, seed: u32, order: SchedulingParams) -> GenerationRequest {
-    let sampling = SamplingParams {
-        logit_bias: vec![(END, -100.0)],
-        ..SamplingParams::default()
-    };
     GenerationRequest {
         order,
-        ..request(prompt(5, seed), n, sampling)
+        ..endless(prompt(5, seed), n)
     }
 }
 
@@ -108,46 +101,16 @@ fn an_answer_ends_when_its_deadline_is_over() {
 fn clients_with_many_and_with_few_requests_are_served_alike() {
     let tiny = TinyModel::new(1);
     let mut rig = Rig::new(&tiny, sizes(2)).unordered();
-    let of = |client| SchedulingParams {
-        client,
-        ..SchedulingParams::default()
-    };
-    let many: Vec<_> = (0..12).map(|i| rig.submit(&long(20, i, of(1)))).collect();
-    let few: Vec<_> = (0..3).map(|i| rig.submit(&long(20, i, of(2)))).collect();
+    let many: Vec<_> = (0..12)
+        .map(|i| rig.submit(&long(20, i, of_client(1))))
+        .collect();
+    let few: Vec<_> = (0..3)
+        .map(|i| rig.submit(&long(20, i, of_client(2))))
+        .collect();
     let ended = ends(&mut rig);
     let last = few
         .iter()
         .map(|id| ended.iter().position(|e| e == id).unwrap());
     assert!(last.max().unwrap() <= 8, "{ended:?} of {few:?}");
     assert_eq!(ended.len(), many.len() + few.len());
-}
-
-/// Index of a request, its priority and client, and steps before the next.
-type Arrival = (usize, i32, u64, usize);
-
-fn arrivals() -> impl Strategy<Value = Vec<Arrival>> {
-    prop::collection::vec((0..100usize, -2..3i32, 0..4u64, 0..20usize), 1..40)
-}
-
-#[test]
-fn orders_change_no_answer_and_nothing_starves() {
-    let tiny = TinyModel::new(1);
-    let requests = mixed(&tiny);
-    let expected: Vec<SequenceOutcome> =
-        requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
-    proptest!(ProptestConfig::with_cases(40), |(arrivals in arrivals(), running in 1..5usize)| {
-        let mut rig = Rig::new(&tiny, sizes(running)).unordered();
-        let mut asked = Vec::new();
-        for (which, priority, client, steps) in arrivals {
-            let which = which % requests.len();
-            let order = SchedulingParams { priority, deadline_ms: None, client };
-            let request = GenerationRequest { order, ..requests[which].clone() };
-            asked.push((rig.submit(&request), which));
-            (0..steps).for_each(|_| step(&mut rig));
-        }
-        rig.drain(); // fails if it takes too long
-        for (id, which) in asked {
-            prop_assert_eq!(&rig.outcomes[&id], &expected[which]);
-        }
-    });
 }

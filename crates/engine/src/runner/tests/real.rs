@@ -12,26 +12,18 @@ use super::super::Runner;
 use super::{PATIENCE, Replies, sink};
 use crate::engine::tests::requests::mixed;
 use crate::engine::tests::tiny::TinyModel;
-use crate::{
-    EngineConfig, Event, GenerationRequest, Reply, RequestFailure, Service, Sink, State,
-    StepTimeTarget,
-};
+use crate::{EngineConfig, Event, GenerationRequest, Reply, RequestFailure, Service, Sink, State};
 
 const CONTEXT: usize = 3 * PAGE;
 
 fn sizes() -> EngineConfig {
     EngineConfig {
-        model: "tiny".to_owned(),
-        context: CONTEXT,
         // Too little for all: some are preempted.
         cache_positions: CONTEXT + PAGE,
         max_running: 4,
         max_waiting: 100,
         max_rows: 19,
-        fixed_rows: 14,
-        pace: StepTimeTarget::Auto,
-        drafts: 0,
-        strict: false,
+        ..EngineConfig::single("tiny", CONTEXT)
     }
 }
 
@@ -88,28 +80,6 @@ fn reply(event: Event) -> Reply {
             drafts,
         },
     }
-}
-
-#[test]
-fn answers_of_many_callers_are_those_of_the_engine_alone() {
-    let tiny = TinyModel::new(2);
-    let requests = mixed(&tiny);
-    let expected: Vec<Vec<Reply>> = requests.iter().map(|r| alone(&tiny, r)).collect();
-    let runner = Arc::new(Runner::start(tiny.engine(sizes()), Instant::now));
-    thread::scope(|scope| {
-        for caller in 0..4 {
-            let (runner, requests, expected) = (&runner, &requests, &expected);
-            scope.spawn(move || {
-                for i in (0..requests.len()).map(|i| (i + 3 * caller) % requests.len()) {
-                    let (sink, replies) = sink();
-                    runner.submit(requests[i].clone(), sink).unwrap();
-                    assert_eq!(alike(replies.rest()), expected[i]);
-                }
-            });
-        }
-    });
-    assert_eq!(runner.status().running, 0);
-    assert_eq!(runner.inspect(crate::Engine::is_idle), Ok(true));
 }
 
 #[test]
