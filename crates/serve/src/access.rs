@@ -255,22 +255,6 @@ mod tests {
     }
 
     #[test]
-    fn origins_have_the_scheme_of_the_connection() {
-        for (own, other) in [("http", "https"), ("https", "http")] {
-            let check = |scheme: &str| {
-                let request = Request::builder()
-                    .header(HOST, "localhost:1")
-                    .header(ORIGIN, format!("{scheme}://localhost:1"))
-                    .extension(UrlScheme(own));
-                check_origin(&request.body(()).unwrap(), &Access::default())
-            };
-            assert_eq!(check(own).unwrap(), None, "{own}");
-            let refused = check(other);
-            assert!(matches!(refused, Err(Rejection::Origin { .. })), "{own}");
-        }
-    }
-
-    #[test]
     fn origins_are_this_server_or_configured() {
         let host = "localhost:52415";
         assert_eq!(origin(host, &[]).unwrap(), None);

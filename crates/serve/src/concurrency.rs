@@ -81,25 +81,3 @@ impl Drop for ConcurrencyPermit {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_client_leaves_places_to_others() {
-        let places = Arc::new(ConcurrencyLimit::new(3, 2));
-        let key = |id: &str| ClientIdentity::Key(id.to_owned());
-        let held = [key("a"), key("a")].map(|client| places.take(&client, true).unwrap());
-        let refused = places.take(&key("a"), true);
-        assert!(matches!(refused, Err(Rejection::TooManyOfOne { limit: 2 })));
-        let other = places.take(&key("b"), true).unwrap();
-        let full = places.take(&key("c"), true);
-        assert!(matches!(full, Err(Rejection::TooManyRequests { limit: 3 })));
-        drop(other);
-        let alone = places.take(&key("a"), false).unwrap();
-        drop((held, alone));
-        assert_eq!(places.taken(), 0);
-        assert!(places.lock().by_client.is_empty());
-    }
-}

@@ -46,34 +46,6 @@ fn appended(
 }
 
 #[test]
-fn a_second_reader_gets_all_and_the_first_adds_nothing_more() {
-    let (journals, now) = (Journals::default(), Instant::now());
-    let journal = journals.begin(head("a", None), BOUNDS, now).unwrap();
-    let (first, past) = journal.take_over().unwrap();
-    assert_eq!(past, []);
-    let read = || {
-        (
-            0,
-            Reply::PromptRead {
-                reused: 0,
-                logprobs: None,
-                read_by: None,
-            },
-        )
-    };
-    assert_eq!(appended(&journal, &first, read()).unwrap(), 1);
-    appended(&journal, &first, token(1)).unwrap();
-    let (second, past) = journal.take_over().unwrap();
-    assert_eq!(past, [read(), token(1)]);
-    assert!(first.superseded.has_changed().unwrap());
-    assert!(appended(&journal, &first, token(2)).is_err());
-    assert_eq!(appended(&journal, &second, read()).unwrap(), 0, "known");
-    appended(&journal, &second, token(3)).unwrap();
-    let (_, past) = journal.take_over().unwrap();
-    assert_eq!(past, [read(), token(1), token(3)]);
-}
-
-#[test]
 fn journals_are_bounded_and_go_when_nobody_comes_back() {
     let (journals, now) = (Journals::default(), Instant::now());
     let begin = |id: &str, now| journals.begin(head(id, None), BOUNDS, now);

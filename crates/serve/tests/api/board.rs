@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use paceline_auth::keys::{KeyRole, Keys};
+use paceline_auth::keys::KeyRole;
 use paceline_serve::events::{EVENTS_MAX, Kind};
 use paceline_serve::{Config, DashboardConfig, HttpServer, StatusSource};
 use serde_json::{Value, json};
 
-use crate::rig::{CLOCK, Rig};
+use crate::rig::{CLOCK, Rig, TestKeys};
 use crate::scripted::{Script, ScriptedService};
 
 /// The page's modules.
@@ -168,40 +168,32 @@ fn commands_reach_the_node_and_their_reasons_the_client() {
 
 #[test]
 fn data_and_commands_need_a_key_where_keys_are_and_the_page_does_not() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    let mut keys = Keys::open(&path).unwrap();
-    let (key, _) = keys.make("laptop", KeyRole::User, 1).unwrap();
-    let (admin, info) = keys.make("owner", KeyRole::Admin, 2).unwrap();
-    let rig = Rig::with(|config| {
-        config.board = board();
-        config.access.keys = Some(path);
-    });
-    let bearer = format!("Authorization: Bearer {key}\r\n");
+    let mut keys = TestKeys::new();
+    let (_, user, _) = keys.make("laptop", KeyRole::User);
+    let (_, admin, id) = keys.make("owner", KeyRole::Admin);
+    let rig = keys.rig(|config| config.board = board());
     let stages = "/v1/paceline/stages?instance=7";
     for path in ["/v1/paceline/status", "/v1/paceline/events", stages] {
         let refused = rig.get(path);
         assert_eq!(refused.header("www-authenticate"), Some("Bearer"));
         assert_eq!(refused.status, 401, "{path}");
-        assert_eq!(rig.send("GET", path, &bearer, "").status, 200, "{path}");
+        assert_eq!(rig.send("GET", path, &user, "").status, 200, "{path}");
     }
     assert_eq!(rig.post("/v1/paceline/load", "{}").status, 401);
     let send = |key: &str, command: &str| {
-        let typed = format!("Authorization: Bearer {key}\r\nContent-Type: application/json\r\n");
+        let typed = format!("{key}Content-Type: application/json\r\n");
         rig.send("POST", &format!("/v1/paceline/{command}"), &typed, "{}")
     };
     for command in ["load", "unload", "preview", "models", "invite"] {
-        let refused = send(&key, command);
+        let refused = send(&user, command);
         assert_eq!(refused.status, 403, "{command}");
         assert_eq!(refused.json()["error"]["code"], "admin_key_needed");
     }
     assert_eq!(send(&admin, "load").status, 200);
-    let sees = |key: &str| {
-        let bearer = format!("Authorization: Bearer {key}\r\n");
-        rig.send("GET", "/v1/paceline/status", &bearer, "").json()["may_manage"].clone()
-    };
-    assert_eq!((sees(&key), sees(&admin)), (json!(false), json!(true)));
-    keys.revoke(&info.id).unwrap();
+    let sees =
+        |key: &str| rig.send("GET", "/v1/paceline/status", key, "").json()["may_manage"].clone();
+    assert_eq!((sees(&user), sees(&admin)), (json!(false), json!(true)));
+    keys.keys.revoke(&id).unwrap();
     assert_eq!(send(&admin, "load").status, 401);
     assert_eq!(rig.send("GET", "/", HTML, "").status, 200);
     assert_eq!(rig.get("/assets/paceline.js").status, 200);
@@ -257,18 +249,15 @@ fn events_of_a_request_come_as_they_happen() {
 /// Of a node without a model: its own API and the dashboard's, as one.
 #[test]
 fn refusals_and_use_of_keys_are_told_without_a_model_too() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    let mut keys = Keys::open(&path).unwrap();
-    let (key, info) = keys.make("laptop", KeyRole::User, 1).unwrap();
+    let mut keys = TestKeys::new();
+    let (_, bearer, id) = keys.make("laptop", KeyRole::User);
     let mut config = Config::new(0, CLOCK);
-    config.access.keys = Some(path);
+    config.access.keys = Some(keys.path.clone());
     config.board = board();
     let live = config.live.clone();
     let nodes = StatusSource(Arc::new(|| json!({})));
     let (server, _doors) = HttpServer::bind_node(config, nodes).unwrap();
     let rig = Rig::run(server, ScriptedService::new(Script::Silence));
-    let bearer = format!("Authorization: Bearer {key}\r\n");
     for path in ["/v1/models", "/v1/paceline/status"] {
         assert_eq!(rig.get(path).status, 401, "{path}");
         rig.send("GET", path, &bearer, "").ok(path);
@@ -285,7 +274,7 @@ fn refusals_and_use_of_keys_are_told_without_a_model_too() {
         times: 1,
     };
     let used = Kind::KeyUsed {
-        key: info.id,
+        key: id,
         client: client.clone(),
         times: 1,
     };
@@ -299,15 +288,12 @@ fn refusals_and_use_of_keys_are_told_without_a_model_too() {
 
 #[test]
 fn a_revoked_keys_stream_of_events_ends_with_an_error() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    let mut keys = Keys::open(&path).unwrap();
-    let (key, info) = keys.make("laptop", KeyRole::User, 1).unwrap();
-    let rig = Rig::with(|config| config.access.keys = Some(path));
-    let bearer = format!("Authorization: Bearer {key}\r\n");
+    let mut keys = TestKeys::new();
+    let (_, bearer, id) = keys.make("laptop", KeyRole::User);
+    let rig = keys.rig(|_| {});
     let stream = rig.send("GET", "/v1/paceline/events", &bearer, "");
     assert_eq!(stream.status, 200);
-    keys.revoke(&info.id).unwrap();
+    keys.keys.revoke(&id).unwrap();
     let text = stream.text();
     let (_, last) = text.rsplit_once("event: error\ndata: ").expect(&text);
     let last: Value = serde_json::from_str(last).unwrap();

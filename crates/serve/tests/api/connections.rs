@@ -92,24 +92,16 @@ fn what_a_page_sends_is_json_by_declaration() {
 #[test]
 fn garbage_is_answered_or_closed_and_harms_nobody() {
     let rig = Rig::new();
-    let long = format!(
-        "GET /{} HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "x".repeat(100_000)
-    );
-    let many = format!("GET / HTTP/1.1\r\n{}\r\n", "A: b\r\n".repeat(5000));
     for bytes in [
         &b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..],
         b"\0\0\0\0\0\0\0\0\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: a\r\n folded: b\r\n\r\n",
         b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
         b"POST / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nX: \xff\x00\r\n\r\n",
-        long.as_bytes(),
-        many.as_bytes(),
     ] {
         let mut stream = connect(rig.addr);
         let _ = stream.write_all(bytes);
@@ -130,15 +122,7 @@ fn garbage_is_answered_or_closed_and_harms_nobody() {
 fn requests_over_the_bound_are_told_to_come_later() {
     let rig = Rig::with(|config| config.limits.requests = 2);
     rig.service.script(Script::Silence);
-    let held: Vec<_> = (0..2)
-        .map(|_| {
-            let mut stream = connect(rig.addr);
-            let body = chat_body("");
-            let head = head(&format!("Content-Length: {}", body.len()));
-            stream.write_all((head + &body).as_bytes()).unwrap();
-            stream
-        })
-        .collect();
+    let held = [(); 2].map(|()| rig.begin("", ""));
     rig.service
         .wait("both requests", |requests, _, _| requests == 2);
     for path in [CHAT, COMPLETE] {
@@ -165,25 +149,6 @@ fn requests_over_the_bound_are_told_to_come_later() {
 }
 
 #[test]
-fn a_thousand_connections_are_served_in_turn() {
-    let rig = Rig::with(|config| {
-        config.limits.connections = 20;
-        config.times.headers = Duration::from_millis(500);
-    });
-    // More than are accepted: the others wait in the listener's queue, or are refused by it.
-    let streams: Vec<_> = (0..1000)
-        .filter_map(|_| {
-            let wait = Duration::from_millis(50);
-            std::net::TcpStream::connect_timeout(&rig.addr, wait).ok()
-        })
-        .collect();
-    assert!(streams.len() > 20);
-    // All are silent, so they are given up after their time, and the server is there again.
-    drop(streams);
-    assert_eq!(rig.get("/health").status, 200);
-}
-
-#[test]
 fn a_thousand_requests_in_parallel_are_all_answered() {
     let rig = Rig::with(|config| config.limits.connections = 64);
     let statuses: Vec<u16> = std::thread::scope(|scope| {
@@ -202,19 +167,6 @@ fn a_thousand_requests_in_parallel_are_all_answered() {
     // Connections over the bound on requests are refused; none is lost.
     assert!(statuses.iter().all(|status| [200, 429].contains(status)));
     assert!(statuses.iter().filter(|status| **status == 200).count() > 500);
-}
-
-#[test]
-fn a_connection_takes_many_requests() {
-    let rig = Rig::new();
-    let mut stream = connect(rig.addr);
-    for _ in 0..3 {
-        stream
-            .write_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            .unwrap();
-        let response = receive(stream.try_clone().unwrap());
-        assert_eq!(response.json()["status"], "ready");
-    }
 }
 
 #[test]

@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use paceline_auth::keys::{KeyRole, Keys};
+use paceline_auth::keys::KeyRole;
 use paceline_engine::Finish;
 use paceline_serve::{PullStep, Puller, Removal, Remover};
 use serde_json::{Value, json};
 
 use crate::client::TestResponse;
-use crate::rig::{Rig, prompt_text, refusal};
+use crate::rig::{Rig, TestKeys, bearer, prompt_text, refusal};
 use crate::scripted::Script;
 
 const MESSAGES: &str = "/v1/messages?beta=true";
@@ -391,22 +391,17 @@ fn models_are_fetched_where_that_was_allowed() {
 /// The store is the owner's: a key that may ask models may not fill it.
 #[test]
 fn where_keys_are_in_use_an_admin_fetches() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    let mut keys = Keys::open(&path).unwrap();
-    let (user, _) = keys.make("laptop", KeyRole::User, 1).unwrap();
-    let (admin, _) = keys.make("owner", KeyRole::Admin, 2).unwrap();
+    let mut keys = TestKeys::new();
+    let (_, user, _) = keys.make("laptop", KeyRole::User);
+    let (_, admin, _) = keys.make("owner", KeyRole::Admin);
     let pull = |_: &str, _: &mut dyn FnMut(PullStep) -> bool, _: &Arc<AtomicBool>| Ok(true);
-    let rig = Rig::with(|config| {
-        config.access.keys = Some(path);
-        config.puller = Some(Puller(Arc::new(pull)));
-    });
-    let ask = |key: &str| {
-        let headers = format!("Authorization: Bearer {key}\r\n");
-        rig.send("POST", "/api/pull", &headers, r#"{"model":"new"}"#)
+    let rig = keys.rig(|config| config.puller = Some(Puller(Arc::new(pull))));
+    let ask = |header: &str| {
+        rig.send("POST", "/api/pull", header, r#"{"model":"new"}"#)
             .status
     };
-    assert_eq!([ask(&user), ask(&admin), ask("sk-none")], [403, 200, 401]);
+    let none = bearer("sk-none");
+    assert_eq!([ask(&user), ask(&admin), ask(&none)], [403, 200, 401]);
 }
 
 /// A client that leaves ends the pull: nobody else waits for it.
@@ -432,10 +427,8 @@ fn a_pull_ends_with_its_client() {
 /// A pull that has no step to tell ends with its key too.
 #[test]
 fn a_pull_ends_with_its_key() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    let mut keys = Keys::open(&path).unwrap();
-    let (admin, info) = keys.make("owner", KeyRole::Admin, 1).unwrap();
+    let mut keys = TestKeys::new();
+    let (_, header, id) = keys.make("owner", KeyRole::Admin);
     let (say, heard) = std::sync::mpsc::channel();
     let say = Mutex::new(say);
     let pull = move |name: &str, tell: &mut dyn FnMut(PullStep) -> bool, over: &Arc<AtomicBool>| {
@@ -451,11 +444,7 @@ fn a_pull_ends_with_its_key() {
         }
         Err("cancelled".into())
     };
-    let rig = Rig::with(|config| {
-        config.access.keys = Some(path);
-        config.puller = Some(Puller(Arc::new(pull)));
-    });
-    let header = format!("Authorization: Bearer {admin}\r\n");
+    let rig = keys.rig(|config| config.puller = Some(Puller(Arc::new(pull))));
     let ask = |name: &str| {
         let body = format!(r#"{{"model":"{name}"}}"#);
         rig.send("POST", "/api/pull", &header, &body)
@@ -466,7 +455,7 @@ fn a_pull_ends_with_its_key() {
         begun();
         let telling = ask("new");
         begun();
-        keys.revoke(&info.id).unwrap();
+        keys.keys.revoke(&id).unwrap();
         assert_eq!(silent.join().unwrap().status, 401);
         let last = lines(telling).pop().unwrap();
         assert!(
@@ -721,62 +710,16 @@ fn a_seed_of_minus_one_is_random() {
 #[test]
 fn fields_of_every_dialect_are_refused_by_name() {
     let rig = Rig::new();
-    let chat = r#"{"model":"tiny","messages":[{"role":"user","content":"hi"}]"#;
-    for (path, body, param) in [
-        (
-            MESSAGES,
-            message(r#","mcp_servers":[{"url":"x"}]"#),
-            "mcp_servers",
-        ),
-        (
-            MESSAGES,
-            message(r#","tool_choice":{"type":"any"}"#),
-            "tool_choice",
-        ),
-        (
-            MESSAGES,
-            message("").replace("user", "owner"),
-            "messages[0].role",
-        ),
-        (
-            MESSAGES,
-            message("").replace(r#""hi""#, r#"[{"type":"image","source":{}}]"#),
-            "messages[0].content[0].type",
-        ),
-        ("/api/chat", format!(r#"{chat},"format":7}}"#), "format"),
-        (
-            "/api/chat",
-            format!(r#"{chat},"options":{{"mirostat":1}}}}"#),
-            "options.mirostat",
-        ),
-        (
-            "/api/chat",
-            format!(r#"{chat},"options":{{"num_foo":1}}}}"#),
-            "options.num_foo",
-        ),
-        (
-            "/api/chat",
-            chat.replace(r#""hi""#, r#""hi","images":["a"]"#) + "}",
-            "images",
-        ),
-        (
-            "/api/generate",
-            r#"{"model":"tiny","prompt":"a","context":[1]}"#.into(),
-            "context",
-        ),
-        (
-            RESPONSES,
-            r#"{"model":"tiny","input":"a","background":true}"#.into(),
-            "background",
-        ),
-        (
-            RESPONSES,
-            r#"{"model":"tiny","input":[{"type":"item_reference","id":"x"}]}"#.into(),
-            "input[0].type",
-        ),
-        (RESPONSES, r#"{"model":"tiny","input":[]}"#.into(), "input"),
-        ("/tokenize", r#"{"content":"a","foo":1}"#.into(), "foo"),
-    ] {
+    let chat = r#""model":"tiny","messages":[{"role":"user","content":"hi"}]"#;
+    let message = format!(r#"{chat},"max_tokens":5"#);
+    let table = include_str!("dialect_refusals.tsv").lines();
+    for row in table.filter(|row| !row.starts_with('#')) {
+        let columns: Vec<&str> = row.split('\t').collect();
+        let [path, body, param] = columns[..] else {
+            panic!("{row}");
+        };
+        let body = body.replace("MESSAGE", &message).replace("CHAT", chat);
+        // Of two fields with one name the later one counts.
         let response = rig.post(path, &body);
         let status = response.status;
         let text = response.text();

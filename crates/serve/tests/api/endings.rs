@@ -1,14 +1,14 @@
 //! How answers end otherwise than by their last token: clients that leave, failures, deadlines,
 //! slow readers, and the server's own end.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::time::{Duration, Instant};
 
 use paceline_base::testing::Stopwatch;
 use paceline_engine::{RequestFailure, State};
 
 use crate::client::{PATIENCE, connect, receive};
-use crate::rig::{CHAT, Rig, chat_body, refusal};
+use crate::rig::{Rig, refusal};
 use crate::scripted::Script;
 
 fn lost() -> RequestFailure {
@@ -16,55 +16,30 @@ fn lost() -> RequestFailure {
     RequestFailure::Lost { reason }
 }
 
-/// A request as bytes.
-fn chat_bytes(fields: &str) -> Vec<u8> {
-    let body = chat_body(fields);
-    let length = body.len();
-    format!(
-        "POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
-         Content-Length: {length}\r\n\r\n{body}"
-    )
-    .into_bytes()
-}
-
+/// Within an answer, and before its first reply.
 #[test]
 fn a_client_that_leaves_stops_its_answer() {
-    for fields in [r#""stream":true"#, "", r#""n":3,"stream":true"#, r#""n":3"#] {
-        let rig = Rig::new();
-        rig.service.script(Script::Endless);
-        let n = if fields.contains('n') && fields.contains('3') {
-            3
-        } else {
-            1
-        };
-        let mut stream = connect(rig.addr);
-        stream.write_all(&chat_bytes(fields)).unwrap();
-        rig.service.wait("the request", |requests, _, replying| {
-            (requests, replying) == (n, n)
-        });
-        if fields.contains("stream") {
-            let mut some = [0; 200];
-            stream.read_exact(&mut some).unwrap();
+    for (fields, n) in [
+        (r#""stream":true"#, 1),
+        ("", 1),
+        (r#""n":3,"stream":true"#, 3),
+        (r#""n":3"#, 3),
+    ] {
+        for script in [Script::Endless, Script::Silence] {
+            let rig = Rig::new();
+            let is_read = matches!(script, Script::Endless);
+            rig.service.script(script);
+            let mut stream = rig.begin("", fields);
+            rig.service
+                .wait("the request", |requests, _, _| requests == n);
+            if is_read && fields.contains("stream") {
+                stream.read_exact(&mut [0; 200]).unwrap();
+            }
+            drop(stream);
+            rig.service.wait("cancelling", |_, cancelled, replying| {
+                (cancelled, replying) == (n, 0)
+            });
         }
-        drop(stream);
-        rig.service.wait("cancelling", |_, cancelled, replying| {
-            (cancelled, replying) == (n, 0)
-        });
-    }
-}
-
-#[test]
-fn a_client_that_leaves_before_any_reply_stops_its_answer() {
-    for fields in [r#""stream":true"#, ""] {
-        let rig = Rig::new();
-        rig.service.script(Script::Silence);
-        let mut stream = connect(rig.addr);
-        stream.write_all(&chat_bytes(fields)).unwrap();
-        rig.service
-            .wait("the request", |requests, _, _| requests == 1);
-        drop(stream);
-        rig.service
-            .wait("cancelling", |_, cancelled, _| cancelled == 1);
     }
 }
 
@@ -205,8 +180,7 @@ fn a_silent_stream_is_kept_alive_by_comments() {
 fn a_slow_reader_is_cut_off_and_told() {
     let rig = Rig::with(|config| config.limits.unread_replies = 100);
     rig.service.script(Script::Endless);
-    let mut stream = connect(rig.addr);
-    stream.write_all(&chat_bytes(r#""stream":true"#)).unwrap();
+    let stream = rig.begin("", r#""stream":true"#);
     // Nothing is read: the sockets fill, then the channel, and the answer is stopped.
     rig.service.wait("cancelling", |_, cancelled, replying| {
         (cancelled, replying) == (1, 0)
@@ -227,8 +201,7 @@ fn a_reader_that_takes_nothing_is_closed() {
         config.times.stalled_write = Duration::from_millis(200);
     });
     rig.service.script(Script::Endless);
-    let mut stream = connect(rig.addr);
-    stream.write_all(&chat_bytes(r#""stream":true"#)).unwrap();
+    let stream = rig.begin("", r#""stream":true"#);
     rig.service
         .wait("cancelling", |_, cancelled, _| cancelled == 1);
     let metrics = || rig.get("/metrics").text();
@@ -269,15 +242,6 @@ fn a_model_that_is_not_ready_is_unavailable() {
 }
 
 #[test]
-fn shutting_down_completes_what_can_be() {
-    let rig = Rig::with(|config| config.times.grace = 2 * PATIENCE);
-    rig.handle.shutdown();
-    let start = Stopwatch::start();
-    rig.join();
-    assert!(start.elapsed() < Duration::from_secs(5));
-}
-
-#[test]
 fn shutting_down_ends_streams_after_the_grace_time() {
     let rig = Rig::with(|config| {
         config.times.grace = Duration::from_millis(300);
@@ -286,8 +250,7 @@ fn shutting_down_ends_streams_after_the_grace_time() {
     rig.service.script(Script::Endless);
     let mut response = rig.chat(r#""stream":true"#);
     response.events().unwrap();
-    let mut whole = connect(rig.addr);
-    whole.write_all(&chat_bytes("")).unwrap();
+    let whole = rig.begin("", "");
     // An idle connection must not keep the server.
     let idle = connect(rig.addr);
     rig.service
@@ -318,8 +281,7 @@ fn shutting_down_does_not_wait_for_who_takes_nothing() {
         config.times.stalled_write = 4 * PATIENCE;
     });
     rig.service.script(Script::Endless);
-    let mut stream = connect(rig.addr);
-    stream.write_all(&chat_bytes(r#""stream":true"#)).unwrap();
+    let stream = rig.begin("", r#""stream":true"#);
     rig.service
         .wait("the request", |requests, _, _| requests == 1);
     let start = Stopwatch::start();

@@ -5,11 +5,11 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::time::{Duration, Instant};
 
-use paceline_auth::keys::{KeyRole, Keys};
+use paceline_auth::keys::KeyRole;
 use paceline_engine::{Finish, State};
 
 use crate::client::{PATIENCE, connect, raw, receive};
-use crate::rig::{CHAT, Rig, chat_body, refusal};
+use crate::rig::{CHAT, Rig, TestKeys, chat_body, chat_bytes, refusal};
 use crate::scripted::Script;
 
 const JSON: &str = "Content-Type: application/json\r\n";
@@ -24,19 +24,12 @@ fn post(headers: &str, body: &str) -> String {
 
 #[test]
 fn a_client_that_sends_all_before_it_looks_sees_the_refusal() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    let (key, _) = Keys::open(&path)
-        .unwrap()
-        .make("a", KeyRole::User, 1)
-        .unwrap();
-    let rig = Rig::with(|config| {
-        config.limits.body_bytes = 1 << 20;
-        config.access.keys = Some(path.clone());
-    });
+    let mut keys = TestKeys::new();
+    let (_, key, _) = keys.make("a", KeyRole::User);
+    let rig = keys.rig(|config| config.limits.body_bytes = 1 << 20);
     let body = "x".repeat(24 << 20);
     for (header, status) in [
-        (format!("Authorization: Bearer {key}\r\n"), 413),
+        (key, 413),
         // Refused before its body: read on until the client has seen it.
         (String::new(), 401),
     ] {
@@ -49,20 +42,12 @@ fn a_client_that_sends_all_before_it_looks_sees_the_refusal() {
 #[test]
 fn bodies_are_read_uncompressed() {
     let rig = Rig::new();
-    let body = chat_body("");
-    let got = refusal(raw(
-        rig.addr,
-        post("Content-Encoding: gzip\r\n", &body).as_bytes(),
-    ));
+    let got = refusal(receive(rig.begin("Content-Encoding: gzip\r\n", "")));
     assert_eq!(
         (got.0, got.1.as_str()),
         (415, "unsupported_content_encoding")
     );
-    let plain = raw(
-        rig.addr,
-        post("Content-Encoding: identity\r\n", &body).as_bytes(),
-    );
-    plain.ok("identity");
+    receive(rig.begin("Content-Encoding: identity\r\n", "")).ok("identity");
 }
 
 #[test]
@@ -91,10 +76,7 @@ fn a_client_that_has_sent_all_gets_its_answer() {
     let rig = Rig::new();
     rig.service
         .script(Script::Late(Duration::from_millis(600), "late"));
-    let mut stream = connect(rig.addr);
-    stream
-        .write_all(post("", &chat_body("")).as_bytes())
-        .unwrap();
+    let mut stream = rig.begin("", "");
     stream.shutdown(Shutdown::Write).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
@@ -107,7 +89,7 @@ fn a_client_that_has_sent_all_gets_its_answer() {
         "{answer}"
     );
     // HTTP/1.0 has no interim answers: its clients would take one for the last (RFC 9110, 15.2).
-    let old = post("", &chat_body("")).replace("HTTP/1.1", "HTTP/1.0");
+    let old = chat_bytes("", "").replace("HTTP/1.1", "HTTP/1.0");
     let mut stream = connect(rig.addr);
     stream.write_all(old.as_bytes()).unwrap();
     stream.shutdown(Shutdown::Write).unwrap();
@@ -133,12 +115,6 @@ fn connections_are_kept_between_requests() {
     std::thread::park_timeout(Duration::from_millis(500));
     stream.write_all(ask).unwrap();
     receive(stream.try_clone().unwrap()).ok("second");
-    // Half a head has the shorter time.
-    let start = Instant::now();
-    stream.write_all(b"GET /hea").unwrap();
-    let mut rest = Vec::new();
-    let _ = stream.read_to_end(&mut rest);
-    assert!(start.elapsed() < Duration::from_secs(20) && start.elapsed() < PATIENCE);
 }
 
 #[test]
@@ -175,13 +151,7 @@ fn idle_connections_and_half_heads_keep_nobody_out() {
 
 #[test]
 fn connections_without_a_key_have_few_requests() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    Keys::open(&path)
-        .unwrap()
-        .make("a", KeyRole::User, 1)
-        .unwrap();
-    let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
+    let rig = TestKeys::new().rig(|_| {});
     let mut stream = connect(rig.addr);
     let mut answered = 0;
     while answered < 100 {
@@ -202,30 +172,19 @@ fn connections_without_a_key_have_few_requests() {
 
 #[test]
 fn one_key_leaves_places_to_another() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    let mut keys = Keys::open(&path).unwrap();
-    let (greedy, _) = keys.make("greedy", KeyRole::User, 1).unwrap();
-    let (modest, _) = keys.make("modest", KeyRole::User, 2).unwrap();
-    let rig = Rig::with(|config| {
-        config.access.keys = Some(path.clone());
+    let mut keys = TestKeys::new();
+    let (_, greedy, _) = keys.make("greedy", KeyRole::User);
+    let (_, modest, _) = keys.make("modest", KeyRole::User);
+    let rig = keys.rig(|config| {
         config.limits.requests = 4;
         config.limits.requests_of_one = 2;
     });
     rig.service.script(Script::Silence);
-    let header = |key: &str| format!("Authorization: Bearer {key}\r\n");
-    let held: Vec<_> = (0..2)
-        .map(|_| {
-            let mut stream = connect(rig.addr);
-            let request = post(&header(&greedy), &chat_body(""));
-            stream.write_all(request.as_bytes()).unwrap();
-            stream
-        })
-        .collect();
+    let held = [(); 2].map(|()| rig.begin(&greedy, ""));
     rig.service.wait("both", |requests, _, _| requests == 2);
     rig.service
         .script(Script::Say(vec![(97, "a")], Finish::EndOfText));
-    let ask = |key: &str| raw(rig.addr, post(&header(key), &chat_body("")).as_bytes());
+    let ask = |key: &str| receive(rig.begin(key, ""));
     let refused = ask(&greedy);
     assert_eq!(refused.header("retry-after"), Some("1"));
     let (status, code, ..) = refusal(refused);
@@ -250,12 +209,9 @@ fn one_key_leaves_places_to_another() {
 /// Why a model fails or recovers may name files of the machine: not for a client without a key.
 #[test]
 fn strangers_do_not_hear_why_a_model_failed() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    let mut keys = Keys::open(&path).unwrap();
-    let (key, _) = keys.make("a", KeyRole::User, 1).unwrap();
-    let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
-    let header = format!("Authorization: Bearer {key}\r\n");
+    let mut keys = TestKeys::new();
+    let (_, header, _) = keys.make("a", KeyRole::User);
+    let rig = keys.rig(|_| {});
     let reason = || "/home/me/model.gguf: cannot read".to_owned();
     for state in [State::Failed(reason()), State::Recovering(reason())] {
         rig.service.state(state);
@@ -269,19 +225,14 @@ fn strangers_do_not_hear_why_a_model_failed() {
 
 #[test]
 fn a_revoked_keys_stream_ends() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("keys.json");
-    let mut keys = Keys::open(&path).unwrap();
-    let (key, info) = keys.make("a", KeyRole::User, 1).unwrap();
-    let rig = Rig::with(|config| config.access.keys = Some(path.clone()));
+    let mut keys = TestKeys::new();
+    let (_, header, id) = keys.make("a", KeyRole::User);
+    let rig = keys.rig(|_| {});
     rig.service.script(Script::Silence);
-    let header = format!("Authorization: Bearer {key}\r\n");
-    let body = chat_body(r#""stream":true"#);
-    let mut stream = connect(rig.addr);
-    stream.write_all(post(&header, &body).as_bytes()).unwrap();
+    let stream = rig.begin(&header, r#""stream":true"#);
     rig.service
         .wait("the request", |requests, _, _| requests == 1);
-    keys.revoke(&info.id).unwrap();
+    keys.keys.revoke(&id).unwrap();
     let start = Instant::now();
     rig.service
         .wait("the end", |_, cancelled, _| cancelled == 1);

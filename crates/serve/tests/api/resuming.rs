@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use paceline_auth::keys::{KeyRole, Keys};
+use paceline_auth::keys::KeyRole;
 use paceline_engine::{Finish, Service};
 use paceline_serve::{
     Config, HttpServer, JournalMatch, JournalPart, Mirror, MirrorCallback, MirrorOutcome,
@@ -12,7 +12,7 @@ use paceline_serve::{
 };
 use serde_json::Value;
 
-use crate::rig::{CHAT, CLOCK, COMPLETE, Rig, chat_body, completion_body, refusal};
+use crate::rig::{CHAT, CLOCK, COMPLETE, Rig, TestKeys, chat_body, completion_body, refusal};
 use crate::scripted::{Script, ScriptedService};
 use crate::tiny;
 
@@ -208,20 +208,14 @@ fn a_client_that_comes_back_takes_the_stream_from_a_connection_that_hangs() {
 
 #[test]
 fn answers_are_for_the_key_that_asked_and_for_a_while() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("keys");
-    let mut keys = Keys::open(&file).unwrap();
-    let own = keys.make("own", KeyRole::User, 0).unwrap().0;
-    let other = keys.make("other", KeyRole::User, 0).unwrap().0;
-    let rig = Rig::with(|config| {
-        config.access.keys = Some(file.clone());
-        config.times.reconnect = Duration::from_millis(200);
-    });
-    let header = |key: &str| format!("Authorization: Bearer {key}\r\n");
-    let headers = format!("{JSON}{}", header(&own));
+    let mut keys = TestKeys::new();
+    let (_, own, _) = keys.make("own", KeyRole::User);
+    let (_, other, _) = keys.make("other", KeyRole::User);
+    let rig = keys.rig(|config| config.times.reconnect = Duration::from_millis(200));
+    let headers = format!("{JSON}{own}");
     let events = all(rig.send("POST", CHAT, &headers, &chat_body(r#""stream":true"#)));
     let last = &events[1].0;
-    let get = |key: &str| again(&rig, CHAT, last, &header(key));
+    let get = |key: &str| again(&rig, CHAT, last, key);
     let (status, code, ..) = refusal(get(&other));
     assert_eq!((status, code.as_str()), (404, "answer_not_found"));
     assert_eq!(get(&own).status, 200);
@@ -235,7 +229,7 @@ fn answers_are_for_the_key_that_asked_and_for_a_while() {
         std::thread::park_timeout(Duration::from_millis(400));
     }
     for (bad, status) in [("x:1", 404), ("x", 400), ("x:y", 400)] {
-        let got = again(&rig, CHAT, bad, &header(&own));
+        let got = again(&rig, CHAT, bad, &own);
         assert_eq!(refusal(got).0, status, "{bad}");
     }
 }

@@ -1,17 +1,20 @@
 //! A server on a free port, ended when the test ends.
 
-use std::net::SocketAddr;
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime};
 
+use paceline_auth::keys::{KeyRole, Keys};
 use paceline_engine::{Finish, Service};
 use paceline_serve::{
     Config, HttpServer, MetricSample, ProcessMetrics, ServedModel, ServerHandle, TimeSource,
 };
 use serde_json::Value;
 
-use crate::client::{TestResponse, raw};
+use crate::client::{TestResponse, connect, raw};
 use crate::scripted::{Script, ScriptedService};
 use crate::tiny;
 
@@ -134,6 +137,14 @@ impl Rig {
         self.post(COMPLETE, &completion_body(fields))
     }
 
+    /// Sends a chat on a connection of its own, and reads nothing.
+    pub(crate) fn begin(&self, headers: &str, fields: &str) -> TcpStream {
+        let mut stream = connect(self.addr);
+        let bytes = chat_bytes(headers, fields);
+        stream.write_all(bytes.as_bytes()).unwrap();
+        stream
+    }
+
     /// Waits for [`Server::run`] to return.
     pub(crate) fn join(mut self) {
         self.thread.take().unwrap().join().unwrap();
@@ -148,6 +159,56 @@ impl Drop for Rig {
             assert!(joined.is_ok() || std::thread::panicking());
         }
     }
+}
+
+/// Keys of a server, in a file of their own.
+pub(crate) struct TestKeys {
+    pub(crate) keys: Keys,
+    pub(crate) path: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl TestKeys {
+    pub(crate) fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("keys.json");
+        let keys = Keys::open(&path).unwrap();
+        Self {
+            keys,
+            path,
+            _dir: dir,
+        }
+    }
+
+    /// Makes a key. Returns its secret, its header line, and its id.
+    pub(crate) fn make(&mut self, name: &str, role: KeyRole) -> (String, String, String) {
+        let (key, info) = self.keys.make(name, role, 1).unwrap();
+        let header = bearer(&key);
+        (key, header, info.id)
+    }
+
+    /// A server that asks for these keys.
+    pub(crate) fn rig(&self, change: impl FnOnce(&mut Config)) -> Rig {
+        Rig::with(|config| {
+            config.access.keys = Some(self.path.clone());
+            change(config);
+        })
+    }
+}
+
+/// The header line of a key.
+pub(crate) fn bearer(key: &str) -> String {
+    format!("Authorization: Bearer {key}\r\n")
+}
+
+/// A chat with these fields and header lines, as bytes of a connection that is kept.
+pub(crate) fn chat_bytes(headers: &str, fields: &str) -> String {
+    let body = chat_body(fields);
+    let length = body.len();
+    format!(
+        "POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}\
+         Content-Length: {length}\r\n\r\n{body}"
+    )
 }
 
 pub(crate) fn chat_body(fields: &str) -> String {

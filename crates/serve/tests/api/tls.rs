@@ -13,7 +13,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 use crate::client::{connect, raw};
-use crate::rig::{CHAT, CLOCK, Rig, chat_body, refusal};
+use crate::rig::{CHAT, CLOCK, Rig, chat_body, chat_bytes, refusal};
 use crate::scripted::Script;
 
 /// A server that speaks TLS only, and what it speaks with.
@@ -51,12 +51,7 @@ fn get(headers: &str) -> String {
 }
 
 fn chat(fields: &str) -> String {
-    let body = chat_body(fields);
-    format!(
-        "POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\
-         Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
-        body.len()
-    )
+    chat_bytes("Connection: close\r\n", fields)
 }
 
 /// Sends `request` and reads to the end, which the server must announce.
