@@ -8,7 +8,7 @@ use paceline_model::adapter::files::TARGETS;
 use paceline_tensor::Kernels;
 use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 
-use crate::net::{KEPT_BYTES, TrainableModel, layer_bytes};
+use crate::net::{TrainableModel, kept_bytes, layer_bytes};
 use crate::params::Lora;
 use crate::shard::Sharding;
 use crate::weights::{ATTENTION, Method, layer_numbers, sizes, takes_adapter};
@@ -154,7 +154,8 @@ fn numbers(config: &Config, plan: &TrainingSpec<'_>) -> (u64, u64) {
     )
 }
 
-fn counts(config: &Config, plan: &TrainingSpec<'_>) -> Counts {
+/// Counts of a training on machines with at least `memory` bytes.
+fn counts(config: &Config, plan: &TrainingSpec<'_>, memory: u64) -> Counts {
     let (_, met, table) = weights(config);
     let (numbers, all) = numbers(config, plan);
     let (stages, nodes) = (plan.stages.max(1), plan.nodes.max(1));
@@ -171,7 +172,8 @@ fn counts(config: &Config, plan: &TrainingSpec<'_>) -> Counts {
         (true, 1) => plan.leaves.div_ceil(nodes),
         _ => stages,
     };
-    let kept = KEPT_BYTES / (layer * together).max(1);
+    let most = kept_bytes(Some(memory));
+    let kept = most / (layer * together).max(1);
     let again = own.saturating_sub(kept) as f64 / own.max(1) as f64;
     let passes = 2.0 + again + if is_full { 1.0 } else { 0.0 };
     let base = match plan.method {
@@ -182,7 +184,7 @@ fn counts(config: &Config, plan: &TrainingSpec<'_>) -> Counts {
     // The largest stage has the head besides its share.
     let base = base.div_ceil(stages as u64) + if stages > 1 { 4 * table } else { 0 };
     let logits = 4 * (plan.tokens.min(256) * config.vocab) as u64;
-    let kept = (own * layer * together).min(KEPT_BYTES) as u64;
+    let kept = (own * layer * together).min(most) as u64;
     let inputs = (4 * own * plan.tokens * config.width * together) as u64;
     let (exchanged, busiest) = exchanged(config, plan, numbers);
     Counts {
@@ -253,7 +255,8 @@ pub fn forecast(
     machines: &[TrainingMachine],
     (link, usd_per_kwh): (Option<f64>, Option<f64>),
 ) -> Forecast {
-    let counts = counts(config, plan);
+    let least = machines.iter().map(|machine| machine.memory_bytes).min();
+    let counts = counts(config, plan, least.unwrap_or(0));
     let (step_flop, exchange_bytes) = (counts.flop, counts.exchanged);
     let flops: f64 = machines.iter().map(|machine| machine.flops).sum();
     let (stages, leaves) = (plan.stages.max(1) as f64, plan.leaves.max(1) as f64);
@@ -285,8 +288,8 @@ pub fn too_small(
     plan: &TrainingSpec<'_>,
     machines: &[TrainingMachine],
 ) -> Option<(usize, u64, u64)> {
-    let each = counts(config, plan).memory;
     let lacking = machines.iter().enumerate().filter_map(|(i, machine)| {
+        let each = counts(config, plan, machine.memory_bytes).memory;
         let needs = each.saturating_mul(machine.processes as u64);
         (needs > machine.memory_bytes).then_some((i, needs, machine.memory_bytes))
     });
@@ -506,7 +509,7 @@ mod tests {
     fn what_does_not_fit_is_told_with_changes_that_each_suffice() {
         let (config, targets) = (config(), TARGETS.map(|t| t.2.to_owned()));
         let plan = plan(&targets);
-        let needs = counts(&config, &plan).memory;
+        let needs = counts(&config, &plan, 0).memory;
         assert_eq!(too_small(&config, &plan, &[machine(needs)]), None);
         let small = [machine(needs - 1)];
         assert_eq!(

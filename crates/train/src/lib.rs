@@ -29,6 +29,7 @@
 //! bits where the device repeats its own, which is tried at the start. Values between layers, sums
 //! over leaves and updates are f32 of the CPU in every class.
 
+mod activity;
 mod checkpoint;
 mod class;
 mod cpu;

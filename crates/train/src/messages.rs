@@ -146,6 +146,8 @@ pub(crate) enum FromWorker {
         /// SHA-256 of the file.
         digest: String,
     },
+    /// A computation of a rank took longer than this many seconds, by far longer than before.
+    Hangs { limit_s: f64 },
     /// A rank's group failed. It has the state that it had before the step.
     Broken { epoch: u64, reason: String },
     /// The worker failed for a reason that would stop every other worker too.

@@ -1,6 +1,6 @@
 //! A model that can be trained: leaves in, losses and gradients out.
 //!
-//! Leaves store their activations up to [`KEPT_BYTES`]; layers beyond compute them again, with the
+//! Leaves store their activations up to [`kept_bytes`]; layers beyond compute them again, with the
 //! same bits. Where every weight is trained, the local leaves go through the layers together. One
 //! layer's values are needed at a time, and one layer's gradients are summed. A table that is
 //! embedding and head has two sums over leaves, which are added last.
@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
+use paceline_cluster::machine;
 use paceline_model::adapter::files::TARGETS;
 use paceline_model::{Config, LayerCache, LayerShape, ModelFamily, ModelSource, Role, Selection};
 use paceline_tensor::{Kernels, RopePairs};
@@ -70,9 +71,13 @@ impl Leaf {
     }
 }
 
-/// Bytes of activations that the leaves under way may keep for their backward pass; layers beyond
-/// are computed again, with the same bits.
-pub(crate) const KEPT_BYTES: usize = 512 << 20;
+/// Bytes of activations that the leaves under way may keep for their backward pass, where
+/// `available` bytes of memory are free: an eighth, since a machine may have several processes, and
+/// at least 512 MiB.
+pub(crate) fn kept_bytes(available: Option<u64>) -> usize {
+    let share = available.map_or(0, |bytes| usize::try_from(bytes / 8).unwrap_or(0));
+    share.max(512 << 20)
+}
 
 /// A model that can be trained, or a stage of one.
 #[derive(Debug)]
@@ -84,6 +89,8 @@ pub struct TrainableModel {
     lora: Lora,
     method: Method,
     balance: f32,
+    /// See [`kept_bytes`].
+    kept_bytes: usize,
     fingerprint: String,
     /// For classes on MLX; opened for the first layer, since a run's process may compute none.
     mlx: Option<(StageSpec, OnceLock<Mlx>)>,
@@ -183,6 +190,7 @@ impl TrainableModel {
             lora: trained.lora,
             method: trained.method,
             balance: trained.balance,
+            kept_bytes: kept_bytes(machine::available().map(|free| free.0)),
             mlx: spec.map(|spec| (spec, OnceLock::new())),
         })
     }
@@ -392,7 +400,7 @@ impl TrainableModel {
     }
 
     /// Leaves forward through all layers. Of the last layers, which are needed first, as many
-    /// activations are kept as a `share`-th of [`KEPT_BYTES`] has room for.
+    /// activations are kept as a `share`-th of [`kept_bytes`] has room for.
     pub(crate) fn begin(
         &self,
         values: &mut dyn PartValues,
@@ -411,7 +419,7 @@ impl TrainableModel {
         };
         let mut passes: Vec<Pass> = leaves.iter().zip(x).map(begin).collect();
         let tokens = passes.iter().map(|pass| pass.rows.tokens()).sum();
-        let keep = KEPT_BYTES / share / layer_bytes(&self.config, tokens).max(1);
+        let keep = self.kept_bytes / share / layer_bytes(&self.config, tokens).max(1);
         let numbers = self.weights.numbers();
         for (part, layer) in (1..).zip(numbers.clone()) {
             let params = values.part(part)?;

@@ -8,11 +8,13 @@ mod stage;
 use std::convert::Infallible;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use paceline_cluster::Control;
 use paceline_model::adapter::files::tensors;
 
+use crate::activity::Activity;
 use crate::class::Means;
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
@@ -37,7 +39,7 @@ pub(crate) type RunChannel = Control<ToWorker, FromWorker>;
 pub fn run<M: Into<Means>>(
     means: impl FnOnce(usize) -> std::io::Result<M>,
 ) -> Result<Infallible, Error> {
-    let channel = RunChannel::from_stdin()?;
+    let channel = Arc::new(RunChannel::from_stdin()?);
     let mut is_ready = false;
     let error = match work(&channel, means, &mut is_ready) {
         Ok(never) => match never {},
@@ -55,7 +57,7 @@ pub fn run<M: Into<Means>>(
 }
 
 fn work<M: Into<Means>>(
-    channel: &RunChannel,
+    channel: &Arc<RunChannel>,
     means: impl FnOnce(usize) -> std::io::Result<M>,
     is_ready: &mut bool,
 ) -> Result<Infallible, Error> {
@@ -82,7 +84,8 @@ fn work<M: Into<Means>>(
     })?;
     *is_ready = true;
     if let Some(role) = shard {
-        let mut worker = RankWorker::new(channel, run, exchange, role);
+        let activity = watched(channel)?;
+        let mut worker = RankWorker::new((channel, &activity), run, exchange, role);
         loop {
             if let Some(message) = channel.recv(Duration::MAX)? {
                 worker.handle(message)?;
@@ -90,7 +93,8 @@ fn work<M: Into<Means>>(
         }
     }
     if stage.of > 1 {
-        let mut worker = StageWorker::new(channel, run, exchange);
+        let activity = watched(channel)?;
+        let mut worker = StageWorker::new((channel, &activity), run, exchange);
         loop {
             if let Some(message) = channel.recv(Duration::MAX)? {
                 worker.handle(message)?;
@@ -110,6 +114,15 @@ fn work<M: Into<Means>>(
             other => return Err(unexpected(other.as_ref(), "Compute")),
         }
     }
+}
+
+/// The activity of a rank, which is watched from now on: the parent is told when it hangs.
+fn watched(channel: &Arc<RunChannel>) -> Result<Arc<Activity>, Error> {
+    let (activity, channel) = (Arc::<Activity>::default(), Arc::clone(channel));
+    let tell = move |limit_s| drop(channel.send(&FromWorker::Hangs { limit_s }));
+    let started = activity.watch(tell);
+    started.map_err(|source| Error::Threads { threads: 1, source })?;
+    Ok(activity)
 }
 
 /// A worker that has loaded the model.

@@ -351,6 +351,13 @@ impl WorkerSet {
         };
         match message {
             FromWorker::Failed { reason } => Err(failed(reason)),
+            FromWorker::Hangs { limit_s } => {
+                let why = format!(
+                    "rank {rank} hangs: it computes for more than {limit_s:.0} s, by far longer \
+                     than before"
+                );
+                Ok(WorkerEvent::Lost(self.lose(rank, why)))
+            }
             FromWorker::Ready {
                 model,
                 data,

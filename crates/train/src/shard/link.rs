@@ -10,16 +10,17 @@ use paceline_base::Rank;
 use paceline_cluster::network;
 use paceline_comm::tcp::{Config, GroupId, GroupKey, KEY_BYTES, Listener, Protection};
 use paceline_comm::{
-    Backend, Deadline, Element, JoinParams, NonblockingCalls, PendingCall, Strict, init,
+    Backend, Deadline, Element, Group, JoinParams, NonblockingCalls, PendingCall, Strict, init,
 };
 use serde::{Deserialize, Serialize};
 
+use crate::activity::Activity;
 use crate::error::Error;
 use crate::shard::ShardRole;
 
-/// Longest wait of a call for the slowest rank. The loss of a rank is noticed within seconds. This
-/// limit is for one that hangs and still sends heartbeats. The leaves of a step of a large model
-/// take minutes on the slowest machines.
+/// Longest wait of a call for the slowest rank. The loss of a rank is noticed within seconds, and
+/// [`Activity`] finds one that hangs. The leaves of a step of a large model take minutes on the
+/// slowest machines.
 const WAIT: Duration = Duration::from_secs(1800);
 
 /// Longest wait for all ranks to join.
@@ -38,7 +39,19 @@ fn within(limit: Duration) -> Deadline {
 }
 
 /// Values on their way.
-pub(crate) type Pending<T> = PendingCall<Result<Vec<T>, paceline_comm::Error>>;
+#[derive(Debug)]
+pub(crate) struct Pending<T> {
+    call: PendingCall<Result<Vec<T>, paceline_comm::Error>>,
+    activity: Arc<Activity>,
+}
+
+impl<T> Pending<T> {
+    /// Waits for them.
+    pub(crate) fn wait(self) -> Result<Vec<T>, paceline_comm::Error> {
+        let Self { call, activity } = self;
+        activity.wait(|| call.wait())
+    }
+}
 
 /// How ranks form a group.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -79,6 +92,7 @@ pub(crate) fn listen(open: bool) -> Result<(Listener, Vec<SocketAddr>), Error> {
 #[derive(Debug)]
 pub(crate) struct Link {
     calls: NonblockingCalls,
+    activity: Arc<Activity>,
 }
 
 impl Link {
@@ -86,7 +100,11 @@ impl Link {
     ///
     /// # Errors
     /// [`Error::Join`].
-    pub(crate) fn join(listener: Listener, rank: usize, plan: &GroupPlan) -> Result<Self, Error> {
+    pub(crate) fn join(
+        listener: Listener,
+        (rank, activity): (usize, &Arc<Activity>),
+        plan: &GroupPlan,
+    ) -> Result<Self, Error> {
         let protection = match &plan.key {
             Some(key) => Protection::Key(GroupKey::new(key.0)),
             None => Protection::Loopback,
@@ -104,7 +122,26 @@ impl Link {
         let deadline = within(JOIN_LIMIT);
         let group = init(Backend::Any, Strict::Yes, seat, &[], deadline)?;
         let calls = NonblockingCalls::new(Arc::from(group));
-        Ok(Self { calls })
+        let activity = Arc::clone(activity);
+        Ok(Self { calls, activity })
+    }
+
+    /// Starts a call of all ranks.
+    fn start<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&dyn Group) -> Result<Vec<T>, paceline_comm::Error> + Send + 'static,
+    ) -> Pending<T> {
+        let (call, activity) = (self.calls.start(work), Arc::clone(&self.activity));
+        Pending { call, activity }
+    }
+
+    /// Starts a message.
+    fn start_message(
+        &self,
+        work: impl FnOnce(&dyn Group) -> Result<Vec<f32>, paceline_comm::Error> + Send + 'static,
+    ) -> Pending<f32> {
+        let (call, activity) = (self.calls.start_message(work), Arc::clone(&self.activity));
+        Pending { call, activity }
     }
 
     /// Bytes that this rank has sent so far.
@@ -119,7 +156,7 @@ impl Link {
         counts: Vec<usize>,
     ) -> Pending<T> {
         let by = within(WAIT);
-        self.calls.start(move |group| {
+        self.start(move |group| {
             let mut all = vec![T::default(); counts.iter().sum()];
             group.all_gather_v(&own, &mut all, &counts, by)?;
             Ok(all)
@@ -129,7 +166,7 @@ impl Link {
     /// Sends `counts[0][r]` of `values` to rank r, and gets `counts[1][r]` from it. Collective.
     pub(crate) fn swap(&self, values: Vec<f32>, counts: [Vec<usize>; 2]) -> Pending<f32> {
         let by = within(WAIT);
-        self.calls.start(move |group| {
+        self.start(move |group| {
             let [sends, receives] = &counts;
             let mut got = vec![0.0; receives.iter().sum()];
             group.all_to_all_v(&values, sends, &mut got, receives, by)?;
@@ -140,7 +177,7 @@ impl Link {
     /// Starts to send `values` to a rank, under a tag; gives them back.
     pub(crate) fn transmit(&self, values: Vec<f32>, (to, tag): (usize, u32)) -> Pending<f32> {
         let by = within(WAIT);
-        self.calls.start_message(move |group| {
+        self.start_message(move |group| {
             group.send(&values, Rank(to as u32), tag, by)?;
             Ok(values)
         })
@@ -149,7 +186,7 @@ impl Link {
     /// Starts to receive `n` values that a rank [`transmit`](Self::transmit)s.
     pub(crate) fn receive(&self, n: usize, (from, tag): (usize, u32)) -> Pending<f32> {
         let by = within(WAIT);
-        self.calls.start_message(move |group| {
+        self.start_message(move |group| {
             let mut got = vec![0.0; n];
             group.recv(&mut got, Rank(from as u32), tag, by)?;
             Ok(got)
@@ -160,7 +197,7 @@ impl Link {
     /// call it.
     pub(crate) fn pass_on(&self, role: ShardRole, values: Vec<f32>, n: usize) -> Pending<f32> {
         let by = within(WAIT);
-        self.calls.start(move |group| {
+        self.start(move |group| {
             let mut got = vec![0.0; n];
             group.send(&values, Rank(role.behind() as u32), TAG, by)?;
             group.recv(&mut got, Rank(role.before() as u32), TAG, by)?;

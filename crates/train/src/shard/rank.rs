@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use paceline_base::tree::{self, Stack};
 use paceline_cluster::machine;
@@ -11,6 +12,7 @@ use paceline_comm::tcp::Listener;
 use super::link::{Link, Pending, listen};
 use super::state::{ShardFile, ShardState, share};
 use super::{GroupPlan, ShardCuts, ShardRole, Sharding};
+use crate::activity::Activity;
 use crate::error::Error;
 use crate::messages::{FromWorker, RankUse, ShardSource, ToWorker};
 use crate::optimiser::{Optimiser, norm, squares};
@@ -26,6 +28,7 @@ const ROWS_TOGETHER: usize = 16;
 /// A rank that has read its model.
 pub(crate) struct RankWorker<'a> {
     channel: &'a RunChannel,
+    activity: Arc<Activity>,
     run: TrainingRun,
     /// Folder of exchanged files.
     exchange: PathBuf,
@@ -50,7 +53,7 @@ struct RankState {
 
 impl<'a> RankWorker<'a> {
     pub(crate) fn new(
-        channel: &'a RunChannel,
+        (channel, activity): (&'a RunChannel, &Arc<Activity>),
         run: TrainingRun,
         exchange: PathBuf,
         role: ShardRole,
@@ -58,6 +61,7 @@ impl<'a> RankWorker<'a> {
         let cuts = ShardCuts::new(run.net.layout(), run.net.parts(), role.of);
         Self {
             channel,
+            activity: Arc::clone(activity),
             run,
             exchange,
             role,
@@ -81,13 +85,14 @@ impl<'a> RankWorker<'a> {
             | ToWorker::Save { epoch, .. } => *epoch,
             other => return Err(unexpected(Some(other), "a message for a rank")),
         };
+        let activity = Arc::clone(&self.activity);
         let done = match message {
             ToWorker::Listen { open, .. } => self.listen(epoch, open),
             ToWorker::Form {
                 plan, from, step, ..
             } => self.form(epoch, &plan, (&from, step)),
-            ToWorker::Step { step, .. } => self.step(epoch, step),
-            ToWorker::Judge { .. } => self.judge(epoch),
+            ToWorker::Step { step, .. } => activity.compute(|| self.step(epoch, step)),
+            ToWorker::Judge { .. } => activity.compute(|| self.judge(epoch)),
             _ => self.save(epoch),
         };
         match done {
@@ -120,7 +125,7 @@ impl<'a> RankWorker<'a> {
         let Some(listener) = self.listener.take() else {
             return Err(unexpected(None, "Listen before Form"));
         };
-        let link = Link::join(listener, self.role.rank, plan)?;
+        let link = Link::join(listener, (self.role.rank, &self.activity), plan)?;
         match from {
             ShardSource::First => self.begin(step),
             ShardSource::File => self.read(&link, step)?,
@@ -262,6 +267,7 @@ impl<'a> RankWorker<'a> {
             norm: norm.to_bits(),
             losses: losses.into_iter().map(f64::to_bits).collect(),
         };
+        self.activity.measured();
         Ok(self.channel.send(&done)?)
     }
 

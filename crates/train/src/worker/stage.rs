@@ -13,12 +13,14 @@
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use paceline_base::tree::Stack;
 use paceline_comm::tcp::Listener;
 use paceline_model::adapter::files::tensors;
 
 use super::{RunChannel, error_chain, unexpected};
+use crate::activity::Activity;
 use crate::dropout::Dropout;
 use crate::error::Error;
 use crate::messages::{FromWorker, LeafSet, ToWorker, params_file, roots_file};
@@ -37,6 +39,7 @@ type StageLeaf = (Leaf, Option<Dropout>);
 /// A worker that has loaded its stage.
 pub(super) struct StageWorker<'a> {
     channel: &'a RunChannel,
+    activity: Arc<Activity>,
     run: TrainingRun,
     /// Folder of exchanged files: values of steps, and gradients.
     exchange: PathBuf,
@@ -62,9 +65,14 @@ enum Turn {
 }
 
 impl<'a> StageWorker<'a> {
-    pub(super) const fn new(channel: &'a RunChannel, run: TrainingRun, exchange: PathBuf) -> Self {
+    pub(super) fn new(
+        (channel, activity): (&'a RunChannel, &Arc<Activity>),
+        run: TrainingRun,
+        exchange: PathBuf,
+    ) -> Self {
         Self {
             channel,
+            activity: Arc::clone(activity),
             run,
             exchange,
             listener: None,
@@ -78,6 +86,7 @@ impl<'a> StageWorker<'a> {
     /// # Errors
     /// Errors of the device, of files and of the channel.
     pub(super) fn handle(&mut self, message: ToWorker) -> Result<(), Error> {
+        let activity = Arc::clone(&self.activity);
         let (epoch, done) = match message {
             ToWorker::Listen { epoch, open } => (epoch, self.listen(epoch, open)),
             ToWorker::Form {
@@ -90,7 +99,7 @@ impl<'a> StageWorker<'a> {
                 let Some(listener) = self.listener.take() else {
                     return Err(unexpected(None, "Listen before Form"));
                 };
-                let joined = Link::join(listener, rank, &plan);
+                let joined = Link::join(listener, (rank, &activity), &plan);
                 let of = plan.addrs.len();
                 let seated = joined.and_then(|link| {
                     self.seat = Some(Seat { link, rank, of });
@@ -98,7 +107,9 @@ impl<'a> StageWorker<'a> {
                 });
                 (epoch, seated)
             }
-            ToWorker::Pipe { epoch, step, set } => (epoch, self.pipe(epoch, step, set)),
+            ToWorker::Pipe { epoch, step, set } => {
+                (epoch, activity.compute(|| self.pipe(epoch, step, set)))
+            }
             other => return Err(unexpected(Some(&other), "a message for a stage")),
         };
         match done {
@@ -146,6 +157,7 @@ impl<'a> StageWorker<'a> {
                 let (losses, sum) = line.train(step, (own.start, all))?;
                 let file = roots_file(step, own.start, own.end, stage.index);
                 digest = Some(publish(&self.exchange, &file, &sum)?);
+                self.activity.measured();
                 losses
             }
         };

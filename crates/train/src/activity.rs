@@ -1,0 +1,133 @@
+//! Finds a rank whose computation hangs: a device may hang while the process sends heartbeats, and
+//! all other ranks of the group wait for it.
+//!
+//! A rank computes and waits for others in turn ([`Activity`]). Its watch thread measures what it
+//! computes between two waits. After one whole step it knows the usual time, and tells the parent
+//! when a computation takes [`TIMES`] times the longest before it. The parent ends the process, so
+//! the others' connections close, and the group is formed again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Shortest limit: other programs or the disk may hold a small model's step for seconds.
+pub(crate) const FLOOR_S: f64 = 30.0;
+
+/// Limit as a multiple of the longest computation of before: rows differ by as much as 4 in their
+/// length, and a busy machine takes twice its time.
+pub(crate) const TIMES: f64 = 10.0;
+
+/// Interval of the watch thread's looks. A longer one is a suspension of this process.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Whether a rank computes. The number is odd while it does, and grows with each change.
+#[derive(Debug, Default)]
+pub(crate) struct Activity {
+    changes: AtomicU64,
+    /// Whether a whole step was measured.
+    is_measured: AtomicBool,
+}
+
+impl Activity {
+    /// Runs `work`, which computes but for its calls of [`wait`](Self::wait).
+    pub(crate) fn compute<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.between(work)
+    }
+
+    /// Waits for other ranks by `work`.
+    pub(crate) fn wait<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.between(work)
+    }
+
+    /// Runs `work` between two changes.
+    fn between<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.changes.fetch_add(1, Ordering::Relaxed);
+        let done = work();
+        self.changes.fetch_add(1, Ordering::Relaxed);
+        done
+    }
+
+    /// Records that a step was done: its computations are a measure of later ones.
+    pub(crate) fn measured(&self) {
+        self.is_measured.store(true, Ordering::Relaxed);
+    }
+
+    /// Starts the watch thread, which lives as long as the process. It calls `tell` once with the
+    /// limit in seconds that a computation has exceeded.
+    ///
+    /// # Errors
+    /// Those of the system that starts no thread.
+    pub(crate) fn watch(
+        self: &Arc<Self>,
+        tell: impl FnOnce(f64) + Send + 'static,
+    ) -> std::io::Result<()> {
+        let own = Arc::clone(self);
+        let run = move || {
+            let mut times = Times::default();
+            let limit_s = loop {
+                std::thread::sleep(LOOK);
+                let changes = own.changes.load(Ordering::Relaxed);
+                let is_measured = own.is_measured.load(Ordering::Relaxed);
+                if let Some(limit_s) = times.look(changes, is_measured) {
+                    break limit_s;
+                }
+            };
+            tell(limit_s);
+        };
+        let thread = std::thread::Builder::new().name("activity".to_owned());
+        thread.spawn(run).map(drop)
+    }
+}
+
+/// Times of computations, as far as looks see them.
+#[derive(Debug, Default)]
+struct Times {
+    changes: u64,
+    /// Seconds of the computation under way, and of the longest before it.
+    now_s: f64,
+    longest_s: f64,
+}
+
+impl Times {
+    /// One look. Gives the limit if the computation under way has exceeded it.
+    fn look(&mut self, changes: u64, is_measured: bool) -> Option<f64> {
+        if changes != self.changes || changes.is_multiple_of(2) {
+            self.longest_s = self.longest_s.max(self.now_s);
+            (self.changes, self.now_s) = (changes, 0.0);
+            return None;
+        }
+        self.now_s += LOOK.as_secs_f64();
+        let limit_s = (TIMES * self.longest_s).max(FLOOR_S);
+        (is_measured && self.now_s > limit_s).then_some(limit_s)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The seconds after which a computation without an end is told.
+    fn told(times: &mut Times, is_measured: bool) -> Option<f64> {
+        let looks = (1..1000).map(|look| f64::from(look) * LOOK.as_secs_f64());
+        let mut over = looks.filter(|_| times.look(7, is_measured).is_some());
+        over.next()
+    }
+
+    #[test]
+    fn a_computation_has_a_multiple_of_the_longest_before_it() {
+        assert_eq!(told(&mut Times::default(), false), None, "no step was done");
+        let mut times = Times::default();
+        (0..9).for_each(|_| drop(times.look(3, true))); // 4 s, then a wait
+        times.look(4, true);
+        assert_eq!(told(&mut times, true), Some(41.0));
+        assert_eq!(told(&mut Times::default(), true), Some(31.0), "the floor");
+        let mut waits = Times::default();
+        assert!((0..1000).all(|_| waits.look(8, true).is_none()), "a wait");
+        let activity = Activity::default();
+        let seen = || activity.changes.load(Ordering::Relaxed) % 2;
+        activity.compute(|| {
+            assert_eq!((seen(), activity.wait(seen), seen()), (1, 0, 1));
+        });
+        assert_eq!(seen(), 0);
+    }
+}
