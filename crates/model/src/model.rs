@@ -27,7 +27,8 @@ use crate::step::{Batch, BatchSequence, BatchSize, ForwardStep, PlanLimits, Work
 use crate::streaming::{MemoryLimit, StreamCounts, StreamUnit, Streamer};
 use crate::trace::{Kind, SECOND_HALF, Tracer};
 use crate::weights::{
-    self, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor, StreamMix, WeightReader,
+    self, Experts, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor, StreamMix,
+    WeightReader,
 };
 use crate::{Config, Error, Kinds, ModelSource, WindowPages};
 
@@ -159,7 +160,6 @@ impl Model {
     /// As [`load_packed`](Self::load_packed), within `limit`. Layers and experts are read from
     /// `packed` while steps compute, and stay in memory as far as the limit allows; the bits are
     /// the same. Memory for steps must be [reserved](crate::LoadedModel::reserve) before a step.
-    /// This process gets no huge pages from now on, since a dropped part of one stays in memory.
     ///
     /// # Errors
     /// As [`load`](Self::load); [`Error::Packed`] where `packed` cannot be written or read,
@@ -175,10 +175,12 @@ impl Model {
         kernels: Arc<Kernels>,
         progress: impl FnMut(usize, usize),
     ) -> Result<Self, Error> {
-        memory::use_small_pages();
+        memory::use_huge_pages(false);
         let (config, packed) = (Config::read(source)?, packed.streamed());
         let options = (options, Some(&packed));
-        let mut model = Self::load_part(source, config, part, options, kernels, progress)?;
+        let loaded = Self::load_part(source, config, part, options, kernels, progress);
+        memory::use_huge_pages(true);
+        let mut model = loaded?;
         packed.finish();
         if let Some(fault) = packed.take_fault() {
             return Err(fault.into());
@@ -194,6 +196,16 @@ impl Model {
     /// Counts of streamed weights so far; `None` if all weights are in memory.
     pub fn stream_counts(&self) -> Option<StreamCounts> {
         self.streamer.as_ref().map(Streamer::counts)
+    }
+
+    /// The experts of the layer behind `index` and the norm before them, if this rank has them and
+    /// the residual alone decides which are chosen.
+    pub(crate) fn next_experts(&self, index: usize) -> Option<(&Experts, &[f32])> {
+        let layer = self.layers.get(index + 1 - self.shard.layers.start)?;
+        let experts = layer.feed_forward.experts()?;
+        let is_plain = self.config.streams.is_none() && experts.router_norm.is_none();
+        let norm = layer.ffn_norm.as_deref().filter(|_| is_plain)?;
+        Some((experts, norm))
     }
 
     pub(crate) const fn streamer(&self) -> Option<&Streamer> {

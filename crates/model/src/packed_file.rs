@@ -229,9 +229,9 @@ impl PackedFile {
                 }
             }
         }
-        let matrix = pack()?;
+        let mut matrix = pack()?;
         if state.mode == Mode::Write
-            && let Err(source) = state.append(&matrix, key, pool)
+            && let Err(source) = state.append(&mut matrix, key, pool)
         {
             self.abandon(&mut state, source);
         }
@@ -298,11 +298,11 @@ impl State {
                 && read_pieces(file, start, data, pool).is_ok_and(|sum| sum == record.sum);
             Ok::<_, paceline_tensor::Error>(())
         };
-        let matrix = PackedMatrix::read_back(stored, columns, options, record.is_tiny, fill)?;
+        let mut matrix = PackedMatrix::read_back(stored, columns, options, record.is_tiny, fill)?;
         if !whole {
             return Ok(None);
         }
-        self.keep_on_disk(&matrix, start, record.sum);
+        self.keep_on_disk(&mut matrix, start, record.sum);
         self.step(record.bytes);
         Ok(Some(matrix))
     }
@@ -313,7 +313,12 @@ impl State {
         self.index += 1;
     }
 
-    fn append(&mut self, matrix: &PackedMatrix, key: Hash, pool: &ThreadPool) -> io::Result<()> {
+    fn append(
+        &mut self,
+        matrix: &mut PackedMatrix,
+        key: Hash,
+        pool: &ThreadPool,
+    ) -> io::Result<()> {
         let Some(file) = &self.file else {
             return Ok(());
         };
@@ -336,19 +341,16 @@ impl State {
     }
 
     /// Drops a matrix's bytes where it is streamed: those in the file are the same.
-    fn keep_on_disk(&mut self, matrix: &PackedMatrix, start: u64, sum: Hash) {
-        let Some(unit) = self.unit else {
-            return;
-        };
-        let memory = matrix.memory();
-        // SAFETY: the matrix is not computed with before its unit was read.
-        unsafe { memory.discard() };
-        self.streamed.push(StreamedMatrix {
-            unit,
-            memory,
-            start,
-            sum,
-        });
+    fn keep_on_disk(&mut self, matrix: &mut PackedMatrix, start: u64, sum: Hash) {
+        if let Some(unit) = self.unit {
+            let memory = matrix.detach();
+            self.streamed.push(StreamedMatrix {
+                unit,
+                memory,
+                start,
+                sum,
+            });
+        }
     }
 
     fn finish(&mut self, path: &Path) -> io::Result<()> {

@@ -1171,10 +1171,9 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let first = self.model.links().map_or(0, |_| cut.roots_before());
         let n = self.rows * self.model.config().width;
         let delta = &mut ws.sums.delta[first * n..];
-        let streamer = self.model.streamer().map(|streamer| (streamer, self.index));
-        let weights = (weights, self.model.uses(self.index), streamer);
-        routed.compute(self.model.kernels(), weights, cut, &ws.x, delta)?;
         let place = (self.model, self.index);
+        let x = (&ws.x, &ws.residual[..rows * width]);
+        routed.compute(place, (weights, cut), x, delta)?;
         ws.sums.exchange(place, cut, n, self.turn.as_mut())
     }
 

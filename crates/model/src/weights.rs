@@ -188,6 +188,11 @@ pub(crate) fn of_both<'a>(
 }
 
 impl Experts {
+    /// Indices of this rank's experts.
+    pub(crate) fn own(&self) -> Range<usize> {
+        self.first..self.first + self.experts.len()
+    }
+
     /// Matrices whose input is a normed row.
     fn of_normed(&self) -> impl Iterator<Item = &PackedMatrix> {
         let experts = self.experts.iter();

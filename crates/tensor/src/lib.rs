@@ -71,7 +71,7 @@ pub use kernels::{
     Unavailable,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
-pub use memory::MatrixMemory;
+pub use memory::{MatrixMemory, MemoryBlock};
 pub use meter::{Meter, Metered};
 pub use packing::{PACKING, PackOptions, PackedMatrix, StoredMatrix};
 pub use pool::{Pinning, ThreadPool};

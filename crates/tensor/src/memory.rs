@@ -7,8 +7,11 @@
 //!   one row of a product reads memory at 0.83 to 0.92 of the rate.
 
 use std::fmt;
+#[cfg(target_os = "linux")]
+use std::fs;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use memmap2::{MmapMut, MmapRaw};
@@ -39,10 +42,16 @@ pub(crate) fn reserve(bytes: usize) -> Result<MmapMut, Error> {
 /// mapping of its own; its rest behind the last whole huge page stays in small pages. So it takes
 /// no more than is used.
 pub(crate) struct HugeMap {
-    region: Arc<Region>,
-    /// Offset of the first byte in the mapping. These bytes have no other owner.
-    start: usize,
+    place: Place,
     len: usize,
+}
+
+/// Where a [`HugeMap`] has its bytes.
+enum Place {
+    /// Offset of the first byte in a mapping. These bytes have no other owner.
+    Own(Arc<Region>, usize),
+    /// In a [`MemoryBlock`]; null while they are on a disk.
+    Block(Arc<AtomicPtr<u8>>),
 }
 
 /// A mapping. Parts of it are given out one after another, none twice.
@@ -93,7 +102,8 @@ impl HugeMap {
         if len >= OWN_FROM {
             let region = Arc::new(Region::new(len)?);
             let start = region.start;
-            return Ok(Self { region, start, len });
+            let place = Place::Own(region, start);
+            return Ok(Self { place, len });
         }
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         let next = match shared.take().filter(|old| len <= SHARED_BYTES - old.used) {
@@ -107,25 +117,89 @@ impl HugeMap {
         let start = region.start + *used;
         *used = (*used + len).next_multiple_of(SMALL_PAGE);
         Ok(Self {
-            region: Arc::clone(region),
-            start,
+            place: Place::Own(Arc::clone(region), start),
             len,
         })
     }
+
+    pub(crate) const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Gives the memory back. Until [`MatrixMemory::place`], the bytes are on a disk only.
+    pub(crate) fn detach(&mut self) -> MatrixMemory {
+        let at = Arc::new(AtomicPtr::default());
+        *self = Self {
+            place: Place::Block(Arc::clone(&at)),
+            len: self.len,
+        };
+        MatrixMemory { at, len: self.len }
+    }
+
+    /// # Panics
+    /// If the bytes are on a disk only.
+    fn address(&self) -> *mut u8 {
+        match &self.place {
+            Place::Own(region, start) => region.map.as_mut_ptr().wrapping_add(*start),
+            Place::Block(at) => {
+                let at = at.load(Ordering::Acquire);
+                assert!(!at.is_null(), "a matrix of {} B is on a disk", self.len);
+                at
+            }
+        }
+    }
 }
 
-/// The memory of a packed matrix whose bytes come from a disk when they are needed, and go. It
-/// outlives the matrix.
-#[derive(Clone)]
-pub struct MatrixMemory {
-    region: Arc<Region>,
-    start: usize,
+/// Memory for packed matrices that are read from a disk together. When others take their place,
+/// these are read into the same pages: pages that the system zeroes cost more than their reads.
+pub struct MemoryBlock {
+    region: Region,
     len: usize,
 }
 
-impl fmt::Debug for MatrixMemory {
+/// Where a packed matrix has its bytes, if they come from a disk when they are needed.
+#[derive(Clone, Debug)]
+pub struct MatrixMemory {
+    at: Arc<AtomicPtr<u8>>,
+    len: usize,
+}
+
+impl fmt::Debug for MemoryBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "MatrixMemory({})", Bytes(self.len as u64))
+        write!(f, "MemoryBlock({})", Bytes(self.len as u64))
+    }
+}
+
+impl MemoryBlock {
+    /// Reserves `len` bytes at a page, in huge pages as far as they fill some.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn new(len: usize) -> Result<Self, Error> {
+        let region = Region::new(len)?;
+        Ok(Self { region, len })
+    }
+
+    /// Bytes of the block.
+    pub const fn size(&self) -> usize {
+        self.len
+    }
+
+    /// A part of the bytes, for a reader of a disk.
+    ///
+    /// # Panics
+    /// If the part ends behind the block.
+    ///
+    /// # Safety
+    /// Until the borrow ends, nobody else uses this part, and no kernel reads a matrix in it.
+    #[allow(clippy::mut_from_ref, reason = "the contract gives it to one thread")]
+    pub unsafe fn part(&self, part: Range<usize>) -> &mut [u8] {
+        assert!(part.start <= part.end && part.end <= self.len, "{part:?}");
+        // SAFETY: within the mapping, which lives as long as this; alone by the contract.
+        unsafe {
+            let start = self.region.map.as_mut_ptr();
+            std::slice::from_raw_parts_mut(start.add(self.region.start + part.start), part.len())
+        }
     }
 }
 
@@ -135,80 +209,48 @@ impl MatrixMemory {
         self.len
     }
 
-    /// A part of the bytes, for a reader of a disk.
+    /// Has kernels read the matrix from `start` of `block` on.
     ///
     /// # Panics
-    /// If the part ends behind the matrix.
+    /// If it would end behind the block.
     ///
     /// # Safety
-    /// Until the borrow ends, nobody else uses this part, and no kernel reads the matrix.
-    #[allow(clippy::mut_from_ref, reason = "the contract gives it to one thread")]
-    pub unsafe fn part(&self, part: Range<usize>) -> &mut [u8] {
-        assert!(part.start <= part.end && part.end <= self.len, "{part:?}");
-        // SAFETY: within the mapping, which lives as long as this; alone by the contract.
-        unsafe {
-            let start = self.region.map.as_mut_ptr().add(self.start + part.start);
-            std::slice::from_raw_parts_mut(start, part.len())
-        }
-    }
-
-    /// Gives the memory back to the system; all of the bytes are undefined until they are written
-    /// again.
-    ///
-    /// # Safety
-    /// Nobody uses the bytes, and no kernel reads the matrix before they are written.
-    pub unsafe fn discard(&self) {
-        #[cfg(target_os = "linux")]
-        {
-            // Matrices begin at multiples of small pages, and share none.
-            let page = rustix::param::page_size();
-            let start = self.start.next_multiple_of(page);
-            let end = (self.start + self.len) / page * page;
-            // SAFETY: these bytes have no other owner; the contract.
-            let _ = unsafe {
-                let advice = memmap2::UncheckedAdvice::DontNeed;
-                let len = end.saturating_sub(start);
-                self.region.map.unchecked_advise_range(advice, start, len)
-            }; // refused: they stay
-        }
-        #[cfg(target_vendor = "apple")]
-        // SAFETY: as above; each matrix has a mapping of its own.
-        let _ = unsafe {
-            let advice = memmap2::UncheckedAdvice::Free;
-            self.region
-                .map
-                .unchecked_advise_range(advice, self.start, self.len)
-        }; // refused: they stay
+    /// No kernel reads the matrix before its bytes are there, after another write to them, or after
+    /// the block is dropped.
+    pub unsafe fn place(&self, block: &MemoryBlock, start: usize) {
+        assert!(start + self.len <= block.len, "{start} in {block:?}");
+        let first = block.region.map.as_mut_ptr();
+        let at = first.wrapping_add(block.region.start + start);
+        self.at.store(at, Ordering::Release);
     }
 }
 
-/// Has this process get no huge pages from now on. A part of one that is given back stays in memory
-/// until the system splits it, and a read may bring back more than was asked for.
-pub fn use_small_pages() {
+/// Whether this process gets huge pages from now on. While weights are packed and given back it
+/// must not: a part of a huge page stays in memory until the system splits it.
+pub fn use_huge_pages(use_them: bool) {
     #[cfg(target_os = "linux")]
-    let _ = rustix::thread::disable_transparent_huge_pages(true); // refused: more memory
-}
-
-impl HugeMap {
-    pub(crate) fn memory(&self) -> MatrixMemory {
-        MatrixMemory {
-            region: Arc::clone(&self.region),
-            start: self.start,
-            len: self.len,
+    {
+        const SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+        // Where all memory gets them, stacks and small objects would take more than they use.
+        let are_for_all = || fs::read_to_string(SETTING).is_ok_and(|it| it.contains("[always]"));
+        if !use_them || !are_for_all() {
+            let _ = rustix::thread::disable_transparent_huge_pages(!use_them); // refused: slower
         }
     }
+    #[cfg(not(target_os = "linux"))]
+    let _ = use_them;
 }
 
 impl Drop for HugeMap {
     /// Gives memory back whose neighbours in the mapping are still in use.
     fn drop(&mut self) {
         #[cfg(target_os = "linux")]
-        {
-            let pages = paceline_base::whole_pages(&(self.start..self.start + self.len));
+        if let Place::Own(region, start) = &self.place {
+            let pages = paceline_base::whole_pages(&(*start..start + self.len));
             // SAFETY: these bytes have no other owner, and are not handed out again.
             let _ = unsafe {
                 let advice = memmap2::UncheckedAdvice::DontNeed;
-                let map = &self.region.map;
+                let map = &region.map;
                 map.unchecked_advise_range(advice, pages.start, pages.len())
             }; // refused: they go with the mapping
         }
@@ -219,18 +261,16 @@ impl Deref for HugeMap {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: a part of the mapping, which lives as long as this and was zeroed by the system;
-        // only this has it, so that it is not written to while it is borrowed.
-        unsafe { std::slice::from_raw_parts(self.region.map.as_ptr().add(self.start), self.len) }
+        // SAFETY: a part of a mapping, which lives as long as this and was zeroed by the system, or
+        // by the contract of [`MatrixMemory::place`]; nobody writes to it while it is borrowed.
+        unsafe { std::slice::from_raw_parts(self.address(), self.len) }
     }
 }
 
 impl DerefMut for HugeMap {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as `deref`, and borrowed by one.
-        unsafe {
-            std::slice::from_raw_parts_mut(self.region.map.as_mut_ptr().add(self.start), self.len)
-        }
+        unsafe { std::slice::from_raw_parts_mut(self.address(), self.len) }
     }
 }
 

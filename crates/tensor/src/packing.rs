@@ -262,9 +262,9 @@ impl PackedMatrix {
         &self.data
     }
 
-    /// Memory of the packed bytes, for weights that are read from a disk when they are needed.
-    pub fn memory(&self) -> MatrixMemory {
-        self.data.memory()
+    /// Drops the packed bytes, which are read from a disk when they are needed.
+    pub fn detach(&mut self) -> MatrixMemory {
+        self.data.detach()
     }
 
     /// Whether BF16 weights have values that kernels treat apart: the argument of

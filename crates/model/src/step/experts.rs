@@ -16,16 +16,18 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, PackedMatrix, Product, vector};
 
-use super::{activations, add_bias};
+use super::{activations, add_bias, norm_row};
 use crate::Error;
 use crate::config::{
     self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,
 };
-use crate::expert_usage::LayerUses;
 use crate::model::Model;
 use crate::split::LeafCut;
-use crate::streaming::{StreamUnit, Streamer};
+use crate::streaming::StreamUnit;
 use crate::weights::{Expert, Experts, of_both};
+
+/// Rows whose experts of the next layer are guessed, at most: they have most of all rows' experts.
+const GUESSED: usize = 32;
 
 /// A row's route to one expert.
 #[derive(Clone, Copy, Debug, Default)]
@@ -43,6 +45,8 @@ pub(super) struct ExpertBuffers {
     of: config::Experts,
     /// Of the gate, without a clamp.
     activation: Activation,
+    /// `(GUESSED, C)`: input of the next layer's router, in streamed models.
+    guess_x: Option<Activations>,
     /// `(T, C)`: the router's input, if it differs from the experts' input.
     router_x: Option<Activations>,
     /// `(T, E)`
@@ -92,6 +96,9 @@ impl ExpertBuffers {
         let routers = layers().map(|layer| &layer.router.matrix);
         Self {
             activation: model.config().activation,
+            guess_x: model
+                .streamer()
+                .map(|_| activations(model, rows.min(GUESSED), width, routers.clone())),
             router_x: of.scaled.then(|| activations(model, rows, width, routers)),
             scores: memory(rows * of.count),
             weights: memory(rows * of.count),
@@ -128,36 +135,44 @@ impl ExpertBuffers {
     }
 
     /// x (T, C) -> this rank's roots of the sum over experts, `(T, C)` each, at the start of `out`.
+    /// `residual` (T, C) is that of `x`.
     pub(super) fn compute(
         &mut self,
-        kernels: &Kernels,
-        (weights, uses, streamer): (&Experts, &LayerUses, Option<(&Streamer, usize)>),
-        cut: &LeafCut,
-        x: &Activations,
+        (model, index): (&Model, usize),
+        (weights, cut): (&Experts, &LeafCut),
+        (x, residual): (&Activations, &[f32]),
         out: &mut [f32],
     ) -> Result<(), Error> {
+        let (kernels, streamer) = (model.kernels(), model.streamer());
         self.choose(kernels, weights, x);
         let chosen = self.choices[..x.rows() * Self::each(self.of)].iter();
+        let uses = model.uses(index);
         uses.count(chosen.clone().map(|choice| choice.expert));
         self.is_chosen.fill(false);
         chosen.for_each(|choice| self.is_chosen[choice.expert] = true);
         let mut left = std::mem::take(&mut self.left);
         left.clear();
-        let own = weights.first..weights.first + weights.experts.len();
-        left.extend(own.filter(|expert| self.is_chosen[*expert]));
+        left.extend(weights.own().filter(|expert| self.is_chosen[*expert]));
+        if let Some(streamer) = streamer.filter(|streamer| streamer.route(index, &left))
+            && let Some(next) = model.next_experts(index)
+        {
+            self.guess(model, next, residual);
+            let own = next.0.own();
+            streamer.guess(index + 1, own.filter(|expert| self.is_chosen[*expert]));
+        }
         let computed = kernels.meter().experts(|| {
             let mut slot = 0;
             while !left.is_empty() {
                 // Slots, and so results, do not depend on the order.
                 let place = match streamer {
-                    Some((streamer, layer)) => streamer.next_expert(layer, &left)?,
+                    Some(streamer) => streamer.next_expert(index, &left)?,
                     None => 0,
                 };
-                let index = left.remove(place);
-                self.gather(index, slot, x.rows());
-                self.expert(kernels, &weights.experts[index - weights.first], x, slot);
-                if let Some((streamer, layer)) = streamer {
-                    streamer.leave(StreamUnit::Expert(layer, index));
+                let expert = left.remove(place);
+                self.gather(expert, slot, x.rows());
+                self.expert(kernels, &weights.experts[expert - weights.first], x, slot);
+                if let Some(streamer) = streamer {
+                    streamer.leave(StreamUnit::Expert(index, expert));
                 }
                 slot += self.members.len();
             }
@@ -170,6 +185,42 @@ impl ExpertBuffers {
             self.sum(kernels, root.leaves(cut.leaves), x.cols(), out);
         }
         Ok(())
+    }
+
+    /// Sets which experts the router of the next layer chooses for the input of this one's. A layer
+    /// adds little to the residual, so that it will choose most of them.
+    fn guess(&mut self, model: &Model, (next, norm): (&Experts, &[f32]), residual: &[f32]) {
+        let (of, kernels) = (self.of, model.kernels());
+        let x = self.guess_x.as_mut().expect("the model is streamed");
+        let rows = (residual.len() / norm.len()).min(GUESSED);
+        x.resize(rows);
+        kernels.fill_rows(x, |t, out| {
+            norm_row(
+                model,
+                &residual[t * norm.len()..(t + 1) * norm.len()],
+                norm,
+                out,
+            );
+        });
+        let scores = &mut self.scores[..rows * of.count];
+        kernels.products(x, [whole(&next.router.matrix, scores)]);
+        add_bias(scores, next.router.bias.as_deref(), rows);
+        self.is_chosen.fill(false);
+        self.is_chosen[of.count] = true; // the shared one
+        let rows = scores.chunks_exact(of.count);
+        for (scores, weights) in rows.zip(self.weights.chunks_exact_mut(of.count)) {
+            let mut choices = [ExpertRoute::default(); MAX_USED];
+            let choices = &mut choices[..of.used];
+            choose_row(
+                (kernels, &of),
+                scores,
+                next.choice.as_deref(),
+                weights,
+                choices,
+            );
+            let chosen = choices.iter().map(|choice| choice.expert);
+            chosen.for_each(|expert| self.is_chosen[expert] = true);
+        }
     }
 
     /// Routes each row; routes are in order of expert index.

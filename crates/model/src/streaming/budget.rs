@@ -25,6 +25,8 @@ pub struct StreamCounts {
     pub hits: u64,
     /// Units that a step waited for.
     pub misses: u64,
+    /// Experts that were read because a router would probably choose them.
+    pub guesses: u64,
     /// Most bytes of units in memory at a time.
     pub most: u64,
     /// The bytes of units that may be in memory.

@@ -7,15 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use crate::packed_file::{BLOCK, PIECE};
+use paceline_tensor::MemoryBlock;
+
+use crate::packed_file::PIECE;
 
 /// Reads under way at a time: an NVMe disk has its full rate from 8 to 16 reads of 1 MiB on.
 pub(super) const READERS: usize = 16;
-
-/// A block at an address that direct reads take.
-#[derive(Clone, Copy)]
-#[repr(align(4096))]
-pub(super) struct Aligned(pub(super) [u8; BLOCK]);
 
 /// Reads a part of the file at `path`, or of a folder's largest file, as streamed weights are read.
 /// The caller measures the time: a tenth of a second on an NVMe disk. Returns the bytes.
@@ -33,9 +30,11 @@ pub fn read_sample(path: &Path) -> Option<u64> {
         .filter(|_| pieces >= READERS as u64)?;
     let next = AtomicU64::new(0);
     let read = || {
-        let mut blocks = vec![Aligned([0; BLOCK]); PIECE / BLOCK];
-        // SAFETY: blocks follow one another without gaps, and are bytes.
-        let out = unsafe { std::slice::from_raw_parts_mut(blocks.as_mut_ptr().cast(), PIECE) };
+        let Ok(block) = MemoryBlock::new(PIECE) else {
+            return false;
+        };
+        // SAFETY: nobody else has the block.
+        let out = unsafe { block.part(0..PIECE) };
         let piece = || next.fetch_add(1, Ordering::Relaxed);
         std::iter::repeat_with(piece)
             .take_while(|piece| *piece < pieces)
