@@ -18,7 +18,7 @@ mod spares;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -41,7 +41,7 @@ use crate::supervisor::{
 };
 use crate::workers::InstanceWorkers;
 use crate::{Error, PlannedSplit};
-use measures::RankMeasurements;
+use measures::{RankMeasurements, RankTask};
 use paceline_worker::messages::{DraftJob, PrefillRole, RankAssignment, RankFacts};
 use paceline_worker::prefill_classes::UnlikePrefill;
 use paceline_worker::{AdapterOf, InstanceTraffic, adapters};
@@ -266,11 +266,16 @@ pub struct Instance {
 /// State shared by callers and the thread.
 struct InstanceShared {
     crew: Box<dyn InstanceWorkers>,
-    commands: Mutex<VecDeque<Command>>,
-    view: Mutex<InstanceStatus>,
-    /// Locked while ranks are measured; `traces` while they are traced.
-    measures: Mutex<()>,
-    traces: Mutex<()>,
+    state: Mutex<InstanceState>,
+    /// Signals that a turn has ended.
+    turn_over: Condvar,
+}
+
+struct InstanceState {
+    commands: VecDeque<Command>,
+    status: InstanceStatus,
+    /// Tasks of all ranks that a caller has its turn at.
+    in_turn: Vec<RankTask>,
 }
 
 enum Command {
@@ -314,7 +319,7 @@ impl Instance {
         observer: Observer,
     ) -> Result<Self, Error> {
         let supervisor = spec.supervisor(&*crew)?;
-        let view = InstanceStatus {
+        let status = InstanceStatus {
             health: supervisor.health(),
             door: supervisor.check(),
             load: (0, 0),
@@ -331,10 +336,12 @@ impl Instance {
         };
         let shared = Arc::new(InstanceShared {
             crew,
-            commands: Mutex::default(),
-            view: Mutex::new(view),
-            measures: Mutex::default(),
-            traces: Mutex::default(),
+            state: Mutex::new(InstanceState {
+                commands: VecDeque::new(),
+                status,
+                in_turn: Vec::new(),
+            }),
+            turn_over: Condvar::new(),
         });
         let (first, started) = channel();
         let (cuts, together) = (spec.cuts.clone(), spec.together());
@@ -441,7 +448,8 @@ impl Instance {
 
     /// The placement in use: one pipeline, with the epoch's number.
     pub fn placement(&self) -> Placement {
-        let view = lock(&self.shared.view);
+        let state = lock(&self.shared.state);
+        let view = &state.status;
         let own = self.cuts[view.way].placement.clone();
         let behind = self.cuts[view.way].split.ranks() as usize;
         Placement {
@@ -460,60 +468,60 @@ impl Instance {
 
     /// The split in use.
     pub fn split(&self) -> &Split {
-        &self.cuts[lock(&self.shared.view).way].split
+        &self.cuts[lock(&self.shared.state).status.way].split
     }
 
     /// Predicted decode tokens a second of the split in use.
     pub fn predicted(&self) -> Option<f64> {
-        self.cuts[lock(&self.shared.view).way].tok_s
+        self.cuts[lock(&self.shared.state).status.way].tok_s
     }
 
     /// Predicted decode tokens a second of 2, 4, 8 and more concurrent answers with the split in
     /// use. Empty without a forecast.
     pub fn predicted_together(&self) -> &[(u32, f64)] {
-        &self.together[lock(&self.shared.view).way]
+        &self.together[lock(&self.shared.state).status.way]
     }
 
     /// Measured decode tokens a second of the split in use, from single answers.
     pub fn measured(&self) -> Option<f64> {
-        lock(&self.shared.view).measured
+        lock(&self.shared.state).status.measured
     }
 
     /// All changes of the split so far, refused ones included.
     pub fn changes(&self) -> Vec<ChangeRecord> {
-        lock(&self.shared.view).changes.clone()
+        lock(&self.shared.state).status.changes.clone()
     }
 
     /// Changes that were made.
     pub fn n_changes(&self) -> u32 {
-        lock(&self.shared.view).n_changes
+        lock(&self.shared.state).status.n_changes
     }
 
     /// Number of epochs started after a failure.
     pub fn restarts(&self) -> u64 {
-        lock(&self.shared.view).restarts
+        lock(&self.shared.state).status.restarts
     }
 
     /// Answers that continued from their tokens with numbers that are near and not the same to the
     /// bit, after a failure or with another split.
     pub fn continued(&self) -> u64 {
-        lock(&self.shared.view).continued
+        lock(&self.shared.state).status.continued
     }
 
     /// Number of the epoch, from 1.
     pub fn epoch(&self) -> u64 {
-        lock(&self.shared.view).epoch
+        lock(&self.shared.state).status.epoch
     }
 
     /// The facts of the last epoch's ranks when they were ready, in rank order.
     pub fn facts(&self) -> Vec<RankFacts> {
-        lock(&self.shared.view).facts.clone()
+        lock(&self.shared.state).status.facts.clone()
     }
 }
 
 impl Service for Instance {
     fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
-        lock(&self.shared.view).door.clone()?;
+        lock(&self.shared.state).status.door.clone()?;
         // The prefill ranks have no adapters, and an adapter's pages differ.
         let is_adapted = submission.request.adapter.is_some();
         match self.prompts.as_ref().filter(|_| !is_adapted) {
@@ -539,7 +547,8 @@ impl Service for Instance {
     }
 
     fn status(&self) -> ServiceStatus {
-        let view = lock(&self.shared.view);
+        let state = lock(&self.shared.state);
+        let view = &state.status;
         let (running, waiting) = view.load;
         let is_open = view.door.is_ok();
         let state = match &view.health {
@@ -577,7 +586,7 @@ impl fmt::Debug for Instance {
 
 impl InstanceShared {
     fn command(&self, command: Command) {
-        lock(&self.commands).push_back(command);
+        lock(&self.state).commands.push_back(command);
         self.crew.wake();
     }
 }

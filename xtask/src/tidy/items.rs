@@ -10,24 +10,6 @@ use crate::repo;
 /// Crates whose structs have one mutex over one state, so that no order of locks matters.
 const CONTROL_PLANE: [&str; 4] = ["board", "cluster", "fleet", "node"];
 
-/// Structs of the control plane with more, and why.
-const LOCKED: [(&str, &str); 8] = [
-    ("ControlState", "the hook stays locked while it runs"),
-    (
-        "Inner",
-        "files of the cluster change under a lock of their own",
-    ),
-    ("InstanceNodes", "what runs is shared with reports"),
-    ("InstanceShared", "traces and measurements take turns"),
-    ("NodeSession", "both directions block by themselves"),
-    ("RemoteWorkers", "a rank's worker ends while others start"),
-    (
-        "Routes",
-        "a choice is locked until it counts, a move until it ends",
-    ),
-    ("Workers", "a second stop waits for the first"),
-];
-
 /// Findings about the items of one file.
 pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     let mut items = Items {
@@ -88,9 +70,8 @@ impl<'ast> Visit<'ast> for Items<'_> {
     fn visit_item_struct(&mut self, item: &'ast syn::ItemStruct) {
         let mut locks = Locks(0);
         locks.visit_fields(&item.fields);
-        let is_known = LOCKED.iter().any(|(name, _)| item.ident == name);
         let is_control = CONTROL_PLANE.contains(&repo::crate_of(&self.file.path));
-        if is_control && !is_known && locks.0 > 1 {
+        if is_control && locks.0 > 1 {
             let line = item.ident.span().start().line;
             self.find(
                 line,

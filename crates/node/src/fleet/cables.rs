@@ -5,21 +5,6 @@ use paceline_cluster::nodes::rdma::Cable;
 
 use paceline_worker::messages::{PeerWire, RankCables, RankFacts};
 
-/// Facts of an instance that its workers determine.
-#[derive(Clone, Default)]
-pub(super) struct RunningFacts {
-    /// Name of its numbers, once its workers are ready.
-    pub(super) numbers: Option<String>,
-    /// Positions of a sequence, once its engine is planned.
-    pub(super) context: Option<u32>,
-    /// RDMA cables between the ranks of the last epoch.
-    pub(super) cables: CablePlan,
-    /// Transports between these ranks, for people.
-    pub(super) wires: Option<String>,
-    /// The split in use, once its workers are ready.
-    pub(super) split: Option<String>,
-}
-
 /// The cables between ranks of an epoch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct CablePlan {

@@ -16,7 +16,7 @@ use paceline_cluster::nodes::reach::BrokenPairs;
 use paceline_cluster::nodes::{NodeId, Registers};
 use paceline_fleet::{InstanceSpec, SPARE_AUTO, specs};
 
-use super::cables::{CablePlan, RunningFacts};
+use super::cables::CablePlan;
 use super::error::no_path;
 use super::flaps::{Flaps, UnusedNodes};
 pub(super) use super::node_connection::NodeConnection;
@@ -43,8 +43,24 @@ const TOLD_LIMIT: Duration = Duration::from_millis(500);
 /// Routes of pairs of nodes that this process has measured or used.
 type PairRoutes = BTreeMap<(NodeId, NodeId), SocketAddr>;
 
-/// Past observations of the nodes of an instance.
-#[derive(Default)]
+/// Facts of an instance that its workers determine.
+#[derive(Clone, Default)]
+pub(super) struct RunningFacts {
+    /// Name of its numbers, once its workers are ready.
+    pub(super) numbers: Option<String>,
+    /// Positions of a sequence, once its engine is planned.
+    pub(super) context: Option<u32>,
+    /// RDMA cables between the ranks of the last epoch.
+    pub(super) cables: CablePlan,
+    /// Transports between these ranks, for people.
+    pub(super) wires: Option<String>,
+    /// The split in use, once its workers are ready.
+    pub(super) split: Option<String>,
+    pub(super) seen: SeenHosts,
+}
+
+/// Observations of the instance's nodes by its present workers.
+#[derive(Clone, Default)]
 pub(super) struct SeenHosts {
     /// Pairs of nodes: a rank on one blamed the rank on the other.
     blamed: BrokenPairs,
@@ -66,7 +82,6 @@ pub(super) struct InstanceNodes {
     /// Set when a rank was lost and no other node of the instance has memory for it.
     pub(super) cramped: Arc<AtomicBool>,
     pub(super) unused: Arc<UnusedNodes>,
-    pub(super) seen: Mutex<SeenHosts>,
     pub(super) running: Arc<Mutex<RunningFacts>>,
 }
 
@@ -119,7 +134,7 @@ impl InstanceNodes {
     /// route is one.
     fn broken_pairs(&self, nodes: &[NodeId]) -> BrokenPairs {
         let measured = self.agent.broken_pairs(nodes);
-        let blamed = lock(&self.seen).blamed.clone();
+        let blamed = lock(&self.running).seen.blamed.clone();
         let is_lost = |a, b| self.route(a, b).is_none() && nodes.contains(&a) && nodes.contains(&b);
         let lost = blamed.iter().filter(|(a, b)| is_lost(*a, *b));
         measured.iter().chain(lost).collect()
@@ -203,12 +218,12 @@ impl WorkerHosts for InstanceNodes {
     }
 
     fn open_spare(&self, rank: Rank) -> Result<WorkerHost, ConnectionError> {
-        let before = lock(&self.seen).spares.remove(&rank);
+        let before = lock(&self.running).seen.spares.remove(&rank);
         let mut error = ConnectionError::new("no other node lives and has the memory");
         for id in self.spare_candidates(rank, before) {
             match self.get_model(id).and_then(|()| self.reach(id)) {
                 Ok(place) => {
-                    lock(&self.seen).spares.insert(rank, id);
+                    lock(&self.running).seen.spares.insert(rank, id);
                     return Ok(place);
                 }
                 Err(why) => error = why,
@@ -223,7 +238,7 @@ impl WorkerHosts for InstanceNodes {
 
     fn promoted(&self, rank: Rank) {
         self.flaps.vacated(rank);
-        if let Some(node) = lock(&self.seen).spares.remove(&rank) {
+        if let Some(node) = lock(&self.running).seen.spares.remove(&rank) {
             self.flaps.started(rank, node);
         }
     }
@@ -281,7 +296,7 @@ impl WorkerHosts for InstanceNodes {
             Some(((from, to), route))
         });
         let ways: Vec<_> = ways.collect();
-        lock(&self.seen).known.extend(ways);
+        lock(&self.running).seen.known.extend(ways);
     }
 
     fn settle(&self, nodes: &[NodeId], doubted: &[NodeId]) {
@@ -293,7 +308,7 @@ impl WorkerHosts for InstanceNodes {
                 std::thread::sleep(TOLD_LIMIT / 20);
             }
         } else {
-            let known = lock(&self.seen).known.clone();
+            let known = lock(&self.running).seen.known.clone();
             let new = ends_of_new(nodes, &known, |from, to| self.route(from, to));
             if !new.is_empty() {
                 let latency = paths::PathProbe::Latency;
@@ -305,7 +320,7 @@ impl WorkerHosts for InstanceNodes {
 
     fn blamed(&self, a: NodeId, b: NodeId) {
         if a != b {
-            lock(&self.seen).blamed.insert(a, b);
+            lock(&self.running).seen.blamed.insert(a, b);
         }
     }
 
@@ -357,7 +372,7 @@ impl InstanceNodes {
             true => !broken.contains(*id, self.agent.id()),
             false => broken.suits(*id, &speaking),
         });
-        let spares = lock(&self.seen).spares.clone();
+        let spares = lock(&self.running).seen.spares.clone();
         let spares_at = |id: NodeId| spares.values().filter(|node| **node == id).count();
         all.sort_by_key(|id| {
             let is_idle = !self.nodes.contains(id);
@@ -413,7 +428,7 @@ impl InstanceNodes {
     fn has_room(&self, rank: Rank, view: &NodeView, map: &Registers) -> bool {
         let is_on_mlx = self.is_on_mlx(rank);
         let held = held(&all_records(map), view, is_on_mlx);
-        let spares = lock(&self.seen).spares.clone();
+        let spares = lock(&self.running).seen.spares.clone();
         let spares = spares.values().filter(|node| **node == view.id).count() as u64;
         let shard = own_part(&self.wanted, self.nodes[rank.0 as usize]);
         let held = held.saturating_add(spares.saturating_mul(shard));

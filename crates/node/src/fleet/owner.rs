@@ -19,11 +19,10 @@ use paceline_fleet::{InstanceId, InstanceSpec, SPARE_AUTO, State, WeightDistribu
 use paceline_model::{Config, ModelSource, SplitKind};
 use paceline_tensor::UnknownKvType;
 
-use super::cables::RunningFacts;
 use super::copies::CheckRange;
 use super::device_memory::fitting_shares;
 use super::flaps::{Flaps, UnusedNodes};
-use super::hosts::InstanceNodes;
+use super::hosts::{InstanceNodes, RunningFacts, SeenHosts};
 use super::{
     FETCH, Inner, LOOK_EVERY, OwnerService, copies, encoders, name_of, one_machine, roots,
 };
@@ -193,6 +192,7 @@ impl OwnedInstance {
     /// Workers on the nodes of a record.
     fn crew(&self, inner: &Inner, wanted: InstanceSpec, flaps: Arc<Flaps>) -> RemoteWorkers {
         let (model, ranks) = (name_of(&wanted), wanted.nodes.len() as u32);
+        lock(&self.running).seen = SeenHosts::default();
         let places = InstanceNodes {
             agent: inner.agent.clone(),
             nodes: wanted.nodes.clone(),
@@ -201,7 +201,6 @@ impl OwnedInstance {
             flaps,
             cramped: Arc::clone(&self.cramped),
             unused: Arc::clone(&self.unused),
-            seen: Mutex::default(),
             running: Arc::clone(&self.running),
         };
         RemoteWorkers::new(Box::new(places), model, ranks, None)

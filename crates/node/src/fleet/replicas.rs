@@ -36,13 +36,16 @@ pub(super) struct Replicas {
 struct Routes {
     model: String,
     tell: ReplicaLog,
-    members: Mutex<BTreeMap<InstanceId, ReplicaHandle>>,
-    /// Locked from a choice until the chosen replica counts the request, so that the next choice
-    /// sees it.
-    prefixes: Mutex<Prefixes>,
-    /// Locked while requests move, and by a cancel, which so finds a request before or after its
-    /// move.
-    moves: Mutex<()>,
+    state: Mutex<RoutesState>,
+}
+
+/// Locked from a choice until the chosen replica counts the request, so that the next choice sees
+/// it. Locked while requests move, and by a cancel, which so finds a request before or after its
+/// move.
+#[derive(Default)]
+struct RoutesState {
+    members: BTreeMap<InstanceId, ReplicaHandle>,
+    prefixes: Prefixes,
 }
 
 /// A replica.
@@ -78,9 +81,7 @@ impl Replicas {
         let routes = Routes {
             model: model.to_owned(),
             tell,
-            members: Mutex::default(),
-            prefixes: Mutex::default(),
-            moves: Mutex::default(),
+            state: Mutex::default(),
         };
         let routes = Arc::new(routes);
         Self { routes }
@@ -89,7 +90,7 @@ impl Replicas {
     /// Adds an instance, or stores the name of its numbers.
     pub(super) fn admit(&self, inner: &Arc<Inner>, ready: &ReadyReplica) {
         let id = ready.id;
-        if let Some(member) = lock(&self.routes.members).get_mut(&id) {
+        if let Some(member) = lock(&self.routes.state).members.get_mut(&id) {
             member.numbers.clone_from(&ready.numbers);
             return;
         }
@@ -105,19 +106,20 @@ impl Replicas {
             asked: Arc::default(),
             numbers: ready.numbers.clone(),
         };
-        lock(&self.routes.members).insert(id, member);
+        lock(&self.routes.state).members.insert(id, member);
     }
 
     /// Keeps these instances only. Open requests of the others move to them.
     pub(super) fn retain(&self, wanted: &BTreeSet<InstanceId>) {
-        lock(&self.routes.members).retain(|id, _| wanted.contains(id));
+        let mut state = lock(&self.routes.state);
+        state.members.retain(|id, _| wanted.contains(id));
     }
 
     /// The name of the numbers, if it is the same for all replicas: that of a request is not known
     /// in advance.
     fn numbers(&self) -> Option<String> {
-        let members = lock(&self.routes.members);
-        let mut names = members.values().map(|member| member.numbers.clone());
+        let state = lock(&self.routes.state);
+        let mut names = state.members.values().map(|member| member.numbers.clone());
         let first = names.next()??;
         names
             .all(|name| name.as_ref() == Some(&first))
@@ -126,12 +128,12 @@ impl Replicas {
 
     /// Whether an instance is one of them.
     pub(super) fn has(&self, id: InstanceId) -> bool {
-        lock(&self.routes.members).contains_key(&id)
+        lock(&self.routes.state).members.contains_key(&id)
     }
 
     /// Usage of an instance.
     pub(super) fn usage(&self, id: InstanceId) -> Use {
-        let member = lock(&self.routes.members).get(&id).cloned();
+        let member = lock(&self.routes.state).members.get(&id).cloned();
         member.map_or_else(Use::default, |member| Use {
             asked: member.asked.load(Ordering::Relaxed),
             load: member.entry().load(),
@@ -144,25 +146,26 @@ impl Replicas {
         asked: IngressRequest,
         first: Option<InstanceId>,
     ) -> Result<(), RequestFailure> {
-        let routes = &self.routes;
-        let mut members = routes.members();
+        let hashes = blocks(asked.prompt());
+        let mut state = lock(&self.routes.state);
+        let mut members = state.members();
         let first = first.and_then(|id| members.iter().position(|(other, _)| *other == id));
         let first = first.filter(|at| members[*at].1.entry().is_ready());
         let mut refusal = RequestFailure::Unavailable {
             reason: "no replica of the model is loaded".to_owned(),
         };
-        let hashes = blocks(asked.prompt());
         let (mut asked, mut at) = (asked, first);
         loop {
-            let mut prefixes = lock(&routes.prefixes);
-            let chosen = at.take().or_else(|| prefixes.choose(&members, &hashes));
+            let chosen = at
+                .take()
+                .or_else(|| state.prefixes.choose(&members, &hashes));
             let Some(chosen) = chosen else {
                 return Err(refusal);
             };
             let (id, member) = members.swap_remove(chosen);
             match give(&member, asked) {
                 Ok(()) => {
-                    prefixes.remember(&hashes, id);
+                    state.prefixes.remember(&hashes, id);
                     return Ok(());
                 }
                 Err(back) => asked = back,
@@ -172,14 +175,13 @@ impl Replicas {
     }
 
     fn cancel(&self, ticket: Ticket) {
-        let _turn = lock(&self.routes.moves);
-        for (_, member) in self.routes.members() {
-            member.entry().cancel(ticket);
-        }
+        let state = lock(&self.routes.state);
+        let members = state.members.values();
+        members.for_each(|member| member.entry().cancel(ticket));
     }
 
     fn status(&self) -> ServiceStatus {
-        let members = self.routes.members();
+        let members = lock(&self.routes.state).members();
         let all: Vec<ServiceStatus> = members.iter().map(|(_, it)| it.entry().status()).collect();
         let ready = all.iter().find(|it| it.state == State::Ready);
         let first = ready.or(all.first()).map(|it| it.state.clone());
@@ -192,15 +194,15 @@ impl Replicas {
     }
 }
 
-impl Routes {
+impl RoutesState {
     fn members(&self) -> Vec<(InstanceId, ReplicaHandle)> {
-        let members = lock(&self.members);
-        members.iter().map(|(id, it)| (*id, it.clone())).collect()
+        let members = self.members.iter();
+        members.map(|(id, it)| (*id, it.clone())).collect()
     }
 
     /// Moves an open request to one of `others`; returns it if none of them can continue it.
     fn hand_over(
-        &self,
+        &mut self,
         from: &Ingress,
         others: &[(InstanceId, ReplicaHandle)],
         asked: IngressRequest,
@@ -211,13 +213,12 @@ impl Routes {
         };
         let fitting: Vec<_> = others.iter().filter(fits).cloned().collect();
         let hashes = blocks(asked.prompt());
-        let mut prefixes = lock(&self.prefixes);
-        let Some(chosen) = prefixes.choose(&fitting, &hashes) else {
+        let Some(chosen) = self.prefixes.choose(&fitting, &hashes) else {
             return Err(asked);
         };
         let (id, member) = &fitting[chosen];
         give(member, asked)?;
-        prefixes.remember(&hashes, *id);
+        self.prefixes.remember(&hashes, *id);
         Ok(())
     }
 }
@@ -246,23 +247,26 @@ fn give(member: &ReplicaHandle, asked: IngressRequest) -> Result<(), IngressRequ
 
 impl RequestFailover for Routes {
     fn relieve(&self, from: &Ingress) -> bool {
-        let _turn = lock(&self.moves);
-        let mut others = self.members();
+        let mut state = lock(&self.state);
+        let mut others = state.members();
         others.retain(|(id, member)| *id != from.id() && member.entry().is_ready());
         if others.is_empty() {
             return false;
         }
         // Later requests to it find an empty cache.
-        lock(&self.prefixes).forget(from.id());
+        state.prefixes.forget(from.id());
         let mut moved = 0;
         for asked in from.give_up() {
-            match self.hand_over(from, &others, asked) {
+            match state.hand_over(from, &others, asked) {
                 Ok(()) => moved += 1,
                 Err(asked) => from.keep(asked),
             }
         }
         if moved > 0 {
             from.hang_up();
+        }
+        drop(state);
+        if moved > 0 {
             let (model, plural) = (&self.model, if moved == 1 { "" } else { "s" });
             (self.tell)(&format!(
                 "{model}: another replica goes on with {moved} request{plural}"
@@ -282,9 +286,9 @@ impl Service for Replicas {
     }
 
     fn cut(&self) -> String {
-        let members = lock(&self.routes.members);
+        let state = lock(&self.routes.state);
+        let members = state.members.values();
         let cuts: BTreeSet<String> = members
-            .values()
             .filter_map(|member| member.remote.entry.cut())
             .collect();
         // Replicas may have different splits: the one of a request is not known in advance.
@@ -306,7 +310,7 @@ impl Service for Replicas {
 
 impl fmt::Debug for Replicas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ids: Vec<InstanceId> = lock(&self.routes.members).keys().copied().collect();
+        let ids: Vec<InstanceId> = lock(&self.routes.state).members.keys().copied().collect();
         write!(f, "replicas {ids:?} of {}", self.routes.model)
     }
 }
@@ -360,15 +364,17 @@ mod tests {
                 asked: Arc::default(),
                 numbers: None,
             };
-            lock(&all.routes.members).insert(InstanceId(id), member);
+            lock(&all.routes.state)
+                .members
+                .insert(InstanceId(id), member);
             owner
         });
         (all, owners)
     }
 
     fn entry(all: &Replicas, id: u64) -> Arc<Ingress> {
-        let members = lock(&all.routes.members);
-        Arc::clone(&members[&InstanceId(id)].remote.entry)
+        let state = lock(&all.routes.state);
+        Arc::clone(&state.members[&InstanceId(id)].remote.entry)
     }
 
     /// Sends a prompt of two blocks of this token, as the request of this number.

@@ -1,6 +1,6 @@
 //! Measurements of an instance's ranks on request: bytes moved, experts chosen, and traces.
 
-use std::sync::Mutex;
+use std::sync::PoisonError;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use paceline_engine::DraftCounts;
 use paceline_model::ExpertUses;
 use paceline_model::trace::RankTrace;
 
-use super::{Command, Instance};
+use super::{Command, Instance, InstanceShared, InstanceState};
 use crate::Error;
 use paceline_worker::InstanceTraffic;
 
@@ -32,13 +32,50 @@ pub(super) struct RankMeasurements {
     pub(super) guesses: DraftCounts,
 }
 
+/// A task of all ranks that one caller does at a time, so that answers are not mixed up. It takes a
+/// bounded time.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum RankTask {
+    Measure,
+    Trace,
+}
+
+/// A caller's turn at a task, which ends when it is dropped.
+pub(crate) struct RankTurn<'a> {
+    shared: &'a InstanceShared,
+    task: RankTask,
+}
+
+impl InstanceShared {
+    fn turn(&self, task: RankTask) -> RankTurn<'_> {
+        let is_taken = |state: &mut InstanceState| state.in_turn.contains(&task);
+        let free = self.turn_over.wait_while(lock(&self.state), is_taken);
+        let mut state = free.unwrap_or_else(PoisonError::into_inner);
+        self.begin_turn(&mut state, task)
+    }
+
+    fn begin_turn(&self, state: &mut InstanceState, task: RankTask) -> RankTurn<'_> {
+        state.in_turn.push(task);
+        RankTurn { shared: self, task }
+    }
+}
+
+impl Drop for RankTurn<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.shared.state);
+        state.in_turn.retain(|task| *task != self.task);
+        drop(state);
+        self.shared.turn_over.notify_all();
+    }
+}
+
 impl Instance {
     /// Bytes that all ranks together have moved so far; `None` if one does not answer within a
     /// second.
     pub fn moved(&self) -> Option<InstanceTraffic> {
         let ranks = self.measure(MEASURE_LIMIT)?;
         let now = ranks.into_iter().map(|rank| rank.moved).sum();
-        let before = lock(&self.shared.view).moved;
+        let before = lock(&self.shared.state).status.moved;
         Some([before, now].into_iter().sum())
     }
 
@@ -70,13 +107,13 @@ impl Instance {
 
     /// Draft tokens as the last measurement found them. Does not wait.
     pub fn drafts(&self) -> DraftCounts {
-        lock(&self.shared.view).drafts
+        lock(&self.shared.state).status.drafts
     }
 
     /// Queries every rank for its measurements, in rank order; `None` if one is missing after
     /// `limit`. Waits for other callers first, so that answers are not mixed up.
     fn measure(&self, limit: Duration) -> Option<Vec<RankMeasurements>> {
-        let _alone = lock(&self.shared.measures);
+        let _turn = self.shared.turn(RankTask::Measure);
         let (sender, receiver) = channel();
         self.shared.command(Command::Measure(sender));
         let deadline = Instant::now() + limit;
@@ -97,9 +134,16 @@ impl Instance {
         let _ = self.moved(); // same channels: its answer confirms the trace
     }
 
-    /// Locked during a trace: ranks record one trace at a time.
-    pub(crate) fn traces(&self) -> &Mutex<()> {
-        &self.shared.traces
+    /// A turn at a trace; waits for the others.
+    pub(crate) fn trace_turn(&self) -> RankTurn<'_> {
+        self.shared.turn(RankTask::Trace)
+    }
+
+    /// A turn at a trace; `None` during another one.
+    pub(crate) fn try_trace_turn(&self) -> Option<RankTurn<'_>> {
+        let mut state = lock(&self.shared.state);
+        let is_free = !state.in_turn.contains(&RankTask::Trace);
+        is_free.then(|| self.shared.begin_turn(&mut state, RankTask::Trace))
     }
 
     /// Ends a trace; returns the recordings of each rank, in rank order. Blocks for up to 20 s.

@@ -377,7 +377,7 @@ impl Shell {
         if let Some(deadline) = &mut request.order.deadline_ms {
             *deadline = deadline.saturating_sub(u32::try_from(waited).unwrap_or(u32::MAX));
         }
-        let is_alone = self.core.is_idle() && lock(&self.here.view).load == (0, 0);
+        let is_alone = self.core.is_idle() && lock(&self.here.state).status.load == (0, 0);
         let sink = match is_alone && open.fresh >= LEAST && !open.is_reading {
             true => self.timed(request.prompt.len(), sink),
             false => sink,
@@ -391,7 +391,7 @@ impl Shell {
             numbers.unwrap_or_else(|| classes[0].to_string())
         };
         let (there, decoding) = (&self.there, &self.decoding.classes);
-        let facts = lock(&self.here.view).facts.clone();
+        let facts = lock(&self.here.state).status.facts.clone();
         let here = self.splits[GroupRole::Decode as usize].as_ref();
         let here = here.and_then(|split| numbers(split, decoding, &facts));
         [own(there.numbers(), &there.classes), own(here, decoding)]

@@ -121,7 +121,7 @@ impl Shell {
                         guesses: *guesses,
                     };
                     if guesses.steps > 0 {
-                        lock(&self.shared.view).drafts = *guesses; // of the leader
+                        lock(&self.shared.state).status.drafts = *guesses; // of the leader
                     }
                     self.measuring
                         .retain(|asker| asker.send((*rank, measured.clone())).is_ok());
@@ -140,7 +140,8 @@ impl Shell {
                     return;
                 }
                 FromWorker::Left { moved, .. } => {
-                    let mut view = lock(&self.shared.view);
+                    let mut state = lock(&self.shared.state);
+                    let view = &mut state.status;
                     view.moved = [view.moved, (*moved).into()].into_iter().sum();
                 }
                 _ => {}
@@ -167,7 +168,7 @@ impl Shell {
     /// Executes the callers' commands.
     fn run_commands(&mut self) {
         loop {
-            let command = lock(&self.shared.commands).pop_front();
+            let command = lock(&self.shared.state).commands.pop_front();
             match command {
                 None => return,
                 Some(Command::Accept(submission, sink)) => self.accept(submission, sink),
@@ -221,7 +222,8 @@ impl Shell {
     /// Publishes the status to callers.
     pub(super) fn publish(&self) {
         let supervisor = &self.supervisor;
-        let mut view = lock(&self.shared.view);
+        let mut state = lock(&self.shared.state);
+        let view = &mut state.status;
         view.health = supervisor.health();
         view.door = supervisor.check();
         view.load = supervisor.load();
@@ -376,10 +378,10 @@ impl Shell {
             Notice::Ready {
                 facts, way, epoch, ..
             } => {
-                lock(&self.shared.view).facts = facts.clone();
+                lock(&self.shared.state).status.facts = facts.clone();
                 self.keep_spares(*epoch, *way);
             }
-            Notice::Changed(change) => lock(&self.shared.view).changes.push(change.clone()),
+            Notice::Changed(change) => lock(&self.shared.state).status.changes.push(change.clone()),
             Notice::Failed {
                 rank,
                 reason,
@@ -391,7 +393,7 @@ impl Shell {
                     reason,
                     "epoch failed"
                 );
-                lock(&self.shared.view).facts.clear();
+                lock(&self.shared.state).status.facts.clear();
                 self.keeper.end(); // ranks load now, or are replaced by standbys
                 if again_in.is_none() {
                     let reason = reason.clone();

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use paceline_base::{Rank, lock};
+use paceline_base::Rank;
 use paceline_engine::{GenerationRequest, Reply, Service};
 use paceline_model::trace::RankTrace;
 use paceline_model::{Config, Split};
@@ -74,7 +74,7 @@ impl Recording {
         config: &Config,
         request: GenerationRequest,
     ) -> Result<Self, Error> {
-        let _alone = lock(instance.traces()); // another trace takes a bounded time
+        let _turn = instance.trace_turn();
         let clock = UnixClock::now();
         instance.trace();
         let answered = answer(instance, request, &clock);
@@ -89,7 +89,7 @@ impl Recording {
     /// # Errors
     /// Another trace is running, or a rank returned no trace.
     pub fn watch(instance: &Instance, time: Duration) -> Result<Self, Error> {
-        let Ok(_alone) = instance.traces().try_lock() else {
+        let Some(_turn) = instance.try_trace_turn() else {
             return Err(Error::BeingTraced);
         };
         instance.trace();

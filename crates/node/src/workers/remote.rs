@@ -12,7 +12,7 @@ mod spare;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -44,16 +44,39 @@ pub struct RemoteWorkers {
     draft: Option<ModelName>,
     adapters: Vec<ModelName>,
     pin: Option<usize>,
-    seats: Vec<Mutex<Option<RemoteWorker>>>,
-    spares: Vec<Mutex<SpareSlot>>,
+    ranks: u32,
     inbox: Arc<Inbox>,
     /// Number of the next spare worker.
     next_spare: AtomicU64,
-    epochs: Mutex<Epochs>,
+    /// Not locked while a worker starts or ends, nor while routes are measured.
+    state: Mutex<RemoteState>,
+}
+
+/// The workers of the instance now, by rank, and the evidence about their routes.
+#[derive(Default)]
+struct RemoteState {
+    seats: Vec<Option<RemoteWorker>>,
+    spares: Vec<SpareSlot>,
+    epochs: Epochs,
     /// By the rank that dials and the other one, where their machines cannot speak.
-    relays: Mutex<BTreeMap<(Rank, Rank), Relay>>,
+    relays: BTreeMap<(Rank, Rank), Relay>,
     /// Set before the workers are ended, so that a standby that starts meanwhile is ended too.
-    over: AtomicBool,
+    is_over: bool,
+}
+
+impl RemoteState {
+    fn seat(&self, rank: Rank) -> Option<&RemoteWorker> {
+        self.seats[rank.0 as usize].as_ref()
+    }
+
+    fn slot(&mut self, rank: Rank) -> &mut SpareSlot {
+        &mut self.spares[rank.0 as usize]
+    }
+
+    /// Where the workers run.
+    fn nodes(&self) -> BTreeSet<NodeId> {
+        self.seats.iter().flatten().map(|seat| seat.node).collect()
+    }
 }
 
 /// Distance between the numbers of standby workers: more than the workers that one rank ever has.
@@ -75,13 +98,14 @@ impl RemoteWorkers {
             draft: None,
             adapters: Vec::new(),
             pin,
-            seats: (0..ranks).map(|_| Mutex::new(None)).collect(),
-            spares: (0..ranks).map(|_| Mutex::default()).collect(),
+            ranks,
             inbox: Arc::new(inbox),
             next_spare: AtomicU64::new(SPARE_STEP),
-            epochs: Mutex::default(),
-            relays: Mutex::default(),
-            over: AtomicBool::new(false),
+            state: Mutex::new(RemoteState {
+                seats: (0..ranks).map(|_| None).collect(),
+                spares: (0..ranks).map(|_| SpareSlot::default()).collect(),
+                ..RemoteState::default()
+            }),
         }
     }
 
@@ -101,25 +125,16 @@ impl RemoteWorkers {
 
     /// Names of the machine of each rank, for people; empty where there is none now.
     pub fn machines(&self) -> Vec<String> {
-        let name = |seat: &Mutex<Option<RemoteWorker>>| {
-            lock(seat)
-                .as_ref()
-                .map_or_else(String::new, |s| s.place.clone())
+        let name = |seat: &Option<RemoteWorker>| {
+            let name = seat.as_ref().map(|seat| seat.place.clone());
+            name.unwrap_or_default()
         };
-        self.seats.iter().map(name).collect()
-    }
-
-    fn seat(&self, rank: Rank) -> &Mutex<Option<RemoteWorker>> {
-        &self.seats[rank.0 as usize]
-    }
-
-    fn slot(&self, rank: Rank) -> &Mutex<SpareSlot> {
-        &self.spares[rank.0 as usize]
+        lock(&self.state).seats.iter().map(name).collect()
     }
 
     /// Where a rank's worker runs.
     fn node_of(&self, rank: Rank) -> Option<NodeId> {
-        lock(self.seat(rank)).as_ref().map(|seat| seat.node)
+        lock(&self.state).seat(rank).map(|seat| seat.node)
     }
 
     /// Makes a host start a worker.
@@ -233,17 +248,15 @@ impl RemoteWorkers {
     /// Stores a standby worker in its slot and returns true; after the end it ends the worker
     /// instead.
     fn fill(&self, rank: Rank, spare: Option<Spare>) -> bool {
-        let mut slot = lock(self.slot(rank));
-        // Read under the lock: `end` sets the flag before it empties the slots.
-        let is_over = self.over.load(Ordering::SeqCst);
+        let mut state = lock(&self.state);
         let (kept, late) = match spare {
-            Some(spare) if is_over => (SpareSlot::Empty, Some(spare)),
+            Some(spare) if state.is_over => (SpareSlot::Empty, Some(spare)),
             Some(spare) => (SpareSlot::Kept(Box::new(spare)), None),
             None => (SpareSlot::Empty, None),
         };
         let is_kept = matches!(kept, SpareSlot::Kept(_));
-        *slot = kept;
-        drop(slot);
+        *state.slot(rank) = kept;
+        drop(state);
         if let Some(late) = late {
             late.seat.end();
         }
@@ -259,10 +272,9 @@ impl RemoteWorkers {
 
     /// Whether every rank that has a worker has it on this machine.
     fn is_all_here(&self) -> bool {
-        let is_here = |seat: &Mutex<Option<RemoteWorker>>| {
-            lock(seat).as_ref().is_none_or(|seat| seat.listen.is_none())
-        };
-        self.seats.iter().all(is_here)
+        let state = lock(&self.state);
+        let mut seats = state.seats.iter().flatten();
+        seats.all(|seat| seat.listen.is_none())
     }
 
     /// Verifies the routes between the ranks' nodes, once an epoch, before the ranks connect.
@@ -271,12 +283,14 @@ impl RemoteWorkers {
     /// whose connection broke are doubted. If a rank failed while all workers live, any route may
     /// be the cause.
     fn settle(&self) {
-        let mut epochs = lock(&self.epochs);
-        if epochs.assigned == epochs.settled {
-            return;
-        }
-        epochs.settled = epochs.assigned;
-        let started = std::mem::take(&mut epochs.started);
+        let (assigned, started) = {
+            let epochs = &mut lock(&self.state).epochs;
+            if epochs.assigned == epochs.settled {
+                return;
+            }
+            epochs.settled = epochs.assigned;
+            (epochs.assigned, std::mem::take(&mut epochs.started))
+        };
         let (mut doubted, failed) = self.inbox.drain_suspects();
         let blamed = std::mem::take(&mut lock(&self.inbox.state).blamed);
         for (a, b) in blamed {
@@ -289,12 +303,13 @@ impl RemoteWorkers {
             doubted.clone_from(&nodes);
         }
         let list = |nodes: BTreeSet<NodeId>| Vec::from_iter(nodes);
-        match epochs.assigned {
+        match assigned {
             _ if nodes.len() < 2 => {}
             0 | 1 => self.places.trust(&list(nodes)),
             _ => self.places.settle(&list(nodes), &list(doubted)),
         }
-        epochs.apart = self.places.apart(&list(self.nodes()));
+        let apart = self.places.apart(&list(self.nodes()));
+        lock(&self.state).epochs.apart = apart;
     }
 
     /// Checks that ranks may join on their nodes. Ranks on nodes that cannot speak to others are
@@ -303,17 +318,20 @@ impl RemoteWorkers {
     /// # Errors
     /// Why this rank has to move.
     fn may_join(&self, rank: Rank) -> Result<bool, Error> {
-        let apart = lock(&self.epochs).apart.clone();
-        let place = lock(self.seat(rank))
-            .as_ref()
-            .map(|seat| (seat.node, seat.place.clone()));
-        let refused = place.and_then(|(node, place)| Some((place, apart.get(&node)?)));
+        let state = lock(&self.state);
+        let apart = &state.epochs.apart;
+        let is_whole = apart.is_empty();
+        let refused = state.seat(rank).and_then(|seat| {
+            let reason = apart.get(&seat.node)?;
+            Some((seat.place.clone(), reason.clone()))
+        });
+        drop(state);
         if let Some((place, reason)) = refused {
             self.places.displaced(rank);
             let source = ConnectionError::new(format!("{place}: {reason}"));
             return Err(Error::Place { rank, source });
         }
-        Ok(apart.is_empty())
+        Ok(is_whole)
     }
 
     /// Verifies the routes to a standby's node in advance, so that no recovery waits for it.
@@ -327,9 +345,7 @@ impl RemoteWorkers {
 
     /// Where the workers run.
     fn nodes(&self) -> BTreeSet<NodeId> {
-        let seats = self.seats.iter();
-        let nodes = seats.filter_map(|seat| lock(seat).as_ref().map(|seat| seat.node));
-        nodes.collect()
+        lock(&self.state).nodes()
     }
 
     /// The ranks' addresses as seen by `rank`, over the best route between the two machines. A rank
@@ -341,9 +357,12 @@ impl RemoteWorkers {
             if to == rank.0 as usize || !addr.ip().is_unspecified() {
                 return *addr;
             }
-            let seat = lock(&self.seats[to]);
-            let told = seat.as_ref().and_then(|seat| seat.listen).unwrap_or(own);
-            let to = seat.as_ref().map(|seat| seat.node);
+            let seat = |state: &RemoteState| {
+                let seat = state.seats[to].as_ref()?;
+                Some((seat.node, seat.listen))
+            };
+            let (to, told) = seat(&lock(&self.state)).unzip();
+            let told = told.flatten().unwrap_or(own);
             let ends = from.zip(to).filter(|(from, to)| from != to);
             let route = ends.and_then(|(from, to)| self.places.route(from, to));
             let mut place = route.unwrap_or(told);
@@ -365,32 +384,42 @@ impl RemoteWorkers {
         let ends = self.node_of(rank).zip(self.node_of(to));
         let (from, there) = ends.filter(|_| rank > to)?;
         let at = self.places.relays_at(from, there);
-        let mut relays = lock(&self.relays);
-        relays.remove(&(rank, to)); // of an earlier epoch
+        let earlier = lock(&self.state).relays.remove(&(rank, to));
+        drop(earlier); // of an earlier epoch
         let at = at?;
         if addr.ip().is_unspecified() {
-            let told = lock(self.seat(to)).as_ref().and_then(|seat| seat.listen);
-            addr.set_ip(told?.ip());
+            addr.set_ip(self.listen_of(to)?.ip());
         }
         let relay = Relay::start(at, addr).ok()?;
-        Some(relays.entry((rank, to)).or_insert(relay).addr())
+        let addr = relay.addr();
+        lock(&self.state).relays.insert((rank, to), relay);
+        Some(addr)
+    }
+
+    /// The address at which the owner reaches the machine of a rank's worker.
+    fn listen_of(&self, rank: Rank) -> Option<SocketAddr> {
+        lock(&self.state).seat(rank)?.listen
     }
 }
 
 impl InstanceWorkers for RemoteWorkers {
     fn start(&self, rank: Rank) -> Result<(), Error> {
         self.stop(rank);
-        lock(&self.epochs).started = true;
-        let spare = lock(self.slot(rank)).take_packed(|node| self.places.lives(node));
+        let spare = {
+            let mut state = lock(&self.state);
+            state.epochs.started = true;
+            let slot = state.slot(rank);
+            slot.take_packed(|node| self.places.lives(node))
+        };
         if let Some(spare) = spare {
             self.places.promoted(rank);
             self.inbox.adopt(rank, spare.worker);
-            *lock(self.seat(rank)) = Some(spare.seat);
+            lock(&self.state).seats[rank.0 as usize] = Some(spare.seat);
             return Ok(());
         }
         let worker = self.inbox.next_worker(rank);
         let seat = self.sit(rank, worker, self.places.open(rank))?;
-        *lock(self.seat(rank)) = Some(seat);
+        lock(&self.state).seats[rank.0 as usize] = Some(seat);
         Ok(())
     }
 
@@ -402,7 +431,8 @@ impl InstanceWorkers for RemoteWorkers {
     ) -> Result<bool, Error> {
         let worker_at = self.node_of(rank);
         let earlier = {
-            let mut slot = lock(self.slot(rank));
+            let mut state = lock(&self.state);
+            let slot = state.slot(rank);
             if !slot.lacks(tag, worker_at) {
                 return Ok(true);
             }
@@ -425,22 +455,24 @@ impl InstanceWorkers for RemoteWorkers {
 
     fn lacks_spare(&self, rank: Rank, tag: u64) -> bool {
         let worker_at = self.node_of(rank);
-        lock(self.slot(rank)).lacks(tag, worker_at)
+        lock(&self.state).slot(rank).lacks(tag, worker_at)
     }
 
     fn send(&self, rank: Rank, message: &ToWorker) -> Result<(), Error> {
-        let line = lock(self.seat(rank)).as_ref().map(|s| Arc::clone(&s.line));
-        if let ToWorker::Assign(job) = message {
-            let mut epochs = lock(&self.epochs);
-            (epochs.assigned, epochs.plain) = (job.epoch, job.plain);
-        }
+        let line = {
+            let mut state = lock(&self.state);
+            if let ToWorker::Assign(job) = message {
+                (state.epochs.assigned, state.epochs.plain) = (job.epoch, job.plain);
+            }
+            state.seat(rank).map(|seat| Arc::clone(&seat.line))
+        };
         let join = match message {
             ToWorker::Join { addrs } => {
                 self.settle();
                 if !self.may_join(rank)? {
                     return Ok(()); // the epoch fails by another rank
                 }
-                let plain = lock(&self.epochs).plain;
+                let plain = lock(&self.state).epochs.plain;
                 if plain && !self.is_trusted() {
                     // A trusted route was lost since; plaintext must not use another one.
                     let source = ConnectionError::new("the trusted way to other ranks is gone");
@@ -460,9 +492,7 @@ impl InstanceWorkers for RemoteWorkers {
     }
 
     fn transfer_addr(&self, rank: Rank) -> SocketAddr {
-        let seat = lock(self.seat(rank));
-        let bind = seat.as_ref().map(|seat| seat.post.listen);
-        drop(seat);
+        let bind = lock(&self.state).seat(rank).map(|seat| seat.post.listen);
         bind.unwrap_or_else(|| self.own_listen())
     }
 
@@ -470,18 +500,17 @@ impl InstanceWorkers for RemoteWorkers {
         if !addr.ip().is_unspecified() {
             return addr;
         }
-        let told = lock(self.seat(rank)).as_ref().and_then(|seat| seat.listen);
-        let mut place = told.unwrap_or(own);
+        let mut place = self.listen_of(rank).unwrap_or(own);
         place.set_port(addr.port());
         place
     }
 
     fn own_addr(&self) -> Option<SocketAddr> {
-        self.seats.iter().find_map(|seat| {
-            let mut addr = lock(seat).as_ref()?.line.own_addr()?;
-            addr.set_port(0);
-            Some(addr)
-        })
+        let state = lock(&self.state);
+        let mut seats = state.seats.iter().flatten();
+        let mut addr = seats.find_map(|seat| seat.line.own_addr())?;
+        addr.set_port(0);
+        Some(addr)
     }
 
     fn receive(&self, wait: Duration) -> Option<Event<FromWorker>> {
@@ -495,7 +524,7 @@ impl InstanceWorkers for RemoteWorkers {
 
     fn stop(&self, rank: Rank) {
         self.inbox.next_worker(rank);
-        let seat = lock(self.seat(rank)).take();
+        let seat = lock(&self.state).seats[rank.0 as usize].take();
         if let Some(seat) = seat {
             seat.end();
         }
@@ -504,18 +533,23 @@ impl InstanceWorkers for RemoteWorkers {
     /// Hosts apply their own grace period. This does not wait for a standby that is still starting:
     /// the thread that starts it ends it, within `START_LIMIT`.
     fn end(&self, _grace: Duration) {
-        self.over.store(true, Ordering::SeqCst);
-        (0..self.seats.len() as u32).for_each(|rank| self.stop(Rank(rank)));
-        lock(&self.relays).clear();
-        let spares = self.spares.iter().filter_map(|slot| lock(slot).take());
-        let spares: Vec<Spare> = spares.collect(); // the locks are free again
+        lock(&self.state).is_over = true;
+        (0..self.ranks).for_each(|rank| self.stop(Rank(rank)));
+        let mut state = lock(&self.state);
+        let relays = std::mem::take(&mut state.relays);
+        let spares: Vec<Spare> = state
+            .spares
+            .iter_mut()
+            .filter_map(SpareSlot::take)
+            .collect();
+        drop(state);
+        drop(relays);
         spares.into_iter().for_each(|spare| spare.seat.end());
     }
 
     fn post(&self, rank: Rank) -> WorkerSite {
         let (own, is_all_here) = (self.own_listen(), self.is_all_here());
-        let seat = lock(self.seat(rank));
-        match &*seat {
+        match lock(&self.state).seat(rank) {
             Some(seat) if is_all_here => WorkerSite {
                 listen: own,
                 ..seat.post.clone()
@@ -537,7 +571,7 @@ impl InstanceWorkers for RemoteWorkers {
     }
 
     fn cables(&self) -> Option<RankCables> {
-        let ranks = (0..self.seats.len() as u32).map(Rank);
+        let ranks = (0..self.ranks).map(Rank);
         let nodes: Option<Vec<NodeId>> = ranks.map(|rank| self.node_of(rank)).collect();
         self.places.cables(&nodes?)
     }
@@ -555,7 +589,7 @@ impl Drop for RemoteWorkers {
 
 impl fmt::Debug for RemoteWorkers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} workers on {:?}", self.seats.len(), self.places)
+        write!(f, "{} workers on {:?}", self.ranks, self.places)
     }
 }
 

@@ -10,7 +10,7 @@ use paceline_model::Config;
 use paceline_worker::messages::RankFacts;
 
 use super::super::Inner;
-use super::super::cables::RunningFacts;
+use super::super::hosts::RunningFacts;
 use super::{OwnedInstance, TELL_EVERY};
 use crate::instance::numbers;
 use crate::supervisor::Notice;

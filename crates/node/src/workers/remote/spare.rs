@@ -42,7 +42,7 @@ impl Packing {
     }
 }
 
-/// The standby of a rank. Its lock is never held while a standby starts, which takes seconds.
+/// The standby of a rank.
 #[derive(Default)]
 pub(super) enum SpareSlot {
     /// There is none.

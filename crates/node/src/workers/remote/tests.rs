@@ -112,7 +112,8 @@ fn started() -> FromHost {
 }
 
 fn is_packed(crew: &RemoteWorkers) -> bool {
-    matches!(&*lock(crew.slot(Rank(0))), SpareSlot::Kept(spare) if spare.is_packed())
+    let mut state = lock(&crew.state);
+    matches!(state.slot(Rank(0)), SpareSlot::Kept(spare) if spare.is_packed())
 }
 
 /// Waits for the receiving thread.
@@ -283,7 +284,7 @@ fn ways_are_doubted_where_a_line_broke_or_no_worker_was_lost() {
     send_message(&second, &started()).unwrap();
     crew.start(Rank(1)).unwrap();
     let epoch = |number| {
-        lock(&crew.epochs).assigned = number;
+        lock(&crew.state).epochs.assigned = number;
         crew.settle();
         crew.settle(); // once for each rank
         std::mem::take(&mut *lock(&settled))
@@ -322,7 +323,7 @@ fn ranks_join_nowhere_while_two_machines_cannot_speak() {
     };
     (0..3).for_each(|i| start(i as u32, i));
     let epoch = |number: u64, refused: &[bool]| {
-        lock(&crew.epochs).assigned = number;
+        lock(&crew.state).epochs.assigned = number;
         let addrs = vec![SocketAddr::from(([127, 0, 0, 1], 1)); 3];
         let join = ToWorker::Join { addrs };
         for (rank, refused) in (0..3).map(Rank).zip(refused) {
