@@ -142,74 +142,53 @@ fn files_that_contradict_themselves_are_errors() {
         ("deep", deep.into_bytes()),
         ("deep decoder", with("/decoder", nested)),
         ("no decoder", with("/decoder", Json::Null)),
-        (
-            "decoder",
-            with(
-                "/decoder",
-                json!({"type": "WordPiece", "prefix": "@@", "cleanup": true}),
-            ),
-        ),
-        ("far id", with("/model/vocab/ab", json!(4_294_967_295_u32))),
-        ("far id", with("/model/vocab/ab", json!(5_000_000))),
-        ("huge id", with("/model/vocab/ab", json!(1_u64 << 40))),
-        ("negative id", with("/model/vocab/ab", json!(-1))),
-        (
-            "merge of strangers",
-            with("/model/merges", json!([["a", "x"]])),
-        ),
-        (
-            "merge to nothing",
-            with("/model/merges", json!([["b", "a"]])),
-        ),
-        ("long merge", with("/model/merges", json!([["ab", "ab"]]))),
-        (
-            "long prefix",
-            with("/model/continuing_subword_prefix", json!("abcdefgh")),
-        ),
-        (
-            "bad pattern",
-            with("/pre_tokenizer/pretokenizers/0/pattern/Regex", json!("(")),
-        ),
-        ("dropout", with("/model/dropout", json!(7.5))),
-        (
-            "charsmap",
-            with(
-                "/normalizer",
-                json!({"type": "Precompiled", "precompiled_charsmap": "////"}),
-            ),
-        ),
-        (
-            "template",
-            with(
-                "/post_processor/single",
-                json!([{"SpecialToken": {"id": "?", "type_id": 0}}]),
-            ),
-        ),
-        ("empty", with("/model/vocab", json!({}))),
     ] {
         assert!(outcome(&file).is_err(), "{what}: {:?}", outcome(&file));
     }
+    for (pointer, value) in pointed(CONTRADICTIONS) {
+        let outcome = outcome(&with(pointer, value.clone()));
+        assert!(outcome.is_err(), "{pointer} {value}: {outcome:?}");
+    }
+}
+
+/// Places of the small file, and values that make it contradict itself.
+const CONTRADICTIONS: &str = r#"/decoder {"type": "WordPiece", "prefix": "@@", "cleanup": true}
+/model/vocab/ab 4294967295
+/model/vocab/ab 5000000
+/model/vocab/ab 1099511627776
+/model/vocab/ab -1
+/model/merges [["a", "x"]]
+/model/merges [["b", "a"]]
+/model/merges [["ab", "ab"]]
+/model/continuing_subword_prefix "abcdefgh"
+/pre_tokenizer/pretokenizers/0/pattern/Regex "("
+/model/dropout 7.5
+/normalizer {"type": "Precompiled", "precompiled_charsmap": "////"}
+/post_processor/single [{"SpecialToken": {"id": "?", "type_id": 0}}]
+/model/vocab {}"#;
+
+/// Places of the small file, and values that ask for much.
+const MUCH: &str = r#"/padding/strategy {"Fixed": 1099511627776}
+/padding/pad_to_multiple_of 1099511627776
+/truncation/max_length 0
+/truncation/stride 1099511627776
+/pre_tokenizer/pretokenizers/0/pattern/Regex "(?:(?:(?:a{99}){99}){99}){99}"
+/pre_tokenizer/pretokenizers/0/pattern/Regex "(a|a|aa)+(?!b)$|\\1"
+/pre_tokenizer/pretokenizers/0/pattern/Regex ""
+/added_tokens/0/content ""
+/added_tokens/0/id 4000000000"#;
+
+/// The rows of a table of places and values.
+fn pointed(table: &str) -> impl Iterator<Item = (&str, Json)> {
+    table.lines().map(|row| {
+        let (pointer, value) = row.split_once(' ').unwrap();
+        (pointer, serde_json::from_str(value).unwrap())
+    })
 }
 
 #[test]
 fn files_that_ask_for_much_get_little() {
-    for (pointer, value) in [
-        ("/padding/strategy", json!({"Fixed": 1_u64 << 40})),
-        ("/padding/pad_to_multiple_of", json!(1_u64 << 40)),
-        ("/truncation/max_length", json!(0)),
-        ("/truncation/stride", json!(1_u64 << 40)),
-        (
-            "/pre_tokenizer/pretokenizers/0/pattern/Regex",
-            json!("(?:(?:(?:a{99}){99}){99}){99}"),
-        ),
-        (
-            "/pre_tokenizer/pretokenizers/0/pattern/Regex",
-            json!("(a|a|aa)+(?!b)$|\\1"),
-        ),
-        ("/pre_tokenizer/pretokenizers/0/pattern/Regex", json!("")),
-        ("/added_tokens/0/content", json!("")),
-        ("/added_tokens/0/id", json!(4_000_000_000_u32)),
-    ] {
+    for (pointer, value) in pointed(MUCH) {
         let _ = outcome(&with(pointer, value));
     }
 }
@@ -231,74 +210,54 @@ fn strings(list: &[&str]) -> MetadataValue {
     ))
 }
 
+/// A tokenizer model, its other entries, and what is said of them.
+const METADATA: &str = "\
+rwkv | | tokenizer model rwkv is not supported, expected gpt2, llama, bert or gemma4
+gpt2 | pre=x | pre-tokenizer x is not supported
+gpt2 | | metadata key tokenizer.ggml.tokens is missing
+gpt2 | tokens= | the vocabulary is empty
+gpt2 | tokens=a,b,ab | metadata key tokenizer.ggml.merges is missing
+gpt2 | tokens=a,b,ab merges=a+b,b+b | merge 1 \"b b\" does not join two tokens to a third
+gpt2 | tokens=a,b,ab token_type=2 merges= | \
+metadata key tokenizer.ggml.token_type: 2 entries, expected 3, one per token
+gemma4 | tokens=a,b,ab merges=a+b | the vocabulary has no token for byte 0x00
+llama | tokens=a,b,ab | metadata key tokenizer.ggml.scores is missing
+llama | tokens=a,b,ab scores=4 | \
+metadata key tokenizer.ggml.scores: 4 entries, expected 3, one per token";
+
+/// An entry of [`METADATA`]: a list of texts, or a number of equal values.
+fn entry(text: &str) -> (String, MetadataValue) {
+    let (key, value) = text.split_once('=').unwrap();
+    let list: Vec<String> = value
+        .split_terminator(',')
+        .map(|it| it.replace('+', " "))
+        .collect();
+    let value = match key {
+        "pre" => MetadataValue::String(value.to_owned()),
+        "token_type" => MetadataValue::Array(Array::I32(vec![1; value.parse().unwrap()])),
+        "scores" => MetadataValue::Array(Array::F32(vec![0.0; value.parse().unwrap()])),
+        _ => MetadataValue::Array(Array::String(list)),
+    };
+    (format!("tokenizer.ggml.{key}"), value)
+}
+
 #[test]
 fn metadata_that_contradicts_itself_is_an_error() {
-    let model = |name: &str| {
-        (
-            "tokenizer.ggml.model",
-            MetadataValue::String(name.to_owned()),
-        )
+    let said = |entries: &[(String, MetadataValue)]| {
+        let entries = entries.iter().map(|(key, value)| (&**key, value.clone()));
+        let error = Tokenizer::from_gguf(&metadata(entries.collect())).unwrap_err();
+        error.to_string()
     };
-    let pre = |name: &str| ("tokenizer.ggml.pre", MetadataValue::String(name.to_owned()));
-    let tokens = ("tokenizer.ggml.tokens", strings(&["a", "b", "ab"]));
-    let kinds = |n| {
-        (
-            "tokenizer.ggml.token_type",
-            MetadataValue::Array(Array::I32(vec![1; n])),
-        )
-    };
-    let scores = |n| {
-        (
-            "tokenizer.ggml.scores",
-            MetadataValue::Array(Array::F32(vec![0.0; n])),
-        )
-    };
-    let merges = |list: &[&str]| ("tokenizer.ggml.merges", strings(list));
-    for (entries, expected) in [
-        (vec![], "metadata key tokenizer.ggml.model is missing"),
-        (
-            vec![model("rwkv")],
-            "tokenizer model rwkv is not supported, expected gpt2, llama, bert or gemma4",
-        ),
-        (
-            vec![model("gpt2"), pre("x")],
-            "pre-tokenizer x is not supported",
-        ),
-        (
-            vec![model("gpt2")],
-            "metadata key tokenizer.ggml.tokens is missing",
-        ),
-        (
-            vec![model("gpt2"), ("tokenizer.ggml.tokens", strings(&[]))],
-            "the vocabulary is empty",
-        ),
-        (
-            vec![model("gpt2"), tokens.clone()],
-            "metadata key tokenizer.ggml.merges is missing",
-        ),
-        (
-            vec![model("gpt2"), tokens.clone(), merges(&["a b", "b b"])],
-            "merge 1 \"b b\" does not join two tokens to a third",
-        ),
-        (
-            vec![model("gpt2"), tokens.clone(), kinds(2), merges(&[])],
-            "metadata key tokenizer.ggml.token_type: 2 entries, expected 3, one per token",
-        ),
-        (
-            vec![model("gemma4"), tokens.clone(), merges(&["a b"])],
-            "the vocabulary has no token for byte 0x00",
-        ),
-        (
-            vec![model("llama"), tokens.clone()],
-            "metadata key tokenizer.ggml.scores is missing",
-        ),
-        (
-            vec![model("llama"), tokens.clone(), scores(4)],
-            "metadata key tokenizer.ggml.scores: 4 entries, expected 3, one per token",
-        ),
-    ] {
-        let error = Tokenizer::from_gguf(&metadata(entries)).unwrap_err();
-        assert_eq!(error.to_string(), expected);
+    assert_eq!(said(&[]), "metadata key tokenizer.ggml.model is missing");
+    for row in METADATA.lines() {
+        let columns: Vec<&str> = row.split('|').map(str::trim).collect();
+        let [model, more, expected] = columns[..] else {
+            panic!("{row}");
+        };
+        let model = MetadataValue::String(model.to_owned());
+        let mut entries = vec![("tokenizer.ggml.model".to_owned(), model)];
+        entries.extend(more.split_whitespace().map(entry));
+        assert_eq!(said(&entries), expected);
     }
 }
 

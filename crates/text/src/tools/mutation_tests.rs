@@ -3,14 +3,14 @@
 
 use std::sync::Arc;
 
-use paceline_base::testing::long;
-use serde_json::{Map, Value as Json};
-
 use super::recording_tests::{Recorded, recorded};
+use super::response::tests as regions;
+use super::tests::{ParsedCalls, cases, outcome};
 use super::*;
+use paceline_base::testing::long;
 
 /// Seeds of a run. A thousand take about a second; a long run, minutes.
-const SEEDS: u64 = 1000;
+const SEEDS: u64 = 4000;
 const LONG_SEEDS: u64 = 200_000;
 
 /// Texts that separate or quote in some form, besides those of the answers.
@@ -83,53 +83,10 @@ impl MutationRng {
     }
 }
 
-/// Everything that was read of an answer.
-#[derive(Debug, Default, PartialEq)]
-struct ParsedResponse {
-    text: String,
-    reasoning: String,
-    calls: Vec<(String, Map<String, Json>)>,
-    failed: usize,
-}
-
-fn outcome(mut reader: ToolCallParser, pieces: &[&str]) -> ParsedResponse {
-    let mut events: Vec<Event> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
-    events.extend(reader.finish());
-    let mut out = ParsedResponse {
-        failed: reader.failed_calls(),
-        ..ParsedResponse::default()
-    };
-    let (mut begun, mut open) = (0, None);
-    for event in events {
-        match event {
-            Event::Text(piece) => out.text.push_str(&piece),
-            Event::Reasoning(piece) => out.reasoning.push_str(&piece),
-            Event::CallStart { index, name, .. } => {
-                assert_eq!(index, begun);
-                begun += 1;
-                assert_eq!(open.replace((name, String::new())), None);
-            }
-            Event::Arguments { piece, .. } => open.as_mut().unwrap().1.push_str(&piece),
-            Event::CallEnd { .. } => {
-                let (name, arguments) = open.take().unwrap();
-                out.calls
-                    .push((name, serde_json::from_str(&arguments).unwrap()));
-            }
-            Event::CallFailed { text, .. } => {
-                assert!(open.take().is_some());
-                out.text.push_str(&text);
-            }
-        }
-    }
-    assert_eq!(open, None, "a call has no end");
-    assert_eq!(reader.complete_calls(), out.calls.len());
-    out
-}
-
 /// Makes a reader of one form.
 type Make<'a> = Box<dyn Fn(ReaderOptions) -> ToolCallParser + 'a>;
 
-/// Parsers of every family, and of every response template.
+/// Parsers of every family and of every response template, behind ends of prompts.
 fn readers(recorded: &Recorded) -> Vec<Make<'_>> {
     let tools = &recorded.tools;
     let mut readers: Vec<Make<'_>> = Vec::new();
@@ -145,15 +102,28 @@ fn readers(recorded: &Recorded) -> Vec<Make<'_>> {
             template.reader_after("", tools, options)
         }));
     }
+    for case in cases() {
+        let syntax = Syntax::of_source(case.template);
+        readers.push(Box::new(move |options| {
+            syntax.reader_after(case.prompt, tools, options)
+        }));
+    }
+    for case in regions::cases() {
+        let template = Arc::new(ResponseTemplate::read(&case.template).unwrap());
+        readers.push(Box::new(move |options| {
+            template.reader_after(case.prompt, tools, options)
+        }));
+    }
     readers
 }
 
 #[test]
 fn changed_answers_do_not_depend_on_their_pieces() {
     let recorded = recorded();
-    let answers: Vec<&str> = recorded.cases.iter().map(|case| &*case.answer).collect();
+    let mut answers: Vec<&str> = recorded.cases.iter().map(|case| &*case.answer).collect();
+    answers.extend(cases().iter().map(|case| case.answer));
+    answers.extend(regions::cases().iter().map(|case| case.answer));
     let readers = readers(&recorded);
-    assert_eq!(readers.len(), 18);
     let seeds = if long() { LONG_SEEDS } else { SEEDS };
     for seed in 0..seeds {
         let mut random = MutationRng(seed);
@@ -166,12 +136,16 @@ fn changed_answers_do_not_depend_on_their_pieces() {
             holds_calls: random.below(2) == 0,
             id_seed: seed,
         };
-        let whole = outcome(make(options), &[&text]);
-        let cut = outcome(make(options), &random.cut(&text));
+        let read = |pieces: &[&str]| ParsedCalls {
+            withdrawn: 0,
+            ..outcome(make(options), pieces)
+        };
+        let whole = read(&[&text]);
+        let cut = read(&random.cut(&text));
         assert_eq!(cut, whole, "seed {seed}: {text:?}");
         let one_by_one: Vec<String> = text.chars().map(String::from).collect();
         let one_by_one: Vec<&str> = one_by_one.iter().map(String::as_str).collect();
-        let letters = outcome(make(options), &one_by_one);
+        let letters = read(&one_by_one);
         assert_eq!(letters, whole, "seed {seed}: {text:?}");
     }
 }

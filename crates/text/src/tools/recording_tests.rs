@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value as Json;
 
+use super::tests::outcome;
 use super::*;
 
 #[derive(Deserialize)]
@@ -41,25 +42,10 @@ pub(super) fn recorded() -> Recorded {
 }
 
 /// The text and the calls of a response that arrives in `pieces`.
-fn read(mut reader: ToolCallParser, pieces: &[&str]) -> (String, Vec<(String, Json)>) {
-    let mut events: Vec<Event> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
-    events.extend(reader.finish());
-    let (mut text, mut calls) = (String::new(), Vec::new());
-    for event in events {
-        match event {
-            Event::Text(piece) => text.push_str(&piece),
-            Event::CallStart { name, .. } => calls.push((name, String::new())),
-            Event::Arguments { index, piece } => calls[index].1.push_str(&piece),
-            Event::CallEnd { .. } => {}
-            other => panic!("{other:?}"),
-        }
-    }
-    let parse =
-        |(name, arguments): (String, String)| (name, serde_json::from_str(&arguments).unwrap());
-    (
-        text.trim().to_owned(),
-        calls.into_iter().map(parse).collect(),
-    )
+fn read(reader: ToolCallParser, pieces: &[&str]) -> (String, Vec<(String, Json)>) {
+    let read = outcome(reader, pieces);
+    assert_eq!((&*read.reasoning, read.failed), ("", 0));
+    (read.text.trim().to_owned(), read.calls)
 }
 
 /// `make` gives a new reader.

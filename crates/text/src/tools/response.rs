@@ -451,4 +451,4 @@ fn texts_in(value: &Json) -> Vec<String> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -1,19 +1,9 @@
 //! Response templates, and responses parsed by them.
 
-use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
-use crate::tools::Event;
-
-/// Contents of an answer.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct RegionResponse {
-    text: String,
-    reasoning: String,
-    calls: Vec<(String, Json)>,
-    failed: usize,
-}
+use crate::tools::tests::{Case, ParsedCalls, case, outcome};
 
 fn tools() -> Vec<Json> {
     let parameters = json!({"type": "object", "properties": {
@@ -23,29 +13,14 @@ fn tools() -> Vec<Json> {
     vec![json!({"type": "function", "function": function})]
 }
 
-fn read(template: &Json, prompt: &str, pieces: &[&str], tools: &[Json]) -> RegionResponse {
+fn read(template: &Json, prompt: &str, answer: &str, tools: &[Json]) -> ParsedCalls {
     let template = Arc::new(ResponseTemplate::read(template).unwrap());
-    let mut reader = template.reader_after(prompt, tools, ReaderOptions::default());
-    let mut events: Vec<Event> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
-    events.extend(reader.finish());
-    let mut answer = RegionResponse {
-        failed: reader.failed_calls(),
-        ..RegionResponse::default()
-    };
-    for event in events {
-        match event {
-            Event::Text(text) => answer.text.push_str(&text),
-            Event::Reasoning(text) => answer.reasoning.push_str(&text),
-            Event::CallStart { name, .. } => answer.calls.push((name, Json::Null)),
-            Event::Arguments { piece, .. } => {
-                let call = answer.calls.last_mut().unwrap();
-                call.1 = serde_json::from_str(&piece).unwrap();
-            }
-            Event::CallEnd { .. } => {}
-            Event::CallFailed { .. } => panic!("a call was told before it was complete"),
-        }
+    let reader = template.reader_after(prompt, tools, ReaderOptions::default());
+    let ids = Vec::new();
+    ParsedCalls {
+        ids,
+        ..outcome(reader, &[answer])
     }
-    answer
 }
 
 /// With patterns around JSON.
@@ -94,129 +69,35 @@ fn list() -> Json {
     })
 }
 
-/// A template, the end of a prompt, an answer, its text, reasoning, calls and failures.
-type Case = (
-    Json,
-    &'static str,
-    &'static str,
-    &'static str,
-    &'static str,
-    Vec<(&'static str, Json)>,
-    usize,
-);
-
-#[expect(clippy::too_many_lines, reason = "a table of answers")]
-fn cases() -> Vec<Case> {
-    let none = Vec::new;
+pub(in crate::tools) fn cases() -> Vec<Case<Json>> {
     let look = |arguments: Json| ("look", arguments);
     vec![
-        (
-            hermes(),
-            "",
-            "\n Hello. \n<|end|>\n",
-            "Hello.",
-            "",
-            none(),
-            0,
-        ),
-        (
-            hermes(),
-            "<|start|>user\nx<|start|>assistant\n<think>\n",
-            "hm <tool_call>{}</think>\n\nHi",
-            "Hi",
-            "hm <tool_call>{}",
-            none(),
-            0,
-        ),
-        (
-            hermes(),
-            "<|start|>assistant\n",
-            "<think>a</think>I look.\n<tool_call>\n{\"name\": \"look\", \"arguments\": {\"city\": \"K\\n\"}}\n\
-             </tool_call>\n<tool_call>{\"name\":\"look\",\"arguments\":{\"days\":\"3\"}}</tool_call>",
-            "I look.",
-            "a",
-            vec![look(json!({"city": "K\n"})), look(json!({"days": 3}))],
-            0,
-        ),
-        (
-            hermes(),
-            "",
-            "a <tool_call>{\"name\": </tool_call> b",
-            "a <tool_call>{\"name\": </tool_call> b",
-            "",
-            none(),
-            1,
-        ),
-        (
-            hermes(),
-            "",
-            "<tool_call>{\"name\": \"look\", \"arguments\": {}}",
-            "<tool_call>{\"name\": \"look\", \"arguments\": {}}",
-            "",
-            none(),
-            1,
-        ),
-        (
-            tags(),
-            "<bot1><bot2><t",
-            ">x</t><f=look><p=city>1</p><p=days>2</p></f> <f=other></f>ok",
-            "ok",
-            "x",
-            vec![look(json!({"city": "1", "days": 2})), ("other", json!({}))],
-            0,
-        ),
-        (
-            tags(),
-            "<t>",
-            "y</t><thought>z</thought>",
-            "y</t>",
-            "z",
-            none(),
-            0,
-        ),
-        (
-            list(),
-            "[/INST]",
-            " So [CALLS] [{\"name\": \"look\", \"id\": \"a1\", \"args\": {\"days\": 1}}]",
-            " So",
-            "",
-            vec![look(json!({"days": 1}))],
-            0,
-        ),
-        (
-            list(),
-            "[/INST]",
-            "[CALLS][{\"name\": \"look\", \"args\": {}}]",
-            "[CALLS][{\"name\": \"look\", \"args\": {}}]",
-            "",
-            none(),
-            1,
-        ),
-    ]
+case(hermes(), "", "\n Hello. \n<|end|>\n").text("Hello."),
+case(hermes(), "<|start|>user\nx<|start|>assistant\n<think>\n", "hm <tool_call>{}</think>\n\nHi").text("Hi").thought("hm <tool_call>{}"),
+case(hermes(), "<|start|>assistant\n", "<think>a</think>I look.\n<tool_call>\n{\"name\": \"look\", \"arguments\": {\"city\": \"K\\n\"}}\n\
+             </tool_call>\n<tool_call>{\"name\":\"look\",\"arguments\":{\"days\":\"3\"}}</tool_call>").text("I look.").thought("a").calls(vec![look(json!({"city": "K\n"})), look(json!({"days": 3}))]),
+case(hermes(), "", "a <tool_call>{\"name\": </tool_call> b").fails(),
+case(hermes(), "", "<tool_call>{\"name\": \"look\", \"arguments\": {}}").fails(),
+case(tags(), "<bot1><bot2><t", ">x</t><f=look><p=city>1</p><p=days>2</p></f> <f=other></f>ok").text("ok").thought("x").calls(vec![look(json!({"city": "1", "days": 2})), ("other", json!({}))]),
+case(tags(), "<t>", "y</t><thought>z</thought>").text("y</t>").thought("z"),
+case(list(), "[/INST]", " So [CALLS] [{\"name\": \"look\", \"id\": \"a1\", \"args\": {\"days\": 1}}]").text(" So").calls(vec![look(json!({"days": 1}))]),
+case(list(), "[/INST]", "[CALLS][{\"name\": \"look\", \"args\": {}}]").fails(),
+]
 }
 
+/// A call is told once it is complete.
 #[test]
 fn answers_by_templates() {
-    for (template, prompt, answer, text, reasoning, calls, failed) in cases() {
-        let calls = calls.into_iter().map(|(name, it)| (name.to_owned(), it));
-        let expected = RegionResponse {
-            text: text.to_owned(),
-            reasoning: reasoning.to_owned(),
-            calls: calls.collect(),
-            failed,
-        };
-        assert_eq!(
-            read(&template, prompt, &[answer], &tools()),
-            expected,
-            "{answer:?}"
-        );
+    for case in cases() {
+        let read = read(&case.template, case.prompt, case.answer, &tools());
+        assert_eq!(read, case.read, "{:?}", case.answer);
     }
 }
 
 #[test]
 fn without_tools_calls_are_text() {
     let answer = "<tool_call>{\"name\": \"look\"}</tool_call>";
-    let got = read(&hermes(), "", &[answer], &[]);
+    let got = read(&hermes(), "", answer, &[]);
     assert_eq!((got.text.as_str(), got.failed), (answer, 0));
 }
 
@@ -304,40 +185,5 @@ fn names_of_control_tokens_are_found_in_patterns() {
         ("", false),
     ] {
         assert_eq!(template.mentions(name), expected, "{name}");
-    }
-}
-
-fn cases_of_a_run() -> u32 {
-    if paceline_base::testing::long() {
-        100_000
-    } else {
-        1000
-    }
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(cases_of_a_run()))]
-
-    /// Pieces of markup in any order never panic and do not depend on the cuts.
-    #[test]
-    fn the_same_whatever_the_pieces(
-        template in prop::sample::select(vec![hermes(), tags(), list()]),
-        prompt in prop::sample::select(vec!["", "<|start|>assistant\n<think>", "<bot1>", "[/INST] "]),
-        parts in prop::collection::vec(prop::sample::select(vec![
-            "<think>", "</think>", "<tool_call>", "</tool_call>", "{\"name\": \"look\", \"arguments\": {", "}}", "<|end|>",
-            "<|en", "<t>", "</thought>", "<f=look>", "<f=", "<p=days>", "2", "</p>", "</f>", "\n", " ", "a", "é", "\"",
-            "[CALLS]", "[{\"name\": \"look\", \"id\": \"\", \"args\": {}}]", "[", "<",
-        ]), 0..14),
-        cut in 0..200usize,
-    ) {
-        let text = parts.concat();
-        let mut places = (0..=cut.min(text.len())).rev();
-        let cut = places.find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-        let whole = read(&template, prompt, &[&text], &tools());
-        let (front, back) = text.split_at(cut);
-        prop_assert_eq!(&read(&template, prompt, &[front, back], &tools()), &whole);
-        let one_by_one: Vec<String> = text.chars().map(String::from).collect();
-        let one_by_one: Vec<&str> = one_by_one.iter().map(String::as_str).collect();
-        prop_assert_eq!(&read(&template, prompt, &one_by_one, &tools()), &whole);
     }
 }
