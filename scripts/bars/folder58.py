@@ -3,15 +3,15 @@ import array, json, math, random, shutil, struct
 from common32 import REPO, folder
 
 WORDS = f"{REPO}/tests-data/golden/hf/llama-tied"
-WIDTH, FFN, HEADS, VOCAB = 256, 704, 4, 300
+WIDTH, HEADS, VOCAB = 256, 4, 300
 
 
-def made(layers=6):
-    """The folder of a llama with so many layers."""
+def made(layers=6, ffn=704):
+    """The folder of a llama with so many layers and columns of a feed-forward."""
     out = folder()
     with open(f"{WORDS}/config.json") as f:
         config = json.load(f)
-    config |= {"hidden_size": WIDTH, "intermediate_size": FFN, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+    config |= {"hidden_size": WIDTH, "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": HEADS,
                "max_position_embeddings": 2048, "eos_token_id": VOCAB - 1}
     with open(f"{out}/config.json", "w") as f:
         json.dump(config, f)
@@ -24,7 +24,7 @@ def made(layers=6):
         shapes |= {f"{at}self_attn.{name}_proj.weight": (rows, WIDTH) for name, rows in
                    {"q": WIDTH, "k": WIDTH // 2, "v": WIDTH // 2, "o": WIDTH}.items()}
         shapes |= {f"{at}mlp.{name}_proj.weight": shape for name, shape in
-                   {"gate": (FFN, WIDTH), "up": (FFN, WIDTH), "down": (WIDTH, FFN)}.items()}
+                   {"gate": (ffn, WIDTH), "up": (ffn, WIDTH), "down": (WIDTH, ffn)}.items()}
     chance, header, data = random.Random(58), {}, b""
     for name, shape in shapes.items():
         n = math.prod(shape)
