@@ -52,7 +52,6 @@ mod closure;
 mod dtype;
 mod error;
 mod exit;
-mod gather;
 mod group;
 mod library;
 mod library_file;
@@ -60,7 +59,6 @@ mod library_paths;
 mod limits;
 mod memory;
 mod ops;
-mod pointwise;
 mod stream;
 pub mod table;
 

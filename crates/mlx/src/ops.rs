@@ -66,21 +66,44 @@ const NO_FLOAT: OptionalFloat = OptionalFloat {
     has_value: false,
 };
 
-pub(crate) const fn int(value: i32) -> OptionalInt {
+const fn int(value: i32) -> OptionalInt {
     OptionalInt {
         value,
         has_value: true,
     }
 }
 
-pub(crate) fn handle(array: Option<&Array>) -> ObjectHandle {
+fn handle(array: Option<&Array>) -> ObjectHandle {
     array.map_or(ObjectHandle::NONE, |array| array.handle)
+}
+
+/// Operations that are a call of the C function of that name in the table.
+macro_rules! operations {
+    ($(
+        $(#[$doc:meta])*
+        $name:ident($($x:ident: $type:ty),*) = $symbol:literal $function:ident($($value:expr),*);
+    )*) => {$(
+        $(#[$doc])*
+        ///
+        /// # Errors
+        /// [`Error::Call`], as of every operation.
+        pub fn $name(&self, $($x: $type),*) -> Result<Array, Error> {
+            let f = self.library.table().$function;
+            // SAFETY: see below.
+            self.op($symbol, |out| unsafe { f(out, $($value,)* self.handle) })
+        }
+    )*};
+}
+
+/// Values of a row that a rotation with these periods turns.
+fn turned(periods: &Array) -> i32 {
+    2 * periods.shape().first().copied().unwrap_or(0)
 }
 
 // SAFETY of the blocks in this file: handles are live for as long as the arrays, lists are as
 // long as is said, and the result is written to a handle of nothing.
 impl Stream {
-    pub(crate) fn op(
+    fn op(
         &self,
         name: &'static str,
         call: impl FnOnce(*mut ObjectHandle) -> c_int,
@@ -88,74 +111,128 @@ impl Stream {
         Array::made_by(&self.library, name, call)
     }
 
-    /// `a + b`, sizes of 1 repeated.
-    ///
-    /// # Errors
-    /// [`Error::Call`], as of every operation.
-    pub fn add(&self, a: &Array, b: &Array) -> Result<Array, Error> {
-        let f = self.library.table().add;
-        // SAFETY: see above.
-        self.op("mlx_add", |out| unsafe {
-            f(out, a.handle, b.handle, self.handle)
-        })
-    }
-
-    /// `a * b`, sizes of 1 repeated.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn multiply(&self, a: &Array, b: &Array) -> Result<Array, Error> {
-        let f = self.library.table().multiply;
-        // SAFETY: see above.
-        self.op("mlx_multiply", |out| unsafe {
-            f(out, a.handle, b.handle, self.handle)
-        })
-    }
-
-    /// `a` to the power `b`.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn power(&self, a: &Array, b: &Array) -> Result<Array, Error> {
-        let f = self.library.table().power;
-        // SAFETY: see above.
-        self.op("mlx_power", |out| unsafe {
-            f(out, a.handle, b.handle, self.handle)
-        })
-    }
-
-    /// `1 / (1 + exp(-a))`
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn sigmoid(&self, a: &Array) -> Result<Array, Error> {
-        let f = self.library.table().sigmoid;
-        // SAFETY: see above.
-        self.op("mlx_sigmoid", |out| unsafe {
-            f(out, a.handle, self.handle)
-        })
-    }
-
-    /// The sum of all values.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn sum(&self, a: &Array) -> Result<Array, Error> {
-        let f = self.library.table().sum;
-        // SAFETY: see above.
-        self.op("mlx_sum", |out| unsafe {
-            f(out, a.handle, false, self.handle)
-        })
-    }
-
-    /// Hyperbolic tangent.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn tanh(&self, a: &Array) -> Result<Array, Error> {
-        let f = self.library.table().tanh;
-        // SAFETY: see above.
-        self.op("mlx_tanh", |out| unsafe { f(out, a.handle, self.handle) })
+    operations! {
+        /// `a + b`, sizes of 1 repeated.
+        add(a: &Array, b: &Array) = "mlx_add" add(a.handle, b.handle);
+        /// `a * b`, sizes of 1 repeated.
+        multiply(a: &Array, b: &Array) = "mlx_multiply" multiply(a.handle, b.handle);
+        /// `a` to the power `b`.
+        power(a: &Array, b: &Array) = "mlx_power" power(a.handle, b.handle);
+        /// `1 / (1 + exp(-a))`
+        sigmoid(a: &Array) = "mlx_sigmoid" sigmoid(a.handle);
+        /// The sum of all values.
+        sum(a: &Array) = "mlx_sum" sum(a.handle, false);
+        /// Hyperbolic tangent.
+        tanh(a: &Array) = "mlx_tanh" tanh(a.handle);
+        /// The same values, rows one after the other.
+        contiguous(a: &Array) = "mlx_contiguous" contiguous(a.handle, false);
+        /// `a (.., n, k)` times `b (k, m)`.
+        matmul(a: &Array, b: &Array) = "mlx_matmul" matmul(a.handle, b.handle);
+        /// The same values in another shape; one size may be -1.
+        reshape(a: &Array, shape: &[i32])
+            = "mlx_reshape" reshape(a.handle, shape.as_ptr(), shape.len());
+        /// The axes in another order.
+        transpose(a: &Array, axes: &[i32])
+            = "mlx_transpose_axes" transpose_axes(a.handle, axes.as_ptr(), axes.len());
+        /// The entries of `a` along `axis` that `indices` name.
+        take(a: &Array, indices: &Array, axis: i32)
+            = "mlx_take_axis" take_axis(a.handle, indices.handle, axis);
+        /// An array of zeros.
+        zeros(shape: &[i32], dtype: Dtype)
+            = "mlx_zeros" zeros(shape.as_ptr(), shape.len(), dtype.number());
+        /// RMS norm over the last axis, times `weight`.
+        rms_norm(x: &Array, weight: &Array, eps: f32)
+            = "mlx_fast_rms_norm" fast_rms_norm(x.handle, weight.handle, eps);
+        /// `x (n, in)` times the transpose of `w (out, in)`.
+        quantised_matmul(x: &Array, w: &Quantised)
+            = "mlx_quantized_matmul" quantized_matmul(
+                x.handle, w.packed.handle, w.scales.handle, handle(w.biases.as_ref()), true,
+                int(w.group), int(w.bits), w.mode.name().as_ptr()
+            );
+        /// The values of a quantised matrix, in the type of its scales; of `dtype` in mode `mxfp4`.
+        dequantise(w: &Quantised, dtype: Dtype)
+            = "mlx_dequantize" dequantize(
+                w.packed.handle, w.scales.handle, handle(w.biases.as_ref()), int(w.group),
+                int(w.bits), w.mode.name().as_ptr(), ObjectHandle::NONE,
+                OptionalDtype { value: dtype.number(), has_value: true }
+            );
+        /// Turns the first `2 n` values of each row of `x (.., rows, head)` by the rows' positions
+        /// from `position` on. `periods (n,)` are positions per radian. `neighbours`: values 2 i
+        /// and 2 i + 1 turn together, else i and n + i.
+        rope(x: &Array, periods: &Array, neighbours: bool, position: i32)
+            = "mlx_fast_rope" fast_rope(
+                x.handle, turned(periods), neighbours, NO_FLOAT, 1.0, position, periods.handle
+            );
+        /// As [`rope`](Self::rope), each part `i` of `x (n, .., rows, head)` from position
+        /// `positions[i]` on.
+        rope_each(x: &Array, periods: &Array, neighbours: bool, positions: &Array)
+            = "mlx_fast_rope_dynamic" fast_rope_dynamic(
+                x.handle, turned(periods), neighbours, NO_FLOAT, 1.0, positions.handle,
+                periods.handle
+            );
+        /// `a - b`, sizes of 1 repeated; integers wrap around.
+        subtract(a: &Array, b: &Array) = "mlx_subtract" subtract(a.handle, b.handle);
+        /// `a / b`, sizes of 1 repeated.
+        divide(a: &Array, b: &Array) = "mlx_divide" divide(a.handle, b.handle);
+        /// The larger of each two values, sizes of 1 repeated.
+        maximum(a: &Array, b: &Array) = "mlx_maximum" maximum(a.handle, b.handle);
+        /// The smaller of each two values, sizes of 1 repeated.
+        minimum(a: &Array, b: &Array) = "mlx_minimum" minimum(a.handle, b.handle);
+        /// Whether `a < b`, of type bool, sizes of 1 repeated.
+        less(a: &Array, b: &Array) = "mlx_less" less(a.handle, b.handle);
+        /// `ln(exp(a) + exp(b))` without overflow: with `b = 0` a softplus.
+        log_add_exp(a: &Array, b: &Array) = "mlx_logaddexp" logaddexp(a.handle, b.handle);
+        /// `e` to the power `a`.
+        exp(a: &Array) = "mlx_exp" exp(a.handle);
+        /// `-a`
+        negative(a: &Array) = "mlx_negative" negative(a.handle);
+        /// `1 / sqrt(a)`
+        rsqrt(a: &Array) = "mlx_rsqrt" rsqrt(a.handle);
+        /// Softmax along `axis`, computed in `f32` for every type.
+        softmax(a: &Array, axis: i32) = "mlx_softmax_axis" softmax_axis(a.handle, axis, true);
+        /// `ln` of the sum of `exp` along `axis`, which stays with size 1; without overflow.
+        log_sum_exp(a: &Array, axis: i32)
+            = "mlx_logsumexp_axis" logsumexp_axis(a.handle, axis, true);
+        /// The sum along `axis`, which stays with size 1.
+        sum_along(a: &Array, axis: i32) = "mlx_sum_axis" sum_axis(a.handle, axis, true);
+        /// Sums of the values up to each along `axis`, itself included.
+        running_sum(a: &Array, axis: i32)
+            = "mlx_cumsum_axis" cumsum_axis(
+                a.handle, axis, false, true, OptionalDtype { value: 0, has_value: false }
+            );
+        /// Along `axis` the places of the values from the smallest on, of type `uint32`. Equal
+        /// values keep their order; those that are not numbers come last.
+        argsort(a: &Array, axis: i32) = "mlx_argsort_axis" argsort_axis(a.handle, axis);
+        /// Along `axis` the place of the largest value, the first among equals, of type `uint32`
+        /// and size 1. Where a value is not a number, the place may be any.
+        argmax(a: &Array, axis: i32) = "mlx_argmax_axis" argmax_axis(a.handle, axis, true);
+        /// Along `axis` the places of all values, in an order in which no value before place `kth`
+        /// is above those behind it. Of type `uint32`; values that are not numbers come last.
+        argpartition(a: &Array, kth: i32, axis: i32)
+            = "mlx_argpartition_axis" argpartition_axis(a.handle, kth, axis);
+        /// The values at `indices` along `axis`: as many sizes as `a`, the others equal.
+        take_along(a: &Array, indices: &Array, axis: i32)
+            = "mlx_take_along_axis" take_along_axis(a.handle, indices.handle, axis);
+        /// `a` with `values` at `indices` along `axis`, sizes of 1 repeated on the other axes. In
+        /// place as [`slice_update`](Self::slice_update) is.
+        put_along(a: &Array, indices: &Array, values: &Array, axis: i32)
+            = "mlx_put_along_axis" put_along_axis(
+                a.handle, indices.handle, values.handle, axis
+            );
+        /// `x (.., rows, in)` times the matrices `indices (..)` of `stack (matrices, in, out)`:
+        /// `(.., rows, out)`, sizes of 1 in front repeated. `sorted`: whether the indices do not
+        /// fall. MLX's CPU computes it of `f32` only.
+        gathered_matmul(x: &Array, stack: &Array, indices: &Array, sorted: bool)
+            = "mlx_gather_mm" gather_mm(
+                x.handle, stack.handle, ObjectHandle::NONE, indices.handle, sorted
+            );
+        /// As [`gathered_matmul`](Self::gathered_matmul), of the transposes of a quantised stack.
+        gathered_quantised_matmul(x: &Array, stack: &Quantised, indices: &Array, sorted: bool)
+            = "mlx_gather_qmm" gather_qmm(
+                x.handle, stack.packed.handle, stack.scales.handle, handle(stack.biases.as_ref()),
+                ObjectHandle::NONE, indices.handle, true, int(stack.group), int(stack.bits),
+                stack.mode.name().as_ptr(), sorted
+            );
     }
 
     /// The values as another type; the same array where it has that type.
@@ -195,104 +272,6 @@ impl Stream {
     /// As [`add`](Self::add).
     pub fn rows_f32(&self, a: &Array) -> Result<Array, Error> {
         self.contiguous(&self.astype(a, Dtype::F32)?)
-    }
-
-    /// The same values, rows one after the other.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn contiguous(&self, a: &Array) -> Result<Array, Error> {
-        let f = self.library.table().contiguous;
-        // SAFETY: see above.
-        self.op("mlx_contiguous", |out| unsafe {
-            f(out, a.handle, false, self.handle)
-        })
-    }
-
-    /// `a (.., n, k)` times `b (k, m)`.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn matmul(&self, a: &Array, b: &Array) -> Result<Array, Error> {
-        let f = self.library.table().matmul;
-        // SAFETY: see above.
-        self.op("mlx_matmul", |out| unsafe {
-            f(out, a.handle, b.handle, self.handle)
-        })
-    }
-
-    /// `x (n, in)` times the transpose of `w (out, in)`.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn quantised_matmul(&self, x: &Array, w: &Quantised) -> Result<Array, Error> {
-        let f = self.library.table().quantized_matmul;
-        // SAFETY: see above.
-        self.op("mlx_quantized_matmul", |out| unsafe {
-            f(
-                out,
-                x.handle,
-                w.packed.handle,
-                w.scales.handle,
-                handle(w.biases.as_ref()),
-                true,
-                int(w.group),
-                int(w.bits),
-                w.mode.name().as_ptr(),
-                self.handle,
-            )
-        })
-    }
-
-    /// The values of a quantised matrix, in the type of its scales; of `dtype` in mode `mxfp4`.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn dequantise(&self, w: &Quantised, dtype: Dtype) -> Result<Array, Error> {
-        let f = self.library.table().dequantize;
-        let wanted = OptionalDtype {
-            value: dtype.number(),
-            has_value: true,
-        };
-        // SAFETY: see above.
-        self.op("mlx_dequantize", |out| unsafe {
-            f(
-                out,
-                w.packed.handle,
-                w.scales.handle,
-                handle(w.biases.as_ref()),
-                int(w.group),
-                int(w.bits),
-                w.mode.name().as_ptr(),
-                ObjectHandle::NONE,
-                wanted,
-                self.handle,
-            )
-        })
-    }
-
-    /// The same values in another shape; one size may be -1.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn reshape(&self, a: &Array, shape: &[i32]) -> Result<Array, Error> {
-        let f = self.library.table().reshape;
-        // SAFETY: see above.
-        self.op("mlx_reshape", |out| unsafe {
-            f(out, a.handle, shape.as_ptr(), shape.len(), self.handle)
-        })
-    }
-
-    /// The axes in another order.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn transpose(&self, a: &Array, axes: &[i32]) -> Result<Array, Error> {
-        let f = self.library.table().transpose_axes;
-        // SAFETY: see above.
-        self.op("mlx_transpose_axes", |out| unsafe {
-            f(out, a.handle, axes.as_ptr(), axes.len(), self.handle)
-        })
     }
 
     /// The part from `start` to before `stop`, an entry for each axis: nothing is copied.
@@ -344,109 +323,6 @@ impl Stream {
                 n,
                 ones,
                 n,
-                self.handle,
-            )
-        })
-    }
-
-    /// The entries of `a` along `axis` that `indices` name.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn take(&self, a: &Array, indices: &Array, axis: i32) -> Result<Array, Error> {
-        let f = self.library.table().take_axis;
-        // SAFETY: see above.
-        self.op("mlx_take_axis", |out| unsafe {
-            f(out, a.handle, indices.handle, axis, self.handle)
-        })
-    }
-
-    /// An array of zeros.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn zeros(&self, shape: &[i32], dtype: Dtype) -> Result<Array, Error> {
-        let f = self.library.table().zeros;
-        // SAFETY: see above.
-        self.op("mlx_zeros", |out| unsafe {
-            f(
-                out,
-                shape.as_ptr(),
-                shape.len(),
-                dtype.number(),
-                self.handle,
-            )
-        })
-    }
-
-    /// RMS norm over the last axis, times `weight`.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn rms_norm(&self, x: &Array, weight: &Array, eps: f32) -> Result<Array, Error> {
-        let f = self.library.table().fast_rms_norm;
-        // SAFETY: see above.
-        self.op("mlx_fast_rms_norm", |out| unsafe {
-            f(out, x.handle, weight.handle, eps, self.handle)
-        })
-    }
-
-    /// Turns the first `2 n` values of each row of `x (.., rows, head)` by the rows' positions
-    /// from `position` on. `periods (n,)` are positions per radian. `neighbours`: values 2 i and
-    /// 2 i + 1 turn together, else i and n + i.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn rope(
-        &self,
-        x: &Array,
-        periods: &Array,
-        neighbours: bool,
-        position: i32,
-    ) -> Result<Array, Error> {
-        let f = self.library.table().fast_rope;
-        let dims = 2 * periods.shape().first().copied().unwrap_or(0);
-        // SAFETY: see above.
-        self.op("mlx_fast_rope", |out| unsafe {
-            f(
-                out,
-                x.handle,
-                dims,
-                neighbours,
-                NO_FLOAT,
-                1.0,
-                position,
-                periods.handle,
-                self.handle,
-            )
-        })
-    }
-
-    /// As [`rope`](Self::rope), each part `i` of `x (n, .., rows, head)` from position
-    /// `positions[i]` on.
-    ///
-    /// # Errors
-    /// As [`add`](Self::add).
-    pub fn rope_each(
-        &self,
-        x: &Array,
-        periods: &Array,
-        neighbours: bool,
-        positions: &Array,
-    ) -> Result<Array, Error> {
-        let f = self.library.table().fast_rope_dynamic;
-        let dims = 2 * periods.shape().first().copied().unwrap_or(0);
-        // SAFETY: see above.
-        self.op("mlx_fast_rope_dynamic", |out| unsafe {
-            f(
-                out,
-                x.handle,
-                dims,
-                neighbours,
-                NO_FLOAT,
-                1.0,
-                positions.handle,
-                periods.handle,
                 self.handle,
             )
         })
