@@ -193,14 +193,6 @@ impl<D: Dots> Isa for Ymm<D> {
         both!(_mm256_and_si256, shifted, mask)
     }
     #[inline(always)]
-    unsafe fn shl4(w: I) -> I {
-        both!(_mm256_slli_epi16::<4>, w)
-    }
-    #[inline(always)]
-    unsafe fn or(a: I, b: I) -> I {
-        both!(_mm256_or_si256, a, b)
-    }
-    #[inline(always)]
     unsafe fn spread_bits(p: *const u8, value: u8) -> I {
         let bits = unsafe { p.cast::<[u32; 2]>().read_unaligned() };
         let set = unsafe {
@@ -265,10 +257,6 @@ impl<D: Dots> Isa for Ymm<D> {
                 D::fours(acc[1], [a[1], b[1], c[1], d[1]], x, most),
             ]
         }
-    }
-    #[inline(always)]
-    unsafe fn factor(x: I) -> I {
-        unsafe { <Self as Words>::twice(x) }
     }
     #[inline(always)]
     unsafe fn load_factor(p: *const u8) -> I {
@@ -344,25 +332,9 @@ impl<D: Dots> Isa for Ymm<D> {
     }
 
     #[inline(always)]
-    unsafe fn splat_i(x: i32) -> I {
-        unsafe { [_mm256_set1_epi32(x); 2] }
-    }
-    #[inline(always)]
-    unsafe fn add_i(a: I, b: I) -> I {
-        both!(_mm256_add_epi32, a, b)
-    }
-    #[inline(always)]
-    unsafe fn mul_i(a: I, b: I) -> I {
-        both!(_mm256_mullo_epi32, a, b)
-    }
-    #[inline(always)]
     unsafe fn small(x: I) -> I {
         let low = unsafe { [_mm256_set1_epi32(0xffff); 2] };
         both!(_mm256_and_si256, x, low)
-    }
-    #[inline(always)]
-    unsafe fn mul_add_small(acc: I, a: I, b: I) -> I {
-        both!(D::words, acc, a, b)
     }
     #[inline(always)]
     unsafe fn load_i8(p: *const u8) -> I {
@@ -388,46 +360,10 @@ impl<D: Dots> Isa for Ymm<D> {
         both!(_mm256_cvtepi16_epi32, halves)
     }
     #[inline(always)]
-    unsafe fn load_i(p: *const i32) -> I {
-        unsafe { Self::load_w(p.cast()) }
-    }
-    #[inline(always)]
     unsafe fn store_i(p: *mut i32, x: I) {
         unsafe { Self::store_w(p.cast(), x) }
     }
-    #[inline(always)]
-    unsafe fn shr4_i(a: I) -> I {
-        both!(_mm256_srli_epi32::<4>, a)
-    }
-    #[inline(always)]
-    unsafe fn shl3_i(a: I) -> I {
-        both!(_mm256_slli_epi32::<3>, a)
-    }
-    #[inline(always)]
-    unsafe fn shl7_i(a: I) -> I {
-        both!(_mm256_slli_epi32::<7>, a)
-    }
-    #[inline(always)]
-    unsafe fn sar7_i(a: I) -> I {
-        both!(_mm256_srai_epi32::<7>, a)
-    }
-    #[inline(always)]
-    unsafe fn and_i(a: I, b: I) -> I {
-        both!(_mm256_and_si256, a, b)
-    }
-    #[inline(always)]
-    unsafe fn to_f(a: I) -> F {
-        both!(_mm256_cvtepi32_ps, a)
-    }
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> F {
-        unsafe { [_mm256_set1_ps(x); 2] }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const f32) -> F {
-        unsafe { [_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))] }
-    }
     #[inline(always)]
     unsafe fn store(p: *mut f32, x: F) {
         unsafe {
@@ -466,34 +402,6 @@ impl<D: Dots> Isa for Ymm<D> {
         }
     }
     #[inline(always)]
-    unsafe fn add(a: F, b: F) -> F {
-        both!(_mm256_add_ps, a, b)
-    }
-    #[inline(always)]
-    unsafe fn sub(a: F, b: F) -> F {
-        both!(_mm256_sub_ps, a, b)
-    }
-    #[inline(always)]
-    unsafe fn mul(a: F, b: F) -> F {
-        both!(_mm256_mul_ps, a, b)
-    }
-    #[inline(always)]
-    unsafe fn div(a: F, b: F) -> F {
-        both!(_mm256_div_ps, a, b)
-    }
-    #[inline(always)]
-    unsafe fn fma(a: F, b: F, c: F) -> F {
-        both!(_mm256_fmadd_ps, a, b, c)
-    }
-    #[inline(always)]
-    unsafe fn max(a: F, b: F) -> F {
-        both!(_mm256_max_ps, a, b)
-    }
-    #[inline(always)]
-    unsafe fn min(a: F, b: F) -> F {
-        both!(_mm256_min_ps, a, b)
-    }
-    #[inline(always)]
     unsafe fn abs(a: F) -> F {
         let mask = unsafe { [_mm256_castsi256_ps(_mm256_set1_epi32(i32::MAX)); 2] };
         both!(_mm256_and_ps, a, mask)
@@ -510,10 +418,6 @@ impl<D: Dots> Isa for Ymm<D> {
         let x = both!(_mm256_castps_si256, x);
         let sum = both!(_mm256_add_epi32, x, shifted);
         both!(_mm256_castsi256_ps, sum)
-    }
-    #[inline(always)]
-    unsafe fn round(x: F) -> I {
-        both!(_mm256_cvtps_epi32, x)
     }
     #[inline(always)]
     unsafe fn reduce_max(x: F) -> f32 {
@@ -550,6 +454,32 @@ impl<D: Dots> Isa for Ymm<D> {
             _mm_storeu_si128(p.cast(), _mm_packs_epi16(low, high));
         }
     }
+    operations! {
+        shl4(w: I) -> I = both!(_mm256_slli_epi16::<4>, w);
+        or(a: I, b: I) -> I = both!(_mm256_or_si256, a, b);
+        factor(x: I) -> I = <Self as Words>::twice(x);
+        splat_i(x: i32) -> I = [_mm256_set1_epi32(x); 2];
+        add_i(a: I, b: I) -> I = both!(_mm256_add_epi32, a, b);
+        mul_i(a: I, b: I) -> I = both!(_mm256_mullo_epi32, a, b);
+        mul_add_small(acc: I, a: I, b: I) -> I = both!(D::words, acc, a, b);
+        load_i(p: *const i32) -> I = Self::load_w(p.cast());
+        shr4_i(a: I) -> I = both!(_mm256_srli_epi32::<4>, a);
+        shl3_i(a: I) -> I = both!(_mm256_slli_epi32::<3>, a);
+        shl7_i(a: I) -> I = both!(_mm256_slli_epi32::<7>, a);
+        sar7_i(a: I) -> I = both!(_mm256_srai_epi32::<7>, a);
+        and_i(a: I, b: I) -> I = both!(_mm256_and_si256, a, b);
+        to_f(a: I) -> F = both!(_mm256_cvtepi32_ps, a);
+        splat(x: f32) -> F = [_mm256_set1_ps(x); 2];
+        load(p: *const f32) -> F = [_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))];
+        add(a: F, b: F) -> F = both!(_mm256_add_ps, a, b);
+        sub(a: F, b: F) -> F = both!(_mm256_sub_ps, a, b);
+        mul(a: F, b: F) -> F = both!(_mm256_mul_ps, a, b);
+        div(a: F, b: F) -> F = both!(_mm256_div_ps, a, b);
+        fma(a: F, b: F, c: F) -> F = both!(_mm256_fmadd_ps, a, b, c);
+        max(a: F, b: F) -> F = both!(_mm256_max_ps, a, b);
+        min(a: F, b: F) -> F = both!(_mm256_min_ps, a, b);
+        round(x: F) -> I = both!(_mm256_cvtps_epi32, x);
+    }
 }
 
 impl<D: Dots> Words for Ymm<D> {
@@ -577,21 +507,9 @@ impl<D: Dots> Words for Ymm<D> {
         both!(_mm256_blend_epi16::<0b1010_1010>, x, high)
     }
     #[inline(always)]
-    unsafe fn sub_words(a: I, b: I) -> I {
-        both!(_mm256_sub_epi16, a, b)
-    }
-    #[inline(always)]
     unsafe fn dot_words(acc: I, w: I, x: *const i16) -> I {
         let x = unsafe { splat_four(x.cast()) };
         both!(D::words, acc, w, x)
-    }
-    #[inline(always)]
-    unsafe fn dot_lanes(acc: I, a: I, b: I) -> I {
-        both!(D::words, acc, a, b)
-    }
-    #[inline(always)]
-    unsafe fn merge(low: I, high: I) -> I {
-        both!(_mm256_blend_epi16::<0b1010_1010>, low, high)
     }
     #[inline(always)]
     unsafe fn shl_i<const N: u32>(a: I) -> I {
@@ -605,6 +523,11 @@ impl<D: Dots> Words for Ymm<D> {
             let words = _mm256_packs_epi32(x[0], x[1]);
             store_exchanged(p, _mm256_permute4x64_epi64::<0b11_01_10_00>(words));
         }
+    }
+    operations! {
+        sub_words(a: I, b: I) -> I = both!(_mm256_sub_epi16, a, b);
+        dot_lanes(acc: I, a: I, b: I) -> I = both!(D::words, acc, a, b);
+        merge(low: I, high: I) -> I = both!(_mm256_blend_epi16::<0b1010_1010>, low, high);
     }
 }
 

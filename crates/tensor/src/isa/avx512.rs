@@ -45,33 +45,13 @@ impl<const VBMI: bool> Isa for Zmm<VBMI> {
         unsafe { prefetch_lines::<NEAR, FAR>(p) }
     }
     #[inline(always)]
-    unsafe fn load_w(p: *const u8) -> __m512i {
-        unsafe { _mm512_loadu_si512(p.cast()) }
-    }
-    #[inline(always)]
     unsafe fn store_w(p: *mut u8, w: __m512i) {
         unsafe { _mm512_storeu_si512(p.cast(), w) }
-    }
-    #[inline(always)]
-    unsafe fn low_nibble(w: __m512i) -> __m512i {
-        unsafe { _mm512_and_si512(w, _mm512_set1_epi8(15)) }
-    }
-    #[inline(always)]
-    unsafe fn high_nibble(w: __m512i) -> __m512i {
-        unsafe { _mm512_and_si512(_mm512_srli_epi16::<4>(w), _mm512_set1_epi8(15)) }
     }
     #[inline(always)]
     unsafe fn crumb<const INDEX: u32>(w: __m512i) -> __m512i {
         let count = unsafe { _mm_cvtsi32_si128(2 * INDEX as i32) };
         unsafe { _mm512_and_si512(_mm512_srl_epi16(w, count), _mm512_set1_epi8(3)) }
-    }
-    #[inline(always)]
-    unsafe fn shl4(w: __m512i) -> __m512i {
-        unsafe { _mm512_slli_epi16::<4>(w) }
-    }
-    #[inline(always)]
-    unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_or_si512(a, b) }
     }
     #[inline(always)]
     unsafe fn spread_bits(p: *const u8, value: u8) -> __m512i {
@@ -124,92 +104,16 @@ impl<const VBMI: bool> Isa for Zmm<VBMI> {
         }
     }
     #[inline(always)]
-    unsafe fn dot_unsigned(acc: __m512i, w: __m512i, x: *const i8) -> __m512i {
-        unsafe { _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
-    }
-    #[inline(always)]
     unsafe fn dot_signed(acc: __m512i, w: __m512i, x: *const i8) -> __m512i {
         // The instruction multiplies unsigned by signed: flipping the top bit adds 128.
         unsafe { Self::dot_unsigned(acc, _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x) }
     }
 
     #[inline(always)]
-    unsafe fn splat_i(x: i32) -> __m512i {
-        unsafe { _mm512_set1_epi32(x) }
-    }
-    #[inline(always)]
-    unsafe fn add_i(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_add_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn mul_i(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_mullo_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn small(x: __m512i) -> __m512i {
-        unsafe { _mm512_and_si512(x, _mm512_set1_epi32(0xffff)) }
-    }
-    #[inline(always)]
-    unsafe fn mul_add_small(acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
-        unsafe { dpwssd(acc, a, b) }
-    }
-    #[inline(always)]
-    unsafe fn load_i8(p: *const u8) -> __m512i {
-        unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn load_u8(p: *const u8) -> __m512i {
-        unsafe { _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn load_nibbles(p: *const u8) -> __m512i {
-        unsafe { _mm512_cvtepu8_epi32(nibble_bytes(p)) }
-    }
-    #[inline(always)]
-    unsafe fn load_i16(p: *const u8) -> __m512i {
-        unsafe { _mm512_cvtepi16_epi32(_mm256_loadu_si256(p.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn load_i(p: *const i32) -> __m512i {
-        unsafe { _mm512_loadu_si512(p.cast()) }
-    }
-    #[inline(always)]
     unsafe fn store_i(p: *mut i32, x: __m512i) {
         unsafe { _mm512_storeu_si512(p.cast(), x) }
     }
-    #[inline(always)]
-    unsafe fn shr4_i(a: __m512i) -> __m512i {
-        unsafe { _mm512_srli_epi32::<4>(a) }
-    }
-    #[inline(always)]
-    unsafe fn shl3_i(a: __m512i) -> __m512i {
-        unsafe { _mm512_slli_epi32::<3>(a) }
-    }
-    #[inline(always)]
-    unsafe fn shl7_i(a: __m512i) -> __m512i {
-        unsafe { _mm512_slli_epi32::<7>(a) }
-    }
-    #[inline(always)]
-    unsafe fn sar7_i(a: __m512i) -> __m512i {
-        unsafe { _mm512_srai_epi32::<7>(a) }
-    }
-    #[inline(always)]
-    unsafe fn and_i(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_and_si512(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn to_f(a: __m512i) -> __m512 {
-        unsafe { _mm512_cvtepi32_ps(a) }
-    }
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> __m512 {
-        unsafe { _mm512_set1_ps(x) }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const f32) -> __m512 {
-        unsafe { _mm512_loadu_ps(p) }
-    }
     #[inline(always)]
     unsafe fn store(p: *mut f32, x: __m512) {
         unsafe { _mm512_storeu_ps(p, x) }
@@ -221,14 +125,6 @@ impl<const VBMI: bool> Isa for Zmm<VBMI> {
     #[inline(always)]
     unsafe fn fence() {
         unsafe { _mm_sfence() }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(p: *const u16) -> __m512 {
-        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn load_e4m3(p: *const u8) -> __m512 {
-        unsafe { _mm512_cvtph_ps(e4m3_halves(p)) }
     }
     #[inline(always)]
     unsafe fn load_e4m3s(p: *const u8) -> [__m512; 4] {
@@ -256,43 +152,11 @@ impl<const VBMI: bool> Isa for Zmm<VBMI> {
         }
     }
     #[inline(always)]
-    unsafe fn add(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_add_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn sub(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_sub_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn div(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_div_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    unsafe fn max(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_max_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn min(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_min_ps(a, b) }
-    }
-    #[inline(always)]
     unsafe fn abs(a: __m512) -> __m512 {
         unsafe {
             let mask = _mm512_set1_epi32(i32::MAX);
             _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), mask))
         }
-    }
-    #[inline(always)]
-    unsafe fn keep_if_ge(a: __m512, b: __m512, value: __m512) -> __m512 {
-        unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b), value) }
     }
     #[inline(always)]
     unsafe fn scale_by_bits(x: __m512, n: __m512) -> __m512 {
@@ -302,20 +166,50 @@ impl<const VBMI: bool> Isa for Zmm<VBMI> {
         }
     }
     #[inline(always)]
-    unsafe fn round(x: __m512) -> __m512i {
-        unsafe { _mm512_cvtps_epi32(x) }
-    }
-    #[inline(always)]
-    unsafe fn reduce_max(x: __m512) -> f32 {
-        unsafe { _mm512_reduce_max_ps(x) }
-    }
-    #[inline(always)]
-    unsafe fn reduce_add_i(x: __m512i) -> i32 {
-        unsafe { _mm512_reduce_add_epi32(x) }
-    }
-    #[inline(always)]
     unsafe fn store_i8(p: *mut i8, x: __m512i) {
         unsafe { _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(x)) }
+    }
+    operations! {
+        load_w(p: *const u8) -> __m512i = _mm512_loadu_si512(p.cast());
+        low_nibble(w: __m512i) -> __m512i = _mm512_and_si512(w, _mm512_set1_epi8(15));
+        high_nibble(w: __m512i) -> __m512i =
+            _mm512_and_si512(_mm512_srli_epi16::<4>(w), _mm512_set1_epi8(15));
+        shl4(w: __m512i) -> __m512i = _mm512_slli_epi16::<4>(w);
+        or(a: __m512i, b: __m512i) -> __m512i = _mm512_or_si512(a, b);
+        dot_unsigned(acc: __m512i, w: __m512i, x: *const i8) -> __m512i =
+            _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned()));
+        splat_i(x: i32) -> __m512i = _mm512_set1_epi32(x);
+        add_i(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi32(a, b);
+        mul_i(a: __m512i, b: __m512i) -> __m512i = _mm512_mullo_epi32(a, b);
+        small(x: __m512i) -> __m512i = _mm512_and_si512(x, _mm512_set1_epi32(0xffff));
+        mul_add_small(acc: __m512i, a: __m512i, b: __m512i) -> __m512i = dpwssd(acc, a, b);
+        load_i8(p: *const u8) -> __m512i = _mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()));
+        load_u8(p: *const u8) -> __m512i = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.cast()));
+        load_nibbles(p: *const u8) -> __m512i = _mm512_cvtepu8_epi32(nibble_bytes(p));
+        load_i16(p: *const u8) -> __m512i = _mm512_cvtepi16_epi32(_mm256_loadu_si256(p.cast()));
+        load_i(p: *const i32) -> __m512i = _mm512_loadu_si512(p.cast());
+        shr4_i(a: __m512i) -> __m512i = _mm512_srli_epi32::<4>(a);
+        shl3_i(a: __m512i) -> __m512i = _mm512_slli_epi32::<3>(a);
+        shl7_i(a: __m512i) -> __m512i = _mm512_slli_epi32::<7>(a);
+        sar7_i(a: __m512i) -> __m512i = _mm512_srai_epi32::<7>(a);
+        and_i(a: __m512i, b: __m512i) -> __m512i = _mm512_and_si512(a, b);
+        to_f(a: __m512i) -> __m512 = _mm512_cvtepi32_ps(a);
+        splat(x: f32) -> __m512 = _mm512_set1_ps(x);
+        load(p: *const f32) -> __m512 = _mm512_loadu_ps(p);
+        load_f16(p: *const u16) -> __m512 = _mm512_cvtph_ps(_mm256_loadu_si256(p.cast()));
+        load_e4m3(p: *const u8) -> __m512 = _mm512_cvtph_ps(e4m3_halves(p));
+        add(a: __m512, b: __m512) -> __m512 = _mm512_add_ps(a, b);
+        sub(a: __m512, b: __m512) -> __m512 = _mm512_sub_ps(a, b);
+        mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
+        div(a: __m512, b: __m512) -> __m512 = _mm512_div_ps(a, b);
+        fma(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
+        max(a: __m512, b: __m512) -> __m512 = _mm512_max_ps(a, b);
+        min(a: __m512, b: __m512) -> __m512 = _mm512_min_ps(a, b);
+        keep_if_ge(a: __m512, b: __m512, value: __m512) -> __m512 =
+            _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b), value);
+        round(x: __m512) -> __m512i = _mm512_cvtps_epi32(x);
+        reduce_max(x: __m512) -> f32 = _mm512_reduce_max_ps(x);
+        reduce_add_i(x: __m512i) -> i32 = _mm512_reduce_add_epi32(x);
     }
 }
 
@@ -358,26 +252,6 @@ impl Words for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn twice(x: __m512i) -> __m512i {
-        unsafe { _mm512_mask_blend_epi16(0xaaaa_aaaa, x, _mm512_slli_epi32::<16>(x)) }
-    }
-    #[inline(always)]
-    unsafe fn sub_words(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_sub_epi16(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn dot_words(acc: __m512i, w: __m512i, x: *const i16) -> __m512i {
-        unsafe { dpwssd(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
-    }
-    #[inline(always)]
-    unsafe fn dot_lanes(acc: __m512i, a: __m512i, b: __m512i) -> __m512i {
-        unsafe { dpwssd(acc, a, b) }
-    }
-    #[inline(always)]
-    unsafe fn merge(low: __m512i, high: __m512i) -> __m512i {
-        unsafe { _mm512_mask_blend_epi16(0xaaaa_aaaa, low, high) }
-    }
-    #[inline(always)]
     unsafe fn shl_i<const N: u32>(a: __m512i) -> __m512i {
         unsafe { _mm512_slli_epi32::<N>(a) }
     }
@@ -385,13 +259,19 @@ impl Words for Avx512 {
     unsafe fn store_words(p: *mut i16, x: __m512i) {
         unsafe { store_exchanged(p, _mm512_cvtepi32_epi16(x)) }
     }
+    operations! {
+        twice(x: __m512i) -> __m512i =
+            _mm512_mask_blend_epi16(0xaaaa_aaaa, x, _mm512_slli_epi32::<16>(x));
+        sub_words(a: __m512i, b: __m512i) -> __m512i = _mm512_sub_epi16(a, b);
+        dot_words(acc: __m512i, w: __m512i, x: *const i16) -> __m512i =
+            dpwssd(acc, w, _mm512_set1_epi32(x.cast::<i32>().read_unaligned()));
+        dot_lanes(acc: __m512i, a: __m512i, b: __m512i) -> __m512i = dpwssd(acc, a, b);
+        merge(low: __m512i, high: __m512i) -> __m512i =
+            _mm512_mask_blend_epi16(0xaaaa_aaaa, low, high);
+    }
 }
 
 impl BytePlanes for Avx512 {
-    #[inline(always)]
-    unsafe fn sar16_i(a: __m512i) -> __m512i {
-        unsafe { _mm512_srai_epi32::<16>(a) }
-    }
     #[inline(always)]
     unsafe fn mul_add_wide(a: __m512i, b: __m512i, c: [__m512i; 2]) -> [__m512i; 2] {
         unsafe {
@@ -405,20 +285,17 @@ impl BytePlanes for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn mul_words(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_mullo_epi16(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn add_words(a: __m512i, b: __m512i) -> __m512i {
-        unsafe { _mm512_add_epi16(a, b) }
-    }
-    #[inline(always)]
     unsafe fn narrow([even, odd]: [__m512i; 2]) -> [__m512i; 2] {
         unsafe {
             let low = _mm512_set1_epi16(255);
             let high = pick(low, _mm512_srli_epi16::<8>(even), odd);
             [high, pick(low, even, _mm512_slli_epi16::<8>(odd))]
         }
+    }
+    operations! {
+        sar16_i(a: __m512i) -> __m512i = _mm512_srai_epi32::<16>(a);
+        mul_words(a: __m512i, b: __m512i) -> __m512i = _mm512_mullo_epi16(a, b);
+        add_words(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi16(a, b);
     }
 }
 

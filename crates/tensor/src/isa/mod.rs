@@ -9,6 +9,24 @@
 //! All methods are `inline(always)` and must be called from a function compiled with the target
 //! features of the implementation. Only the entry points in `dispatch` do that, after detection.
 
+/// Functions of one expression, for the implementations of [`Isa`] and its parts.
+macro_rules! operations {
+    ($($name:ident($($arguments:tt)*) -> $out:ty = $body:expr;)*) => {
+        operations! {
+            #[inline(always)]
+            $($name($($arguments)*) -> $out = $body;)*
+        }
+    };
+    (#[$inline:meta] $($name:ident($($arguments:tt)*) -> $out:ty = $body:expr;)*) => {$(
+        #[$inline]
+        #[allow(unused_unsafe, reason = "some are register arithmetic alone")]
+        unsafe fn $name($($arguments)*) -> $out {
+            // SAFETY: the trait's callers guarantee features and pointers.
+            unsafe { $body }
+        }
+    )*};
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

@@ -111,22 +111,10 @@ impl Isa for Neon {
         each!(vandq_u8, w, mask)
     }
     #[inline(always)]
-    unsafe fn high_nibble(w: W) -> W {
-        each!(vshrq_n_u8::<4>, w)
-    }
-    #[inline(always)]
     unsafe fn crumb<const INDEX: u32>(w: W) -> W {
         let (count, mask) = unsafe { ([vdupq_n_s8(-(2 * INDEX as i8)); 4], [vdupq_n_u8(3); 4]) };
         let shifted = each!(vshlq_u8, w, count);
         each!(vandq_u8, shifted, mask)
-    }
-    #[inline(always)]
-    unsafe fn shl4(w: W) -> W {
-        each!(vshlq_n_u8::<4>, w)
-    }
-    #[inline(always)]
-    unsafe fn or(a: W, b: W) -> W {
-        each!(vorrq_u8, a, b)
     }
     #[inline(always)]
     unsafe fn spread_bits(p: *const u8, value: u8) -> W {
@@ -180,22 +168,6 @@ impl Isa for Neon {
         }
     }
 
-    #[inline(always)]
-    unsafe fn splat_i(x: i32) -> I {
-        unsafe { [vdupq_n_s32(x); 4] }
-    }
-    #[inline(always)]
-    unsafe fn add_i(a: I, b: I) -> I {
-        each!(vaddq_s32, a, b)
-    }
-    #[inline(always)]
-    unsafe fn mul_i(a: I, b: I) -> I {
-        each!(vmulq_s32, a, b)
-    }
-    #[inline(always)]
-    unsafe fn small(x: I) -> I {
-        x
-    }
     #[inline(always)]
     unsafe fn mul_add_small(acc: I, a: I, b: I) -> I {
         let one = |i: usize| unsafe { vmlaq_s32(acc[i], a[i], b[i]) };
@@ -270,31 +242,7 @@ impl Isa for Neon {
             |x| unsafe { vreinterpretq_s32_u32(vshrq_n_u32::<4>(vreinterpretq_u32_s32(x))) };
         a.map(shift)
     }
-    #[inline(always)]
-    unsafe fn shl3_i(a: I) -> I {
-        each!(vshlq_n_s32::<3>, a)
-    }
-    #[inline(always)]
-    unsafe fn shl7_i(a: I) -> I {
-        each!(vshlq_n_s32::<7>, a)
-    }
-    #[inline(always)]
-    unsafe fn sar7_i(a: I) -> I {
-        each!(vshrq_n_s32::<7>, a)
-    }
-    #[inline(always)]
-    unsafe fn and_i(a: I, b: I) -> I {
-        each!(vandq_s32, a, b)
-    }
-    #[inline(always)]
-    unsafe fn to_f(a: I) -> F {
-        each!(vcvtq_f32_s32, a)
-    }
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> F {
-        unsafe { [vdupq_n_f32(x); 4] }
-    }
     #[inline(always)]
     unsafe fn load(p: *const f32) -> F {
         unsafe {
@@ -361,37 +309,9 @@ impl Isa for Neon {
         }
     }
     #[inline(always)]
-    unsafe fn add(a: F, b: F) -> F {
-        each!(vaddq_f32, a, b)
-    }
-    #[inline(always)]
-    unsafe fn sub(a: F, b: F) -> F {
-        each!(vsubq_f32, a, b)
-    }
-    #[inline(always)]
-    unsafe fn mul(a: F, b: F) -> F {
-        each!(vmulq_f32, a, b)
-    }
-    #[inline(always)]
-    unsafe fn div(a: F, b: F) -> F {
-        each!(vdivq_f32, a, b)
-    }
-    #[inline(always)]
     unsafe fn fma(a: F, b: F, c: F) -> F {
         let one = |i: usize| unsafe { vfmaq_f32(c[i], a[i], b[i]) };
         [one(0), one(1), one(2), one(3)]
-    }
-    #[inline(always)]
-    unsafe fn max(a: F, b: F) -> F {
-        each!(vmaxq_f32, a, b)
-    }
-    #[inline(always)]
-    unsafe fn min(a: F, b: F) -> F {
-        each!(vminq_f32, a, b)
-    }
-    #[inline(always)]
-    unsafe fn abs(a: F) -> F {
-        each!(vabsq_f32, a)
     }
     #[inline(always)]
     unsafe fn keep_if_ge(a: F, b: F, value: F) -> F {
@@ -410,18 +330,6 @@ impl Isa for Neon {
         [one(0), one(1), one(2), one(3)]
     }
     #[inline(always)]
-    unsafe fn round(x: F) -> I {
-        each!(vcvtnq_s32_f32, x)
-    }
-    #[inline(always)]
-    unsafe fn reduce_max(x: F) -> f32 {
-        unsafe { vmaxvq_f32(vmaxq_f32(vmaxq_f32(x[0], x[1]), vmaxq_f32(x[2], x[3]))) }
-    }
-    #[inline(always)]
-    unsafe fn reduce_add_i(x: I) -> i32 {
-        unsafe { vaddvq_s32(vaddq_s32(vaddq_s32(x[0], x[1]), vaddq_s32(x[2], x[3]))) }
-    }
-    #[inline(always)]
     unsafe fn store_i8(p: *mut i8, x: I) {
         let words = each!(vmovn_s32, x);
         unsafe {
@@ -429,6 +337,33 @@ impl Isa for Neon {
             let high = vmovn_s16(vcombine_s16(words[2], words[3]));
             vst1q_s8(p, vcombine_s8(low, high));
         }
+    }
+    operations! {
+        high_nibble(w: W) -> W = each!(vshrq_n_u8::<4>, w);
+        shl4(w: W) -> W = each!(vshlq_n_u8::<4>, w);
+        or(a: W, b: W) -> W = each!(vorrq_u8, a, b);
+        splat_i(x: i32) -> I = [vdupq_n_s32(x); 4];
+        add_i(a: I, b: I) -> I = each!(vaddq_s32, a, b);
+        mul_i(a: I, b: I) -> I = each!(vmulq_s32, a, b);
+        small(x: I) -> I = x;
+        shl3_i(a: I) -> I = each!(vshlq_n_s32::<3>, a);
+        shl7_i(a: I) -> I = each!(vshlq_n_s32::<7>, a);
+        sar7_i(a: I) -> I = each!(vshrq_n_s32::<7>, a);
+        and_i(a: I, b: I) -> I = each!(vandq_s32, a, b);
+        to_f(a: I) -> F = each!(vcvtq_f32_s32, a);
+        splat(x: f32) -> F = [vdupq_n_f32(x); 4];
+        add(a: F, b: F) -> F = each!(vaddq_f32, a, b);
+        sub(a: F, b: F) -> F = each!(vsubq_f32, a, b);
+        mul(a: F, b: F) -> F = each!(vmulq_f32, a, b);
+        div(a: F, b: F) -> F = each!(vdivq_f32, a, b);
+        max(a: F, b: F) -> F = each!(vmaxq_f32, a, b);
+        min(a: F, b: F) -> F = each!(vminq_f32, a, b);
+        abs(a: F) -> F = each!(vabsq_f32, a);
+        round(x: F) -> I = each!(vcvtnq_s32_f32, x);
+        reduce_max(x: F) -> f32 =
+            vmaxvq_f32(vmaxq_f32(vmaxq_f32(x[0], x[1]), vmaxq_f32(x[2], x[3])));
+        reduce_add_i(x: I) -> i32 =
+            vaddvq_s32(vaddq_s32(vaddq_s32(x[0], x[1]), vaddq_s32(x[2], x[3])));
     }
 }
 

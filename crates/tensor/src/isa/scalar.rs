@@ -48,41 +48,17 @@ macro_rules! scalar {
             const SIGNED_BIAS: i32 = 0;
 
             #[$inline]
-            unsafe fn load_w(p: *const u8) -> W {
-                unsafe { p.cast::<W>().read_unaligned() }
-            }
-            #[$inline]
             unsafe fn store_w(p: *mut u8, w: W) {
                 unsafe { p.cast::<W>().write_unaligned(w) }
-            }
-            #[$bytes]
-            unsafe fn low_nibble(w: W) -> W {
-                w.map(|b| b & 15)
-            }
-            #[$bytes]
-            unsafe fn high_nibble(w: W) -> W {
-                w.map(|b| b >> 4)
             }
             #[$bytes]
             unsafe fn crumb<const INDEX: u32>(w: W) -> W {
                 w.map(|b| (b >> (2 * INDEX)) & 3)
             }
             #[$bytes]
-            unsafe fn shl4(w: W) -> W {
-                w.map(|b| b << 4)
-            }
-            #[$bytes]
-            unsafe fn or(a: W, b: W) -> W {
-                map(|i| a[i] | b[i])
-            }
-            #[$bytes]
             unsafe fn spread_bits(p: *const u8, value: u8) -> W {
                 let bits = u64::from_le_bytes(unsafe { p.cast::<[u8; 8]>().read_unaligned() });
                 map(|i| if bits >> i & 1 == 1 { value } else { 0 })
-            }
-            #[$bytes]
-            unsafe fn lookup(table: &[i8; 16], w: W) -> W {
-                w.map(|b| table[usize::from(b & 15)] as u8)
             }
             #[$bytes]
             unsafe fn mirrored(w: W, p: *const u8) -> W {
@@ -114,89 +90,13 @@ macro_rules! scalar {
             }
 
             #[$inline]
-            unsafe fn splat_i(x: i32) -> I {
-                [x; LANES]
-            }
-            #[$inline]
-            unsafe fn add_i(a: I, b: I) -> I {
-                map(|i| a[i].wrapping_add(b[i]))
-            }
-            #[$inline]
-            unsafe fn mul_i(a: I, b: I) -> I {
-                map(|i| a[i].wrapping_mul(b[i]))
-            }
-            #[$inline]
-            unsafe fn small(x: I) -> I {
-                x
-            }
-            #[$inline]
-            unsafe fn mul_add_small(acc: I, a: I, b: I) -> I {
-                map(|i| acc[i].wrapping_add(a[i].wrapping_mul(b[i])))
-            }
-            #[$inline]
-            unsafe fn load_i8(p: *const u8) -> I {
-                map(|i| i32::from(unsafe { *p.add(i) } as i8))
-            }
-            #[$inline]
-            unsafe fn load_u8(p: *const u8) -> I {
-                map(|i| i32::from(unsafe { *p.add(i) }))
-            }
-            #[$inline]
-            unsafe fn load_nibbles(p: *const u8) -> I {
-                map(|i| i32::from(unsafe { *p.add(i / 2) } >> (4 * (i % 2)) & 15))
-            }
-            #[$inline]
-            unsafe fn load_i16(p: *const u8) -> I {
-                map(|i| i32::from(unsafe { p.cast::<i16>().add(i).read_unaligned() }))
-            }
-            #[$inline]
-            unsafe fn load_i(p: *const i32) -> I {
-                unsafe { p.cast::<I>().read_unaligned() }
-            }
-            #[$inline]
             unsafe fn store_i(p: *mut i32, x: I) {
                 unsafe { p.cast::<I>().write_unaligned(x) }
             }
-            #[$inline]
-            unsafe fn shr4_i(a: I) -> I {
-                a.map(|x| ((x as u32) >> 4) as i32)
-            }
-            #[$inline]
-            unsafe fn shl3_i(a: I) -> I {
-                a.map(|x| x << 3)
-            }
-            #[$inline]
-            unsafe fn shl7_i(a: I) -> I {
-                a.map(|x| x << 7)
-            }
-            #[$inline]
-            unsafe fn sar7_i(a: I) -> I {
-                a.map(|x| x >> 7)
-            }
-            #[$inline]
-            unsafe fn and_i(a: I, b: I) -> I {
-                map(|i| a[i] & b[i])
-            }
-            #[$inline]
-            unsafe fn to_f(a: I) -> F {
-                a.map(|x| x as f32)
-            }
 
-            #[$inline]
-            unsafe fn splat(x: f32) -> F {
-                [x; LANES]
-            }
-            #[$inline]
-            unsafe fn load(p: *const f32) -> F {
-                unsafe { p.cast::<F>().read_unaligned() }
-            }
             #[$inline]
             unsafe fn store(p: *mut f32, x: F) {
                 unsafe { p.cast::<F>().write_unaligned(x) }
-            }
-            #[$inline]
-            unsafe fn load_f16(p: *const u16) -> F {
-                map(|i| f16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32())
             }
             #[$inline]
             unsafe fn load_e4m3(p: *const u8) -> F {
@@ -206,66 +106,10 @@ macro_rules! scalar {
                 })
             }
             #[$inline]
-            unsafe fn load_bf16(p: *const u16) -> F {
-                map(|i| bf16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32())
-            }
-            #[$inline]
             unsafe fn splat_bf16s(p: *const u16) -> [F; 2] {
                 [0, 1].map(|i| {
                     [bf16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32(); LANES]
                 })
-            }
-            #[$inline]
-            unsafe fn add(a: F, b: F) -> F {
-                map(|i| a[i] + b[i])
-            }
-            #[$inline]
-            unsafe fn sub(a: F, b: F) -> F {
-                map(|i| a[i] - b[i])
-            }
-            #[$inline]
-            unsafe fn mul(a: F, b: F) -> F {
-                map(|i| a[i] * b[i])
-            }
-            #[$inline]
-            unsafe fn div(a: F, b: F) -> F {
-                map(|i| a[i] / b[i])
-            }
-            #[$inline]
-            unsafe fn fma(a: F, b: F, c: F) -> F {
-                map(|i| a[i].mul_add(b[i], c[i]))
-            }
-            #[$inline]
-            unsafe fn max(a: F, b: F) -> F {
-                map(|i| if a[i] > b[i] { a[i] } else { b[i] })
-            }
-            #[$inline]
-            unsafe fn min(a: F, b: F) -> F {
-                map(|i| if a[i] < b[i] { a[i] } else { b[i] })
-            }
-            #[$inline]
-            unsafe fn abs(a: F) -> F {
-                a.map(f32::abs)
-            }
-            #[$inline]
-            unsafe fn keep_if_ge(a: F, b: F, value: F) -> F {
-                map(|i| if a[i] >= b[i] { value[i] } else { 0.0 })
-            }
-            #[$inline]
-            unsafe fn scale_by_bits(x: F, n: F) -> F {
-                map(|i| f32::from_bits(x[i].to_bits().wrapping_add(n[i].to_bits() << 23)))
-            }
-            #[$inline]
-            unsafe fn round(x: F) -> I {
-                x.map(|x| x.round_ties_even() as i32)
-            }
-            #[$inline]
-            unsafe fn reduce_max(x: F) -> f32 {
-                x.into_iter().fold(x[0], |a, b| if a > b { a } else { b })
-            }
-            #[$inline]
-            unsafe fn reduce_add_i(x: I) -> i32 {
-                x.into_iter().fold(0, i32::wrapping_add)
             }
             #[$inline]
             unsafe fn store_i8(p: *mut i8, x: I) {
@@ -273,14 +117,63 @@ macro_rules! scalar {
                     unsafe { *p.add(i) = *value as i8 };
                 }
             }
+            operations! {
+                #[$bytes]
+                low_nibble(w: W) -> W = w.map(|b| b & 15);
+                high_nibble(w: W) -> W = w.map(|b| b >> 4);
+                shl4(w: W) -> W = w.map(|b| b << 4);
+                or(a: W, b: W) -> W = map(|i| a[i] | b[i]);
+                lookup(table: &[i8; 16], w: W) -> W = w.map(|b| table[usize::from(b & 15)] as u8);
+            }
+            operations! {
+                #[$inline]
+                load_w(p: *const u8) -> W = p.cast::<W>().read_unaligned();
+                splat_i(x: i32) -> I = [x; LANES];
+                add_i(a: I, b: I) -> I = map(|i| a[i].wrapping_add(b[i]));
+                mul_i(a: I, b: I) -> I = map(|i| a[i].wrapping_mul(b[i]));
+                small(x: I) -> I = x;
+                mul_add_small(acc: I, a: I, b: I) -> I =
+                    map(|i| acc[i].wrapping_add(a[i].wrapping_mul(b[i])));
+                load_i8(p: *const u8) -> I = map(|i| i32::from(unsafe { *p.add(i) } as i8));
+                load_u8(p: *const u8) -> I = map(|i| i32::from(unsafe { *p.add(i) }));
+                load_nibbles(p: *const u8) -> I =
+                    map(|i| i32::from(unsafe { *p.add(i / 2) } >> (4 * (i % 2)) & 15));
+                load_i16(p: *const u8) -> I =
+                    map(|i| i32::from(unsafe { p.cast::<i16>().add(i).read_unaligned() }));
+                load_i(p: *const i32) -> I = p.cast::<I>().read_unaligned();
+                shr4_i(a: I) -> I = a.map(|x| ((x as u32) >> 4) as i32);
+                shl3_i(a: I) -> I = a.map(|x| x << 3);
+                shl7_i(a: I) -> I = a.map(|x| x << 7);
+                sar7_i(a: I) -> I = a.map(|x| x >> 7);
+                and_i(a: I, b: I) -> I = map(|i| a[i] & b[i]);
+                to_f(a: I) -> F = a.map(|x| x as f32);
+                splat(x: f32) -> F = [x; LANES];
+                load(p: *const f32) -> F = p.cast::<F>().read_unaligned();
+                load_f16(p: *const u16) -> F =
+                    map(|i| f16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32());
+                load_bf16(p: *const u16) -> F =
+                    map(|i| bf16::from_bits(unsafe { p.add(i).read_unaligned() }).to_f32());
+                add(a: F, b: F) -> F = map(|i| a[i] + b[i]);
+                sub(a: F, b: F) -> F = map(|i| a[i] - b[i]);
+                mul(a: F, b: F) -> F = map(|i| a[i] * b[i]);
+                div(a: F, b: F) -> F = map(|i| a[i] / b[i]);
+                fma(a: F, b: F, c: F) -> F = map(|i| a[i].mul_add(b[i], c[i]));
+                max(a: F, b: F) -> F = map(|i| if a[i] > b[i] { a[i] } else { b[i] });
+                min(a: F, b: F) -> F = map(|i| if a[i] < b[i] { a[i] } else { b[i] });
+                abs(a: F) -> F = a.map(f32::abs);
+                keep_if_ge(a: F, b: F, value: F) -> F =
+                    map(|i| if a[i] >= b[i] { value[i] } else { 0.0 });
+                scale_by_bits(x: F, n: F) -> F =
+                    map(|i| f32::from_bits(x[i].to_bits().wrapping_add(n[i].to_bits() << 23)));
+                round(x: F) -> I = x.map(|x| x.round_ties_even() as i32);
+                reduce_max(x: F) -> f32 =
+                    x.into_iter().fold(x[0], |a, b| if a > b { a } else { b });
+                reduce_add_i(x: I) -> i32 = x.into_iter().fold(0, i32::wrapping_add);
+            }
         }
 
         #[cfg(all(test, target_arch = "x86_64"))]
         impl super::BytePlanes for $isa {
-            #[$inline]
-            unsafe fn sar16_i(a: I) -> I {
-                a.map(|x| x >> 16)
-            }
             #[$inline]
             unsafe fn mul_add_wide(a: W, b: W, c: [W; 2]) -> [W; 2] {
                 let (a, b, c) = (words(a), words(b), c.map(words));
@@ -308,6 +201,10 @@ macro_rules! scalar {
                 let word = |i: usize, byte: usize| pair[i % 2][i / 2 * 2 + byte];
                 [map(|i| word(i, 1)), map(|i| word(i, 0))] // little-endian, as x86 is
             }
+            #[$inline]
+            unsafe fn sar16_i(a: I) -> I {
+                a.map(|x| x >> 16)
+            }
         }
 
         // SAFETY (whole impl): as above.
@@ -328,10 +225,6 @@ macro_rules! scalar {
                 [0, 1].map(|odd| bytes(map(|i| byte(w[2 * i + odd]))))
             }
             #[$inline]
-            unsafe fn twice(x: I) -> W {
-                bytes(map(|i| x[i / 2] as i16))
-            }
-            #[$inline]
             unsafe fn sub_words(a: W, b: W) -> W {
                 let (a, b) = (words(a), words(b));
                 bytes(map(|i| a[i].wrapping_sub(b[i])))
@@ -350,10 +243,6 @@ macro_rules! scalar {
                 map(|i| acc[i] + low(a, i) * low(b, i) + (a[i] >> 16) * (b[i] >> 16))
             }
             #[$inline]
-            unsafe fn merge(low: I, high: I) -> I {
-                map(|i| low[i] & 0xffff | high[i] & !0xffff)
-            }
-            #[$inline]
             unsafe fn shl_i<const N: u32>(a: I) -> I {
                 a.map(|x| x << N)
             }
@@ -363,6 +252,11 @@ macro_rules! scalar {
                     let at = i & !3 | [0, 2, 1, 3][i % 4];
                     unsafe { p.add(at).write_unaligned(*value as i16) };
                 }
+            }
+            operations! {
+                #[$inline]
+                twice(x: I) -> W = bytes(map(|i| x[i / 2] as i16));
+                merge(low: I, high: I) -> I = map(|i| low[i] & 0xffff | high[i] & !0xffff);
             }
         }
     };
