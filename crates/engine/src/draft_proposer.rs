@@ -39,7 +39,7 @@ mod state;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use paceline_model::{BatchSize, LoadedModel, Logits};
+use paceline_model::{BatchSize, DraftPlace, LoadedModel, Logits};
 use paceline_tensor::PAGE;
 use paceline_text::tokenizer::Tokenizer;
 
@@ -250,6 +250,8 @@ impl DraftProposer {
     /// token may be there.
     fn fits(&self, len: usize, ends_with_guess: bool) -> usize {
         let fits = self.context.saturating_sub(len);
+        let most = self.network.block().map(|block| block.drafts);
+        let fits = fits.min(most.unwrap_or(usize::MAX));
         let in_page = len % PAGE;
         match self.network.has_states() {
             false => fits,
@@ -373,11 +375,17 @@ impl DraftProposer {
             let parts = all.iter().map(SequenceDraft::part);
             self.pass(&parts.collect::<Vec<_>>(), Logits::Last)?;
             for (row, guessing) in all.iter_mut().enumerate() {
-                let token = self.draw(row, guessing);
-                guesses[guessing.place].push(token);
-                if self.ends.contains(&token) {
-                    guessing.depth = 0; // the answer ends here
+                for nth in 0..self.network.block().map_or(1, |_| guessing.depth) {
+                    let token = self.draw((row, nth), guessing);
+                    guesses[guessing.place].push(token);
+                    if self.ends.contains(&token) {
+                        guessing.depth = 0; // the answer ends here
+                        break;
+                    }
                 }
+            }
+            if self.network.block().is_some() {
+                break; // a pass is the whole draft
             }
         }
         for (wish, guessed) in wishes.iter().zip(&guesses) {
@@ -396,7 +404,7 @@ impl DraftProposer {
     fn extend_draft(&mut self, guessing: &mut SequenceDraft) -> Result<(), Error> {
         for _ in 0..guessing.depth {
             self.pass(&[guessing.part()], Logits::Last)?;
-            let token = self.draw(0, guessing);
+            let token = self.draw((0, 0), guessing);
             if self.ends.contains(&token) {
                 break; // the answer ends here
             }
@@ -409,8 +417,10 @@ impl DraftProposer {
         let mut all = Vec::new();
         for (place, (wish, &depth)) in wishes.iter().zip(depths).enumerate() {
             let sequence = wish.sequence;
-            // The last draft token is not read.
-            let positions = sequence.tokens.len() + depth.saturating_sub(1);
+            // The last draft token is not read; a block begins with the last token.
+            let behind = depth.saturating_sub(1);
+            let behind = (self.network.block()).map_or(behind, |block| block.positions - 1);
+            let positions = sequence.tokens.len() + behind;
             if depth == 0 || !self.grow(sequence.id, positions) {
                 continue;
             }
@@ -428,10 +438,12 @@ impl DraftProposer {
         all
     }
 
-    /// Samples a sequence's next draft token from row `row` of the logits, and appends it to its
-    /// history. Excludes tokens that one of the vocabularies lacks.
-    fn draw(&mut self, row: usize, guessing: &mut SequenceDraft) -> u32 {
-        self.network.write_logits(row, &mut self.logits);
+    /// Samples a sequence's next draft token, the `nth` of the pass whose part `row` it was, and
+    /// appends it to its history. Excludes tokens that one of the vocabularies lacks.
+    fn draw(&mut self, (row, nth): (usize, usize), guessing: &mut SequenceDraft) -> u32 {
+        let previous = guessing.history.last().copied().unwrap_or_default();
+        let place = DraftPlace { nth, previous };
+        self.network.write_logits(row, place, &mut self.logits);
         let asked = SamplingInputs {
             history: (&guessing.history[..], guessing.prompt_len),
             mask: None,
@@ -532,6 +544,7 @@ impl Proposer for DraftProposer {
         let outlook = GainEstimate {
             plain,
             pass: self.pass_s(bounds.decoding, plain),
+            is_block: self.network.block().is_some(),
             bounds,
             costs,
             // A head's later windows would have no captured rows.

@@ -155,7 +155,7 @@ impl Proposer for TextProposer {
             }
         };
         let candidates: Vec<DraftCandidate> = step.parts.iter().map(candidate).collect();
-        let (mut gain, mut depths) = depths(&candidates, step.limits, step.costs, 0.0);
+        let (mut gain, mut depths) = depths(&candidates, step.limits, step.costs, |_| 0.0);
         if let ([only], Some(pipeline)) = (&candidates[..], step.pipeline) {
             let shape = pipeline.best(only.stats());
             if only.guesses > 0 && shape.windows > 1 && shape.gain > gain {
@@ -325,15 +325,15 @@ pub(crate) struct DraftLimits {
 }
 
 /// Draft length of each candidate that maximises tokens per second, or 0 for all. The first value
-/// is the expected speed-up, 1 without drafts. `pass` is the time that a proposer takes for a draft
-/// token of every sequence, relative to a step without drafts.
+/// is the expected speed-up, 1 without drafts. `passes` gives the time that a proposer takes for
+/// drafts of up to so many tokens, relative to a step without drafts.
 ///
 /// Draft tokens are added one by one, the likeliest first, and the best number of them is kept.
 pub(crate) fn depths(
     candidates: &[DraftCandidate],
     bounds: DraftLimits,
     costs: &Costs,
-    pass: f64,
+    passes: impl Fn(usize) -> f64,
 ) -> (f64, Vec<usize>) {
     let (base, mut tokens) = (bounds.decoding as f64, 0.0);
     let mut lengths = vec![0; candidates.len()];
@@ -352,7 +352,7 @@ pub(crate) fn depths(
         lengths[i] += 1;
         let deepest = lengths.iter().copied().max().unwrap_or(0);
         let seconds = costs.relative(bounds.decoding, bounds.decoding + rows);
-        let gain = (base + tokens) / base / (seconds + deepest as f64 * pass);
+        let gain = (base + tokens) / base / (seconds + passes(deepest));
         if gain > best.0 {
             best = (gain, lengths.clone());
         }
@@ -421,7 +421,7 @@ mod tests {
                 acceptance,
                 guesses: 8,
             };
-            let (gain, lengths) = depths(&[candidate], bounds(1, 8), costs, 0.0);
+            let (gain, lengths) = depths(&[candidate], bounds(1, 8), costs, |_| 0.0);
             if gain > LEAST_GAIN { lengths[0] } else { 0 }
         };
         assert_eq!(of(trained(60, 0), &cheap), 8);
@@ -439,7 +439,7 @@ mod tests {
             acceptance: trained(60, 0),
             guesses: 16,
         }; 8];
-        let (_, depths) = depths(&candidates, bounds(8, 16), &costs, 0.0);
+        let (_, depths) = depths(&candidates, bounds(8, 16), &costs, |_| 0.0);
         assert_eq!(depths.iter().sum::<usize>(), DRAFT_ROWS, "{depths:?}");
     }
 
@@ -450,14 +450,16 @@ mod tests {
             guesses: 8,
         };
         let costs = Costs::fixed(1.0);
-        let (gain, lengths) = depths(&[of(0.9), of(0.3), of(0.6)], bounds(3, 8), &costs, 0.0);
+        let (gain, lengths) = depths(&[of(0.9), of(0.3), of(0.6)], bounds(3, 8), &costs, |_| 0.0);
         assert!(gain > 1.3, "{gain}");
         assert!(
             lengths[0] > lengths[2] && lengths[2] > lengths[1],
             "{lengths:?}"
         );
         // Passes of a draft model: the longest draft counts.
-        let (_, fewer) = depths(&[of(0.9), of(0.3), of(0.6)], bounds(3, 8), &costs, 0.3);
+        let (_, fewer) = depths(&[of(0.9), of(0.3), of(0.6)], bounds(3, 8), &costs, |n| {
+            0.3 * n as f64
+        });
         assert!(fewer[0] < lengths[0], "{fewer:?}");
     }
 

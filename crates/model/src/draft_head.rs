@@ -7,6 +7,7 @@
 //! ```
 //!
 //! - [`EagleHead`](crate::EagleHead): EAGLE-3, a folder of its own.
+//! - [`BlockHead`](crate::BlockHead): DFlash and DSpark, which draft a block in a pass.
 //! - [`NextTokenHead`](crate::NextTokenHead): multi-token prediction, a layer in the model's files.
 //!
 //! Answers never depend on a head, so its bits have no class.
@@ -18,7 +19,9 @@ use paceline_base::{Bytes, KernelClass};
 use paceline_tensor::Kernels;
 use serde_json::Value;
 
-use crate::{Config, EagleHead, Error, HeadConfig, ModelSource, NextTokenHead};
+use crate::{
+    BlockConfig, BlockHead, Config, EagleHead, Error, HeadConfig, ModelSource, NextTokenHead,
+};
 
 /// A loaded draft head.
 pub trait DraftHead: fmt::Debug + Send + Sync {
@@ -28,6 +31,11 @@ pub trait DraftHead: fmt::Debug + Send + Sync {
 
     /// C: width of the model's residual stream.
     fn width(&self) -> usize;
+
+    /// The blocks that it drafts; `None` if it drafts a token in a pass.
+    fn block(&self) -> Option<DraftBlock> {
+        None
+    }
 
     /// Kernels that its weights are packed for.
     fn kernels(&self) -> &Kernels;
@@ -48,6 +56,16 @@ pub trait DraftHead: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn DraftHeadCompute>, Error>;
 }
 
+/// `layers` without those that the model lacks, in ascending order. As many as it has stands for
+/// the residual stream after the output norm.
+pub fn ascending_captures(layers: &[usize], model: &Config) -> Vec<usize> {
+    let last = model.layers.len();
+    let mut layers: Vec<usize> = layers.iter().copied().filter(|it| *it <= last).collect();
+    layers.sort_unstable();
+    layers.dedup();
+    layers
+}
+
 /// The layers that the draft head in `draft` captures; `None` if there is no head. `is_own`: these
 /// are the files of the model itself, whose prediction layer is a head.
 ///
@@ -62,12 +80,13 @@ pub fn draft_captures(
         let has_layer = is_own && model.streams.is_none() && NextTokenHead::is_in(draft, model);
         has_layer.then(|| vec![model.layers.len()])
     };
-    if let Some(head) = HeadConfig::of(draft, model)? {
+    let block = BlockConfig::of(draft, model)?.map(|block| block.shape);
+    if let Some(head) = block.or(HeadConfig::of(draft, model)?) {
         return match model.streams {
             None => Ok(Some(head.captures)),
             Some(streams) => Err(Error::Value {
                 field: "draft head",
-                got: format!("EAGLE-3 for a model of {} residual streams", streams.count),
+                got: format!("a head for a model of {} residual streams", streams.count),
                 expected: "a small model".into(),
             }),
         };
@@ -81,39 +100,38 @@ pub fn draft_captures(
         Some(got) => Err(Error::Value {
             field: "draft head",
             got,
-            expected: "EAGLE-3, a prediction layer of the model, or a small model".into(),
+            expected: "EAGLE-3, DFlash, DSpark, the model's own layer, or a small model".into(),
         }),
     }
 }
 
-/// Parts of the names of heads that are not computed, in small letters. DFlash and DSpark draft
-/// blocks at once. EAGLE 1 and 2 and Medusa read the last layer. The assistants of Gemma 4 read
-/// keys and values of the model.
-const OTHER_HEADS: [&str; 6] = [
-    "dflash",
-    "dspark",
-    "eagle",
-    "medusa",
-    "assistant",
-    "speculator",
+/// Parts of the names of heads that are not computed, in small letters, and why.
+const OTHER_HEADS: [(&str, &str); 5] = [
+    ("dflash2", "another network than DFlash"),
+    ("eagle", "EAGLE 1 and 2 read the last layer"),
+    ("medusa", "it reads the last layer"),
+    ("assistant", "it reads keys and values of the model"),
+    (
+        "speculator",
+        "another network than EAGLE-3, DFlash and DSpark",
+    ),
 ];
 
-/// The name of a head's architecture that is not computed.
+/// The name of a head's architecture that is not computed, and why.
 fn other_head(config: &Value) -> Option<String> {
     let names = config["architectures"].as_array().into_iter().flatten();
     let names = names.chain([&config["speculators_model_type"], &config["model_type"]]);
     let mut names = names.filter_map(Value::as_str);
-    let is_other = |name: &&str| {
-        let name = name.to_lowercase();
-        OTHER_HEADS.iter().any(|part| name.contains(part))
-    };
-    names
-        .find(is_other)
-        .map(|name| name.chars().take(100).collect())
+    names.find_map(|name| {
+        let small = name.to_lowercase();
+        let (_, why) = OTHER_HEADS.iter().find(|(part, _)| small.contains(part))?;
+        let name: String = name.chars().take(100).collect();
+        Some(format!("{name} ({why})"))
+    })
 }
 
 /// Loads the draft head in `draft` for the model in `model`: an EAGLE-3 head, or the prediction
-/// layer of the model's own files.
+/// layer of the model's own files. It computes on the CPU, also for a model on MLX.
 ///
 /// # Errors
 /// Names the tensor or field that is missing or does not fit.
@@ -123,8 +141,17 @@ pub fn load_draft_head(
     class: KernelClass,
     kernels: Arc<Kernels>,
 ) -> Result<Arc<dyn DraftHead>, Error> {
-    if HeadConfig::of(draft, &Config::read(model)?)?.is_some() {
+    let class = if class.is_mlx() {
+        KernelClass::Cpu
+    } else {
+        class
+    };
+    let config = Config::read(model)?;
+    if HeadConfig::of(draft, &config)?.is_some() {
         return Ok(Arc::new(EagleHead::load(draft, model, class, kernels)?));
+    }
+    if BlockConfig::of(draft, &config)?.is_some() {
+        return Ok(Arc::new(BlockHead::load(draft, model, class, kernels)?));
     }
     match NextTokenHead::load(draft, class, kernels)? {
         Some(head) => Ok(Arc::new(head)),
@@ -134,6 +161,35 @@ pub fn load_draft_head(
             expected: "an EAGLE-3 head, or a model with such a layer".into(),
         }),
     }
+}
+
+/// A block of tokens that a head drafts in one pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DraftBlock {
+    /// Draft tokens, at least one.
+    pub drafts: usize,
+    /// Positions of the cache that it takes, from that of the last token on.
+    pub positions: usize,
+}
+
+/// The purpose of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PassKind {
+    /// Features are captured rows, and no logits are read.
+    Read,
+    /// Features are captured rows, and a draft begins.
+    First,
+    /// Features are outputs of the head: of the token before.
+    Next,
+}
+
+/// The place of a token in the draft of a pass.
+#[derive(Clone, Copy, Debug)]
+pub struct DraftPlace {
+    /// From 0; always 0 in a head without [blocks](DraftHead::block).
+    pub nth: usize,
+    /// The token before it.
+    pub previous: u32,
 }
 
 /// Rows of one sequence in a pass.
@@ -154,22 +210,20 @@ pub trait DraftHeadCompute: fmt::Debug + Send {
     /// Cache pages.
     fn pages(&self) -> usize;
 
-    /// Computes a pass. `is_captured`: features are captured rows of the model. Blocks for the
-    /// pass.
+    /// Computes a pass. Blocks for it.
     ///
     /// # Errors
     /// None on the CPU.
     ///
     /// # Panics
     /// If rows exceed the reserved sizes, tokens the vocabulary, or positions the pages.
-    fn forward(&mut self, sequences: &[HeadRows<'_>], is_captured: bool) -> Result<(), Error>;
+    fn forward(&mut self, sequences: &[HeadRows<'_>], pass: PassKind) -> Result<(), Error>;
 
-    /// Writes the logits after the last row of sequence `i` of the last pass, by tokens of the
-    /// model. Tokens that the head cannot propose have minus infinity.
-    fn write_logits(&mut self, i: usize, out: &mut [f32]);
+    /// Writes the logits of a draft token of sequence `i` of the last pass, by tokens of the model. Tokens that the head cannot propose have minus infinity.
+    fn write_logits(&mut self, i: usize, place: DraftPlace, out: &mut [f32]);
 
     /// The output of the last row of sequence `i` of the last pass, `(C,)`. It is the feature of
-    /// the token after that row.
+    /// the token after that row; empty in a head with [blocks](DraftHead::block).
     fn output(&self, i: usize) -> &[f32];
 }
 
@@ -182,7 +236,7 @@ mod tests {
     #[test]
     fn heads_of_other_forms_are_found_by_their_names() {
         for (config, found) in [
-            (json!({ "architectures": ["DFlashDraftModel"] }), true),
+            (json!({ "architectures": ["DFlash2DraftModel"] }), true),
             (json!({ "model_type": "gemma4_assistant" }), true),
             (json!({ "speculators_model_type": "eagle" }), true),
             (

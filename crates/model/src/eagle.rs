@@ -31,7 +31,9 @@ use crate::weights::{StoredTensor, WeightReader};
 use crate::{Config, DraftHead, DraftHeadCompute, Error, ModelSource, Role};
 
 pub use config::HeadConfig;
+pub(crate) use config::{MAX_SIZE, check_fixed, layer_of, wrong};
 use forward::EagleCompute;
+pub(crate) use forward::{product, scatter};
 
 /// A loaded draft head.
 #[derive(Debug)]
@@ -75,20 +77,10 @@ impl EagleHead {
         class: KernelClass,
         kernels: Arc<Kernels>,
     ) -> Result<Self, Error> {
-        let ModelSource::Hf(folder) = head else {
-            return Err(Error::Value {
-                field: "draft head",
-                got: "a GGUF file".to_owned(),
-                expected: "a folder of safetensors".into(),
-            });
-        };
+        let reader = HeadReader::new(head, &kernels, class)?;
+        let folder = reader.folder;
         let model = Config::read(source)?;
         let config = HeadConfig::read(folder.config(), &model)?;
-        let reader = HeadReader {
-            folder,
-            kernels: &kernels,
-            class,
-        };
         let (c, v) = (config.width, model.vocab);
         let (q, k) = (
             config.heads * config.head_dim,
@@ -102,19 +94,8 @@ impl EagleHead {
         let layer = layer.unwrap_or("layers.0");
         let matrix = |name: &str, rows, cols| reader.matrix(&format!("{layer}.{name}"), rows, cols);
         let norm = |name: &str| reader.vector(&format!("{layer}.{name}"), c);
-        let own_embedding = folder.has("embed_tokens.weight");
-        let embedding = match own_embedding {
-            true => StoredTensor::Whole(reader.tensor("embed_tokens", &[v, c])?),
-            false => {
-                let reader = WeightReader {
-                    source,
-                    config: &model,
-                };
-                reader.as_stored(Role::TokenEmbedding, [v, c])?
-            }
-        };
         Ok(Self {
-            embedding,
+            embedding: reader.embedding(source, &model)?,
             fuse: reader.matrix("fc", c, config.captures.len() * c)?,
             token_norm: norm("input_layernorm")?,
             feature_norm: norm("hidden_norm")?,
@@ -199,14 +180,51 @@ impl DraftHead for EagleHead {
 
 /// Reads the weights of a head's folder.
 #[derive(Clone, Copy)]
-struct HeadReader<'a> {
-    folder: &'a HfFolder,
-    kernels: &'a Kernels,
-    class: KernelClass,
+pub(crate) struct HeadReader<'a> {
+    pub(crate) folder: &'a HfFolder,
+    pub(crate) kernels: &'a Kernels,
+    pub(crate) class: KernelClass,
 }
 
-impl HeadReader<'_> {
-    fn tensor(
+impl<'a> HeadReader<'a> {
+    /// Of a head in a folder.
+    ///
+    /// # Errors
+    /// A GGUF file.
+    pub(crate) fn new(
+        head: &'a ModelSource,
+        kernels: &'a Kernels,
+        class: KernelClass,
+    ) -> Result<Self, Error> {
+        match head {
+            ModelSource::Hf(folder) => Ok(Self {
+                folder,
+                kernels,
+                class,
+            }),
+            ModelSource::Gguf(_) => Err(Error::Value {
+                field: "draft head",
+                got: "a GGUF file".to_owned(),
+                expected: "a folder of safetensors".into(),
+            }),
+        }
+    }
+
+    /// The table of tokens: the head's, or the model's.
+    pub(crate) fn embedding(
+        &self,
+        source: &ModelSource,
+        model: &Config,
+    ) -> Result<StoredTensor, Error> {
+        let shape = [model.vocab, model.width];
+        if self.folder.has("embed_tokens.weight") {
+            return Ok(StoredTensor::Whole(self.tensor("embed_tokens", &shape)?));
+        }
+        let config = model;
+        WeightReader { source, config }.as_stored(Role::TokenEmbedding, shape)
+    }
+
+    pub(crate) fn tensor(
         &self,
         stem: &str,
         shape: &[usize],
@@ -216,7 +234,12 @@ impl HeadReader<'_> {
         Ok(tensor)
     }
 
-    fn matrix(&self, stem: &str, rows: usize, cols: usize) -> Result<PackedMatrix, Error> {
+    pub(crate) fn matrix(
+        &self,
+        stem: &str,
+        rows: usize,
+        cols: usize,
+    ) -> Result<PackedMatrix, Error> {
         let tensor = self.tensor(stem, &[rows, cols])?;
         let bytes = tensor.bytes.arrived()?;
         let bad = storage::not_finite(tensor.block_type, &bytes);
@@ -241,14 +264,14 @@ impl HeadReader<'_> {
         })
     }
 
-    fn vector(&self, stem: &str, n: usize) -> Result<Vec<f32>, Error> {
+    pub(crate) fn vector(&self, stem: &str, n: usize) -> Result<Vec<f32>, Error> {
         let tensor = self.tensor(stem, &[n])?;
         crate::weights::vector(&tensor, n)
     }
 
     /// Tokens of the model for each of `draft` draft tokens: `d2t` has the differences. Without it
     /// both vocabularies are one.
-    fn tokens(&self, draft: usize, vocab: usize) -> Result<Vec<u32>, Error> {
+    pub(crate) fn tokens(&self, draft: usize, vocab: usize) -> Result<Vec<u32>, Error> {
         if !self.folder.has("d2t") {
             return Ok((0..draft as u32).collect());
         }

@@ -23,6 +23,7 @@
 
 pub mod adapter;
 pub mod backend;
+mod block_head;
 mod candidates;
 mod compute;
 mod config;
@@ -60,7 +61,11 @@ pub use config::{
     Activation, CLAMP_SLOPE, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer,
     LEAST_SUM, Latent, LayerCache, LayerShape, PoolIndexer, PositionScaling, Selection, Streams,
 };
-pub use draft_head::{DraftHead, DraftHeadCompute, HeadRows, draft_captures, load_draft_head};
+pub use block_head::{BlockConfig, BlockHead};
+pub use draft_head::{
+    DraftBlock, DraftHead, DraftHeadCompute, DraftPlace, HeadRows, PassKind, draft_captures,
+    load_draft_head,
+};
 pub use eagle::{EagleHead, HeadConfig};
 pub use error::Error;
 pub use expert_usage::ExpertUses;

@@ -16,6 +16,7 @@ use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision, mem
 
 use crate::adapter::{Adapter, AdapterId, Adapters};
 use crate::config;
+use crate::draft_head::ascending_captures;
 use crate::expert_usage::{ExpertUses, LayerUses};
 use crate::links::Links;
 use crate::packed_file::PackedFile;
@@ -299,11 +300,8 @@ impl Model {
     /// model capture the same layers. Each capture adds as many bytes to the residual stream
     /// between stages as the stream itself has. Call it before memory for steps is reserved.
     #[must_use]
-    pub fn with_captures(mut self, mut layers: Vec<usize>) -> Self {
-        layers.retain(|layer| *layer <= self.config.layers.len());
-        layers.sort_unstable();
-        layers.dedup();
-        self.captures = layers;
+    pub fn with_captures(mut self, layers: &[usize]) -> Self {
+        self.captures = ascending_captures(layers, &self.config);
         self
     }
 

@@ -21,7 +21,9 @@ use paceline_weights::tensor::Tensor;
 use crate::model::Model;
 use crate::step::{Batch, BatchSequence, BatchSize, Logits, Workspace, embed_token};
 use crate::weights;
-use crate::{Config, DraftHead, DraftHeadCompute, Error, HeadRows, ModelSource, Role};
+use crate::{
+    Config, DraftHead, DraftHeadCompute, DraftPlace, Error, HeadRows, ModelSource, PassKind, Role,
+};
 
 /// Names of the tensors that are not of the layer itself, without `.weight`.
 struct TensorNames {
@@ -114,10 +116,6 @@ impl NextTokenHead {
         let Some(names) = TensorNames::find(source, at) else {
             return Ok(None);
         };
-        if class.is_mlx() {
-            let engine = "cpu";
-            return Err(Error::Class { class, engine });
-        }
         weights::read_rope_factors(source, &mut config)?;
         let shape = config.layers[at - 1];
         config.layers.push(shape); // the prediction layer is like the last one
@@ -235,7 +233,7 @@ impl DraftHeadCompute for NextTokenCompute {
         self.cache.pages()
     }
 
-    fn forward(&mut self, sequences: &[HeadRows<'_>], _: bool) -> Result<(), Error> {
+    fn forward(&mut self, sequences: &[HeadRows<'_>], _: PassKind) -> Result<(), Error> {
         let (head, model) = (&*self.head, &*self.head.model);
         let (kernels, config) = (model.kernels(), model.config());
         let (c, eps) = (config.width, config.norm_eps);
@@ -274,7 +272,7 @@ impl DraftHeadCompute for NextTokenCompute {
         Ok(())
     }
 
-    fn write_logits(&mut self, i: usize, out: &mut [f32]) {
+    fn write_logits(&mut self, i: usize, _: DraftPlace, out: &mut [f32]) {
         let vocab = self.head.model.config().vocab;
         out.copy_from_slice(self.workspace.logits_mut(i, vocab));
     }

@@ -175,7 +175,7 @@ impl DrafterRun {
         let reader = ExampleReader::new(&job.model, TrainOn::Last, (job.tokens_max, false))?;
         Ok(Self {
             job: job.clone(),
-            model: Arc::new(model.with_captures(captures)),
+            model: Arc::new(model.with_captures(&captures)),
             source,
             kernels,
             reader,

@@ -121,7 +121,7 @@ impl ShardSpec<'_> {
         }
         let model = self.load_packed(kernels, progress)?;
         let model = model.with_adapters(self.source, self.adapters)?;
-        let model = model.with_captures(self.captures.to_vec());
+        let model = model.with_captures(self.captures);
         let model = match self.kv {
             Some(kv) => model.with_kv(kv),
             None => model,

@@ -8,8 +8,10 @@ use crate::ngram::{Costs, DraftCandidate, DraftLimits, depths};
 pub(super) struct GainEstimate<'a> {
     /// Seconds of a step without drafts, above 0.
     pub(super) plain: f64,
-    /// Seconds of a draft pass, which proposes one token for each sequence.
+    /// Seconds of a draft pass.
     pub(super) pass: f64,
+    /// Whether a pass proposes a block for each sequence instead of a token.
+    pub(super) is_block: bool,
     pub(super) bounds: DraftLimits,
     /// Times of verifying steps.
     pub(super) costs: &'a Costs,
@@ -20,7 +22,12 @@ pub(super) struct GainEstimate<'a> {
 impl GainEstimate<'_> {
     /// The largest speed-up and the draft length of each sequence; 1 and zeros if none gains.
     pub(super) fn best(&self, each: &[DraftCandidate]) -> (f64, Vec<usize>) {
-        let best = depths(each, self.bounds, self.costs, self.pass / self.plain);
+        let pass = self.pass / self.plain;
+        let time = |deepest: usize| match self.is_block {
+            true => pass,
+            false => pass * deepest as f64,
+        };
+        let best = depths(each, self.bounds, self.costs, time);
         let (&[only], Some(pipeline)) = (each, self.pipeline) else {
             return best;
         };
@@ -67,6 +74,7 @@ mod tests {
         let outlook = GainEstimate {
             plain,
             pass,
+            is_block: false,
             bounds,
             costs,
             pipeline: None,

@@ -10,8 +10,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Compute, DraftHead, DraftHeadCompute, HeadRows, LoadedModel,
-    Logits, WindowPages,
+    Batch, BatchSequence, BatchSize, Compute, DraftBlock, DraftHead, DraftHeadCompute, DraftPlace,
+    HeadRows, LoadedModel, Logits, PassKind, WindowPages,
 };
 use paceline_tensor::Kernels;
 
@@ -96,9 +96,9 @@ impl Network {
         }
     }
 
-    /// Writes the logits after the last row of sequence `i` of the last pass. Tokens that one of
-    /// the vocabularies lacks have minus infinity.
-    pub(super) fn write_logits(&mut self, i: usize, out: &mut [f32]) {
+    /// Writes the logits of a draft token of sequence `i` of the last pass. Tokens that one of the
+    /// vocabularies lacks have minus infinity.
+    pub(super) fn write_logits(&mut self, i: usize, place: DraftPlace, out: &mut [f32]) {
         match self {
             Self::Model(_, compute) => {
                 let logits = compute.logits_mut(i);
@@ -106,7 +106,7 @@ impl Network {
                 out[..n].copy_from_slice(&logits[..n]);
                 out[n..].fill(f32::NEG_INFINITY);
             }
-            Self::Head(_, head) => head.write_logits(i, out),
+            Self::Head(_, head) => head.write_logits(i, place, out),
         }
     }
 
@@ -116,6 +116,14 @@ impl Network {
         match self {
             Self::Model(..) => &[],
             Self::Head(_, head) => head.output(i),
+        }
+    }
+
+    /// The blocks that it drafts; `None` if it drafts a token in a pass.
+    pub(super) fn block(&self) -> Option<DraftBlock> {
+        match self {
+            Self::Model(..) => None,
+            Self::Head(head, _) => head.block(),
         }
     }
 
@@ -137,7 +145,12 @@ impl Network {
                     position: part.position,
                     pages: part.pages.pages(),
                 });
-                head.forward(&rows.collect::<Vec<_>>(), is_captured)?;
+                let pass = match (is_captured, logits) {
+                    (false, _) => PassKind::Next,
+                    (true, Logits::None) => PassKind::Read,
+                    (true, _) => PassKind::First,
+                };
+                head.forward(&rows.collect::<Vec<_>>(), pass)?;
                 return Ok(());
             }
         };

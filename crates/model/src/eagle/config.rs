@@ -71,11 +71,31 @@ impl HeadConfig {
                 "an EAGLE-3 head",
             ));
         }
-        let layer = match &json["transformer_layer_config"] {
-            Value::Null => json,
-            layer => layer,
-        };
-        check_fixed(json, layer)?;
+        let layer = layer_of(json);
+        let fixed = [
+            ("model_type", layer, "llama".into()),
+            ("hidden_act", layer, "silu".into()),
+            ("num_hidden_layers", layer, 1.into()),
+            ("attention_bias", layer, false.into()),
+            ("mlp_bias", layer, false.into()),
+            ("norm_before_fc", json, false.into()),
+            ("fc_norm", json, false.into()),
+            ("norm_output", json, false.into()),
+        ];
+        check_fixed(&fixed)?;
+        Ok(Self {
+            norms_residual: json["norm_before_residual"].as_bool().unwrap_or(false),
+            ..Self::of_layer(json, model, captures(json, model.layers.len())?)?
+        })
+    }
+
+    /// Sizes of a head with layers of this form.
+    pub(crate) fn of_layer(
+        json: &Value,
+        model: &Config,
+        captures: Vec<usize>,
+    ) -> Result<Self, Error> {
+        let layer = layer_of(json);
         let size = |field: &'static str| {
             let got = &layer[field];
             let size = got.as_u64().filter(|n| (1..=MAX_SIZE).contains(n));
@@ -118,8 +138,8 @@ impl HeadConfig {
                 head_dim,
                 RopeKind::plain(RopePairs::Halves, ROPE_BASE),
             )?,
-            norms_residual: json["norm_before_residual"].as_bool().unwrap_or(false),
-            captures: captures(json, model.layers.len())?,
+            norms_residual: false,
+            captures,
             ffn: size("intermediate_size")?,
             norm_eps: eps as f32,
             width,
@@ -132,23 +152,22 @@ impl HeadConfig {
 }
 
 /// Largest size that a file may claim: memory is reserved by it.
-const MAX_SIZE: u64 = 1 << 20;
+pub(crate) const MAX_SIZE: u64 = 1 << 20;
 
-/// Refuses values of fields that change what the head computes.
-fn check_fixed(json: &Value, layer: &Value) -> Result<(), Error> {
-    let fixed = [
-        ("model_type", layer, Value::from("llama")),
-        ("hidden_act", layer, Value::from("silu")),
-        ("num_hidden_layers", layer, Value::from(1)),
-        ("attention_bias", layer, Value::from(false)),
-        ("mlp_bias", layer, Value::from(false)),
-        ("norm_before_fc", json, Value::from(false)),
-        ("fc_norm", json, Value::from(false)),
-        ("norm_output", json, Value::from(false)),
-    ];
+/// The configuration of a head's layers.
+pub(crate) fn layer_of(json: &Value) -> &Value {
+    match &json["transformer_layer_config"] {
+        Value::Null => json,
+        layer => layer,
+    }
+}
+
+/// Refuses values of fields that change what the head computes: a field, its object, and the value
+/// that is computed.
+pub(crate) fn check_fixed(fixed: &[(&'static str, &Value, Value)]) -> Result<(), Error> {
     for (field, of, expected) in fixed {
-        let got = &of[field];
-        if !got.is_null() && *got != expected {
+        let got = &of[*field];
+        if !got.is_null() && got != expected {
             return Err(wrong(field, got, format!("{expected} in a draft head")));
         }
     }
@@ -173,7 +192,7 @@ fn captures(json: &Value, layers: usize) -> Result<Vec<usize>, Error> {
     found.ok_or_else(|| wrong(FIELD, stated, expected()))
 }
 
-fn wrong(
+pub(crate) fn wrong(
     field: &'static str,
     got: impl ToString,
     expected: impl Into<std::borrow::Cow<'static, str>>,

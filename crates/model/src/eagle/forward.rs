@@ -9,7 +9,7 @@ use paceline_tensor::{
 };
 
 use super::EagleHead;
-use crate::{DraftHeadCompute, Error, HeadRows};
+use crate::{DraftHeadCompute, DraftPlace, Error, HeadRows, PassKind};
 
 /// A draft head with its cache and buffers. T rows, S sequences; other letters as in
 /// [`EagleHead`].
@@ -243,7 +243,7 @@ impl DraftHeadCompute for EagleCompute {
         self.cache.pages()
     }
 
-    fn forward(&mut self, sequences: &[HeadRows<'_>], is_captured: bool) -> Result<(), Error> {
+    fn forward(&mut self, sequences: &[HeadRows<'_>], pass: PassKind) -> Result<(), Error> {
         let rows: usize = sequences.iter().map(|s| s.tokens.len()).sum();
         for x in [
             &mut self.input,
@@ -253,7 +253,7 @@ impl DraftHeadCompute for EagleCompute {
         ] {
             x.resize(rows);
         }
-        self.take_features(sequences, rows, is_captured);
+        self.take_features(sequences, rows, pass != PassKind::Next);
         self.mix(sequences);
         self.attend(sequences, rows);
         self.feed_forward(rows);
@@ -261,15 +261,9 @@ impl DraftHeadCompute for EagleCompute {
         Ok(())
     }
 
-    fn write_logits(&mut self, i: usize, out: &mut [f32]) {
+    fn write_logits(&mut self, i: usize, _: DraftPlace, out: &mut [f32]) {
         let n = self.head.config.draft_vocab;
-        out.fill(f32::NEG_INFINITY);
-        let logits = &self.logits[i * n..(i + 1) * n];
-        for (token, logit) in self.head.tokens.iter().zip(logits) {
-            if let Some(out) = out.get_mut(*token as usize) {
-                *out = *logit;
-            }
-        }
+        scatter(&self.head.tokens, &self.logits[i * n..(i + 1) * n], out);
     }
 
     fn output(&self, i: usize) -> &[f32] {
@@ -278,7 +272,21 @@ impl DraftHeadCompute for EagleCompute {
     }
 }
 
-fn product<'a>(out: &'a mut [f32], weights: &'a PackedMatrix, rows: usize) -> Product<'a> {
+/// Writes logits to the places of their tokens; other tokens get minus infinity.
+pub(crate) fn scatter(tokens: &[u32], logits: &[f32], out: &mut [f32]) {
+    out.fill(f32::NEG_INFINITY);
+    for (token, logit) in tokens.iter().zip(logits) {
+        if let Some(out) = out.get_mut(*token as usize) {
+            *out = *logit;
+        }
+    }
+}
+
+pub(crate) fn product<'a>(
+    out: &'a mut [f32],
+    weights: &'a PackedMatrix,
+    rows: usize,
+) -> Product<'a> {
     Product {
         weights,
         first_col: 0,

@@ -14,11 +14,17 @@ use serde_json::{Value, json};
 
 use super::{EagleHead, HeadConfig};
 use crate::{
-    Batch, BatchSequence, BatchSize, Config, DraftHead as _, DraftHeadCompute, HeadRows,
-    LoadOptions, Logits, Model, ModelSource, Workspace,
+    Batch, BatchSequence, BatchSize, Config, DraftHead as _, DraftHeadCompute, DraftPlace,
+    HeadRows, LoadOptions, Logits, Model, ModelSource, PassKind, Workspace,
 };
 
 const MODEL: &str = "llama-untied-bf16";
+
+/// The place in a head that drafts one token in a pass.
+pub(crate) const ALONE: DraftPlace = DraftPlace {
+    nth: 0,
+    previous: 0,
+};
 
 pub(crate) fn golden(name: &str) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/hf");
@@ -67,7 +73,7 @@ fn a_head_gives_the_logits_of_speculators() {
     let mut compute = Arc::new(head).reserve(rows, 1, 128).unwrap();
     let of_draft = |compute: &mut dyn DraftHeadCompute| -> Vec<f32> {
         let mut all = vec![0.0; vocab];
-        compute.write_logits(0, &mut all);
+        compute.write_logits(0, ALONE, &mut all);
         let left = all.iter().filter(|x| x.is_finite()).count();
         assert_eq!(left, n, "tokens that the head cannot propose");
         places.iter().map(|token| all[*token as usize]).collect()
@@ -110,7 +116,7 @@ impl HeadPass<'_> {
                 position: from,
                 pages: &[1, 0],
             };
-            compute.forward(&[part], true).unwrap();
+            compute.forward(&[part], PassKind::First).unwrap();
             check(&read(compute), &logits[(end - 1) * n..end * n], 1e-4);
             from = end;
         }
@@ -121,7 +127,7 @@ impl HeadPass<'_> {
             position: rows,
             pages: &[1, 0],
         };
-        compute.forward(&[part], false).unwrap();
+        compute.forward(&[part], PassKind::Next).unwrap();
         check(&read(compute), self.chained, 1e-4);
     }
 }
@@ -134,7 +140,7 @@ fn captured_rows_are_the_hidden_states_of_transformers() {
         class: KernelClass::CpuF32,
     };
     let model = Model::load(&source, options, kernels, |_, _| {}).unwrap();
-    let model = model.with_captures(vec![2, 0, 99]);
+    let model = model.with_captures(&[2, 0, 99]);
     assert_eq!(model.captures(), [0, 2], "in order, of the model");
     let json = std::fs::read(golden(&format!("{MODEL}.golden.json"))).unwrap();
     let json: Value = serde_json::from_slice(&json).unwrap();

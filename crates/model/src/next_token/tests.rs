@@ -12,7 +12,7 @@ use paceline_tensor::Kernels;
 use paceline_weights::safetensors::Safetensors;
 
 use super::NextTokenHead;
-use crate::eagle::tests::{HeadPass, golden, tokens, values};
+use crate::eagle::tests::{ALONE, HeadPass, golden, tokens, values};
 use crate::{Config, DraftHead as _, ModelSource};
 
 #[test]
@@ -42,7 +42,7 @@ fn prediction_layers_give_the_logits_of_transformers() {
         };
         pass.check(&mut *compute, |compute| {
             let mut all = vec![0.0; vocab];
-            compute.write_logits(0, &mut all);
+            compute.write_logits(0, ALONE, &mut all);
             all
         });
     }

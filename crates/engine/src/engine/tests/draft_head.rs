@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use paceline_base::Bytes;
-use paceline_model::{DraftHead, DraftHeadCompute, Error, HeadRows, Model};
+use paceline_model::{
+    DraftBlock, DraftHead, DraftHeadCompute, DraftPlace, Error, HeadRows, Model, PassKind,
+};
 use paceline_tensor::{Kernels, PAGE};
 
 use super::draft_model::frozen;
@@ -17,12 +19,13 @@ use crate::{Draft, DraftNetwork};
 /// A head that reads the first layer's input, the embedding of each token. It guesses one of the
 /// tokens that [`babble`] draws.
 #[derive(Debug)]
-struct BabblingHead(Arc<Model>);
+struct BabblingHead(Arc<Model>, Option<DraftBlock>);
 
 /// Checks what the head reads.
 #[derive(Debug)]
 struct BabblingCompute {
     width: usize,
+    block: Option<DraftBlock>,
     pages: usize,
     /// The captured row of each token.
     rows: BTreeMap<u32, Vec<f32>>,
@@ -42,6 +45,10 @@ impl DraftHead for BabblingHead {
         self.0.config().width
     }
 
+    fn block(&self) -> Option<DraftBlock> {
+        self.1
+    }
+
     fn kernels(&self) -> &Kernels {
         self.0.kernels()
     }
@@ -58,6 +65,7 @@ impl DraftHead for BabblingHead {
     ) -> Result<Box<dyn DraftHeadCompute>, Error> {
         Ok(Box::new(BabblingCompute {
             width: self.width(),
+            block: self.1,
             pages: positions / PAGE,
             rows: BTreeMap::new(),
             known: BTreeMap::new(),
@@ -68,13 +76,17 @@ impl DraftHead for BabblingHead {
 }
 
 impl BabblingCompute {
-    fn check(&mut self, s: &HeadRows<'_>, is_captured: bool) {
+    fn check(&mut self, s: &HeadRows<'_>, pass: PassKind) {
         assert_eq!(s.features.len(), s.tokens.len() * self.width);
         let known = self.known.entry(s.pages[0]).or_default();
         assert!(s.position == 0 || s.position <= *known, "a gap");
         *known = s.position + s.tokens.len();
-        assert!(*known <= s.pages.len() * PAGE);
-        if !is_captured {
+        let behind = match self.block {
+            Some(block) if pass == PassKind::First => block.positions,
+            _ => 0,
+        };
+        assert!(*known + behind <= s.pages.len() * PAGE);
+        if pass == PassKind::Next {
             assert_eq!(s.features, self.output);
             return;
         }
@@ -91,9 +103,9 @@ impl DraftHeadCompute for BabblingCompute {
         self.pages
     }
 
-    fn forward(&mut self, sequences: &[HeadRows<'_>], is_captured: bool) -> Result<(), Error> {
+    fn forward(&mut self, sequences: &[HeadRows<'_>], pass: PassKind) -> Result<(), Error> {
         for sequence in sequences {
-            self.check(sequence, is_captured);
+            self.check(sequence, pass);
         }
         self.last = sequences
             .iter()
@@ -102,9 +114,15 @@ impl DraftHeadCompute for BabblingCompute {
         Ok(())
     }
 
-    fn write_logits(&mut self, i: usize, out: &mut [f32]) {
+    fn write_logits(&mut self, i: usize, place: DraftPlace, out: &mut [f32]) {
+        assert!(place.nth == 0 || self.block.is_some_and(|block| place.nth < block.drafts));
+        let last = if place.nth == 0 {
+            self.last[i]
+        } else {
+            place.previous
+        };
         out.fill(0.0);
-        out[[2, 3, 14][self.last[i] as usize % 3]] = 60.0;
+        out[[2, 3, 14][last as usize % 3]] = 60.0;
     }
 
     fn output(&self, _: usize) -> &[f32] {
@@ -112,28 +130,39 @@ impl DraftHeadCompute for BabblingCompute {
     }
 }
 
-/// A model that captures its first layer's input, and a draft with its head.
-fn with_head() -> (TinyModel, Draft) {
-    let mut tiny = TinyModel::new(1);
-    let model = Arc::into_inner(tiny.model).unwrap();
-    tiny.model = Arc::new(model.with_captures(vec![0]));
-    let head = BabblingHead(Arc::clone(&tiny.model));
+/// A draft of tokens or blocks for a model that captures its first layer's input.
+pub(super) fn babbling(model: &Arc<Model>, block: Option<DraftBlock>) -> Draft {
+    let head = BabblingHead(Arc::clone(model), block);
     let network = DraftNetwork::Head(Arc::new(head));
     let now = frozen;
-    (tiny, Draft { network, now })
+    Draft { network, now }
+}
+
+/// A model that captures its first layer's input, and a draft with its head.
+fn with_head(block: Option<DraftBlock>) -> (TinyModel, Draft) {
+    let mut tiny = TinyModel::new(1);
+    let model = Arc::into_inner(tiny.model).unwrap();
+    tiny.model = Arc::new(model.with_captures(&[0]));
+    let draft = babbling(&tiny.model, block);
+    (tiny, draft)
 }
 
 #[test]
 fn a_head_changes_no_answer() {
-    let (tiny, draft) = with_head();
+    let (tiny, draft) = with_head(None);
+    let block = DraftBlock {
+        drafts: 4,
+        positions: 5,
+    };
+    let blocks = babbling(&tiny.model, Some(block));
     let mut requests = mixed(&tiny);
     requests.extend((0..4).map(babble));
     requests.extend((0..3).map(held));
     let expected: Vec<SequenceOutcome> =
         requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
-    for drafts in [1, 3, 8] {
+    for (drafts, draft) in [(1, &draft), (3, &draft), (8, &draft), (8, &blocks)] {
         let mut rig = eager(&tiny, drafts);
-        rig.engine.set_draft_model(&draft).unwrap();
+        rig.engine.set_draft_model(draft).unwrap();
         let (outcomes, checked, gained) = run(&mut rig, &requests);
         for (outcome, expected) in outcomes.iter().zip(&expected) {
             assert_eq!(outcome, expected, "{drafts} drafts");
@@ -144,7 +173,7 @@ fn a_head_changes_no_answer() {
 
 #[test]
 fn a_head_needs_a_model_that_captures_its_layers() {
-    let (_, draft) = with_head();
+    let (_, draft) = with_head(None);
     let mut engine = TinyModel::new(1).engine(sizes(8));
     let error = engine.set_draft_model(&draft).unwrap_err().to_string();
     assert!(

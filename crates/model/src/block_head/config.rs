@@ -1,0 +1,138 @@
+//! The shape of a DFlash or DSpark head, from its `config.json`.
+//!
+//! z-lab and DeepSpec have the fields of Qwen 3 and their own beside them; `speculators` has the
+//! layers' fields in `transformer_layer_config`. The first two count captured layers by their
+//! outputs, the last by their inputs.
+
+use serde_json::{Value, json};
+
+use crate::eagle::{MAX_SIZE, check_fixed, layer_of, wrong};
+use crate::{Config, Error, HeadConfig, ModelSource};
+
+/// Longest block: published ones have 7 to 16 places.
+const BLOCK_MAX: u64 = 64;
+
+/// Sizes, captured layers and blocks of a head.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlockConfig {
+    /// Sizes of a layer, vocabulary and captures.
+    pub shape: HeadConfig,
+    pub layers: usize,
+    /// Places of a block: the last token and masks.
+    pub block: usize,
+    /// The token of a masked place.
+    pub mask: u32,
+    /// Whether the first place predicts a token too.
+    pub is_anchored: bool,
+    /// R: rank of the bias by the token before, if there is one.
+    pub markov_rank: Option<usize>,
+}
+
+impl BlockConfig {
+    /// Draft tokens of a block.
+    pub const fn drafts(&self) -> usize {
+        self.block - self.first()
+    }
+
+    /// The first place that predicts a token.
+    pub(super) const fn first(&self) -> usize {
+        if self.is_anchored { 0 } else { 1 }
+    }
+
+    /// The configuration of the head in `source` for `model`; `None` if that is no such head.
+    ///
+    /// # Errors
+    /// Names the field that is missing or does not fit.
+    pub fn of(source: &ModelSource, model: &Config) -> Result<Option<Self>, Error> {
+        match source {
+            ModelSource::Hf(folder) if is_dspark(folder.config()).is_some() => {
+                Self::read(folder.config(), model).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub(super) fn read(json: &Value, model: &Config) -> Result<Self, Error> {
+        let Some(is_dspark) = is_dspark(json) else {
+            let got = &json["architectures"];
+            return Err(wrong("architectures", got, "a DFlash or DSpark head"));
+        };
+        let layer = layer_of(json);
+        check_fixed(&[
+            ("model_type", layer, "qwen3".into()),
+            ("hidden_act", layer, "silu".into()),
+            ("attention_bias", layer, false.into()),
+        ])?;
+        let number = |field: &'static str, of: &Value, most: u64| {
+            let fits = of.as_u64().filter(|n| (1..=most).contains(n));
+            fits.ok_or_else(|| wrong(field, of, format!("1 to {most}")))
+        };
+        let layers = number("num_hidden_layers", &layer["num_hidden_layers"], MAX_SIZE)? as usize;
+        let types = layer["layer_types"].as_array().into_iter().flatten();
+        if let Some(other) = types.into_iter().find(|of| **of != "full_attention") {
+            return Err(wrong(
+                "layer_types",
+                other,
+                "full_attention in a draft head",
+            ));
+        }
+        let own = &json["dflash_config"];
+        let mask = match &json["mask_token_id"] {
+            Value::Null => &own["mask_token_id"],
+            mask => mask,
+        };
+        let fits = mask.as_u64().filter(|mask| *mask < model.vocab as u64);
+        let expected = || format!("a token below {}", model.vocab);
+        let markov_rank = match &json["markov_rank"] {
+            Value::Null => None,
+            rank if *rank == json!(0) => None,
+            rank => Some(number("markov_rank", rank, MAX_SIZE)? as usize),
+        };
+        if markov_rank.is_some() {
+            check_fixed(&[("markov_head_type", json, "vanilla".into())])?;
+        }
+        Ok(Self {
+            block: number("block_size", &json["block_size"], BLOCK_MAX)?.max(2) as usize,
+            mask: fits.ok_or_else(|| wrong("mask_token_id", mask, expected()))? as u32,
+            is_anchored: json["sample_from_anchor"].as_bool().unwrap_or(is_dspark),
+            shape: HeadConfig::of_layer(json, model, captures(json, model.layers.len())?)?,
+            markov_rank,
+            layers,
+        })
+    }
+}
+
+/// Whether a `config.json` is of DSpark; `None` if it is of neither.
+fn is_dspark(json: &Value) -> Option<bool> {
+    let names = json["architectures"].as_array().into_iter().flatten();
+    let names = names.chain([&json["speculators_model_type"]]);
+    let mut names = names.filter_map(Value::as_str).map(str::to_lowercase);
+    names.find_map(|name| {
+        let is_dflash = name.contains("dflash") && !name.contains("dflash2");
+        let is_dspark = name.contains("dspark");
+        (is_dflash || is_dspark).then_some(is_dspark)
+    })
+}
+
+fn captures(json: &Value, layers: usize) -> Result<Vec<usize>, Error> {
+    const INPUTS: &str = "aux_hidden_state_layer_ids";
+    const OUTPUTS: &str = "target_layer_ids";
+    let (field, stated, behind) = match (&json[INPUTS], &json["dflash_config"][OUTPUTS]) {
+        (Value::Null, Value::Null) => (OUTPUTS, &json[OUTPUTS], 1),
+        (Value::Null, outputs) => (OUTPUTS, outputs, 1),
+        (inputs, _) => (INPUTS, inputs, 0),
+    };
+    let input = |value: &Value| usize::try_from(value.as_i64()? + behind).ok();
+    let list = stated.as_array().into_iter().flatten();
+    let found: Option<Vec<usize>> = list.map(input).collect();
+    let is_fit = |found: &Vec<usize>| {
+        let is_ascending = found.is_sorted_by(|a, b| a < b);
+        is_ascending && found.last().is_some_and(|last| *last < layers)
+    };
+    let expected = || format!("ascending layers below {layers}");
+    found
+        .filter(is_fit)
+        .ok_or_else(|| wrong(field, stated, expected()))
+}
