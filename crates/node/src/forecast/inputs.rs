@@ -174,7 +174,8 @@ impl Forecast {
         ClusterNode {
             name: format!("rank {rank}"),
             kind: "this machine".to_owned(),
-            memory: Bytes(1 << 44), // memory is not checked here
+            // Without a limit memory is not checked here.
+            memory: self.stream.map_or(Bytes(1 << 44), |stream| stream.memory),
             usable: 1.0,
             bandwidth: bytes / self.alone() / sharing,
             measured: true,

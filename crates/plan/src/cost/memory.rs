@@ -1,6 +1,7 @@
 //! Bytes that a node needs for its part.
 
 use crate::cost::kernels::{LayerPart, cache_share};
+use crate::cost::moe::touched;
 use crate::placement::{PipelineStage, Split, StageMember};
 use crate::workload::CHUNK;
 use crate::{ModelShape, Workload};
@@ -36,8 +37,10 @@ pub fn usage(
 ) -> Usage {
     let part = part_of(stage, member);
     let streamed = stage.layers.start + member.streamed;
-    // Streamed layers pass through a window of two: one computes while the next is read.
-    let window = f64::from(member.streamed.min(2)) * model.layer_bytes(stage.layers.start);
+    // Streamed layers pass through a window of two: one computes while the next is read. Of
+    // experts, those of a step must be there.
+    let first = streamed_bytes(model, workload, part, stage.layers.start);
+    let window = f64::from(member.streamed.min(2)) * first.iter().sum::<f64>();
     let layers = range_weights(model, streamed..stage.layers.end, part);
     let rows = workload.positions() as f64 * model.cached() * model.bits.kv / 8.0
         * model.row_layers(stage.layers.clone());
@@ -68,6 +71,34 @@ pub fn least_streamed(
         usage(model, workload, stage, &member, ends).total() <= memory
     };
     (0..layers).find(fits).unwrap_or(layers)
+}
+
+/// Bytes of layer `index` that a rank needs for a step of all requests: without routed experts, and
+/// of these.
+pub fn streamed_bytes(
+    model: &ModelShape,
+    workload: &Workload,
+    part: LayerPart,
+    index: u32,
+) -> [f64; 2] {
+    let moe = model.moe.filter(|_| model.is_moe(index));
+    let experts = moe.map_or(0.0, |moe| {
+        let rows = f64::from(workload.concurrency);
+        let touched = touched(f64::from(moe.experts), f64::from(moe.active), rows);
+        touched * model.expert_params() * model.bits.experts / 8.0
+    });
+    let common = model.common_params(index) * model.bits.rest / 8.0;
+    let [of_common, of_experts] = shares(part);
+    [common * of_common, experts * of_experts]
+}
+
+/// A rank's shares of a layer without routed experts, and of these.
+pub fn shares(part: LayerPart) -> [f64; 2] {
+    match part.split {
+        Split::Whole => [1.0; 2],
+        Split::Tensor => [part.share; 2],
+        Split::Expert => [1.0, part.share],
+    }
 }
 
 /// The ends of the model that a stage has.
@@ -104,11 +135,8 @@ fn range_weights(model: &ModelShape, layers: std::ops::Range<u32>, part: LayerPa
 fn weights(model: &ModelShape, index: u32, part: LayerPart) -> f64 {
     let common = model.common_params(index) * model.bits.rest / 8.0;
     let routed = model.routed_params(index) * model.bits.experts / 8.0;
-    match part.split {
-        Split::Whole => common + routed,
-        Split::Tensor => (common + routed) * part.share,
-        Split::Expert => common + routed * part.share,
-    }
+    let [of_common, of_routed] = shares(part);
+    common * of_common + routed * of_routed
 }
 
 /// Embedding and head. In a tensor split both are cut by rows of the vocabulary.

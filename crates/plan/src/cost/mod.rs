@@ -12,7 +12,7 @@ pub mod memory;
 pub mod moe;
 
 use kernels::{LayerPart, StepRows};
-use memory::Ends;
+use memory::{Ends, usage};
 
 use crate::calibration::{Calibration, EngineProfile, Speed};
 use crate::placement::{Pipeline, PipelineStage, Split, StageMember};
@@ -337,8 +337,7 @@ impl<'a> Costs<'a> {
         Ok(time)
     }
 
-    /// Seconds that a stage's nodes read from disk for every step, and those of them for experts. A
-    /// layer's experts that stay are as likely as others.
+    /// Seconds that a stage's nodes read from disk for every step, and those of them for experts.
     fn disk(&self, stage: &PipelineStage) -> Result<[f64; 2], Error> {
         let mut worst = [0.0_f64; 2];
         for member in stage.members.iter().filter(|m| m.streamed > 0) {
@@ -347,36 +346,48 @@ impl<'a> Costs<'a> {
                 node: node.name.clone(),
                 fact: "disk rate",
             })?;
-            let layers = || stage.layers.start..stage.layers.start + member.streamed;
-            let (common, routed) = match stage.split {
-                Split::Whole => (1.0, 1.0),
-                Split::Tensor => (member.share, member.share),
-                Split::Expert => (1.0, member.share),
-            };
-            let all: f64 = layers().map(|i| self.streamed_bytes(i)).sum();
-            let experts: f64 = layers().map(|i| self.streamed_experts(i)).sum();
-            let bytes = (all - experts) * common + experts * routed;
-            for (worst, bytes) in worst.iter_mut().zip([bytes, experts * routed]) {
+            let [common, experts] = self.read_bytes(stage, member);
+            for (worst, bytes) in worst.iter_mut().zip([common + experts, experts]) {
                 *worst = worst.max(bytes / rate);
             }
         }
         Ok(worst)
     }
 
-    /// Bytes of a streamed layer that one token touches: of experts only the active ones.
-    pub fn streamed_bytes(&self, index: u32) -> f64 {
-        let common = self.model.common_params(index) * self.model.bits.rest / 8.0;
-        common + self.streamed_experts(index)
+    /// Bytes of streamed layers that a member reads for a step: without routed experts, and of
+    /// these. In a mixture, memory beside the window keeps the former first. Of the experts, those
+    /// used last stay: a step finds as large a share of its own there as fits, or more where
+    /// tokens choose the same.
+    fn read_bytes(&self, stage: &PipelineStage, member: &StageMember) -> [f64; 2] {
+        let (model, part) = (self.model, memory::part_of(stage, member));
+        let [mut common, mut touched, mut all] = [0.0; 3];
+        for index in stage.layers.start..stage.layers.start + member.streamed {
+            let own = memory::streamed_bytes(model, &self.workload, part, index);
+            (common, touched) = (common + own[0], touched + own[1]);
+            all += model.routed_params(index) * model.bits.experts / 8.0;
+        }
+        if touched == 0.0 {
+            return [common, 0.0];
+        }
+        let need = usage(model, &self.workload, stage, member, self.ends(stage));
+        let spare = self.cluster.nodes[member.node].budget() - need.total();
+        let kept = spare.clamp(0.0, common);
+        let all = all * memory::shares(part)[1];
+        let hits = ((spare - kept) / all).clamp(0.0, 1.0);
+        [common - kept, touched * (1.0 - hits)]
     }
 
-    /// Bytes of a streamed layer's experts that one token touches.
-    fn streamed_experts(&self, index: u32) -> f64 {
-        let moe = self.model.moe.filter(|_| self.model.is_moe(index));
-        moe.map_or(0.0, |moe| {
-            let rows = f64::from(self.workload.concurrency);
-            let touched = moe::touched(f64::from(moe.experts), f64::from(moe.active), rows);
-            touched * self.model.expert_params() * self.model.bits.experts / 8.0
-        })
+    /// Bytes of a streamed layer that one token touches: of experts only the active ones.
+    pub fn streamed_bytes(&self, index: u32) -> f64 {
+        let whole = LayerPart {
+            split: Split::Whole,
+            share: 1.0,
+            ranks: 1,
+            deals: false,
+        };
+        memory::streamed_bytes(self.model, &self.workload, whole, index)
+            .iter()
+            .sum()
     }
 
     /// A decode step of `batch` sequences.
