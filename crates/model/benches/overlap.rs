@@ -129,14 +129,12 @@ fn speed(model: &Model, rows: usize) -> BenchResult<f64> {
     let mut step = |rows| -> BenchResult<f64> {
         let start = Instant::now();
         if model.shard().leads() {
-            let sequences = &[BatchSequence {
-                tokens: &tokens[..rows],
-                position: 0,
-                pages: &pages,
-                windows: &[],
-                adapter: 0,
-                logits: Logits::Last,
-            }];
+            let sequences = &[BatchSequence::plain(
+                &tokens[..rows],
+                0,
+                &pages,
+                Logits::Last,
+            )];
             model.forward(&Batch { sequences }, &mut ws, &mut cache)?;
         } else {
             model.follow(&mut ws, &mut cache)?;

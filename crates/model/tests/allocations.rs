@@ -47,14 +47,7 @@ static ALLOCATOR: Counting = Counting;
 /// Decodes one token of two sequences.
 fn step(model: &Model, position: usize, ws: &mut Workspace, cache: &mut KvCache) {
     let pages = [[0u32, 1, 2, 3], [7, 6, 5, 4]];
-    let sequences = [0, 1].map(|s| BatchSequence {
-        tokens: &[1],
-        position,
-        pages: &pages[s],
-        windows: &[],
-        adapter: 0,
-        logits: Logits::Last,
-    });
+    let sequences = [0, 1].map(|s| BatchSequence::plain(&[1], position, &pages[s], Logits::Last));
     let batch = Batch {
         sequences: &sequences,
     };

@@ -6,7 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
-use crate::common::compare::{argmax, gap, max_abs_diff};
+use crate::common::compare::{max_abs_diff, worst_within};
 use crate::common::hf::{DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS, golden_logits, golden_tensor};
 use crate::common::runner::Runner;
 use crate::common::{golden, golden_json, ids, kernels, load, number};
@@ -20,25 +20,9 @@ fn check(name: &str, class: KernelClass, tolerance: f64) {
     let model = load(&golden(&format!("hf/{name}")), class, &kernels());
     let mut runner = Runner::new(model, prompt.len() + greedy.len());
 
-    let expected = golden_logits(name);
     let got = runner.all(&prompt);
-    assert_eq!(got.len(), expected.len());
-    let mut worst = 0.0f64;
-    for (position, (got, expected)) in got.iter().zip(&expected).enumerate() {
-        let distance = max_abs_diff(got, expected);
-        worst = worst.max(distance);
-        assert!(
-            distance <= tolerance,
-            "{name} {class}, position {position}: logits {distance:.3e} apart, at most {tolerance:.3e}"
-        );
-        if f64::from(gap(expected)) > 2.0 * tolerance {
-            assert_eq!(
-                argmax(got),
-                argmax(expected),
-                "{name} {class}, position {position}"
-            );
-        }
-    }
+    let what = format!("{name} {class}");
+    let worst = worst_within(&what, &got, &golden_logits(name), tolerance);
     println!("{name} {class}: logits within {worst:.3e}, tolerance {tolerance:.3e}");
     assert_eq!(
         runner.greedy(&prompt, greedy.len()),
@@ -47,40 +31,28 @@ fn check(name: &str, class: KernelClass, tolerance: f64) {
     );
 }
 
+/// Checks a class in all folders, within `factor` of a distance that was recorded of each.
+fn check_all(class: KernelClass, factor: f64, recorded: &str) {
+    let folders = FOLDERS.into_iter().chain(EXPERT_FOLDERS);
+    for name in folders.chain(DELTA_FOLDERS) {
+        let json = golden_json(&format!("hf/{name}.golden.json"));
+        let distance = number(&json, &["max_abs_diff", recorded]);
+        check(name, class, factor * distance);
+    }
+}
+
 /// `transformers` and we do the same operations in f32 in another order, as its own run with
 /// products in f64 does. Distances are of that size, several times it for the worst logit.
 #[test]
 fn class_cpu_f32_agrees_with_transformers() {
-    for name in FOLDERS
-        .into_iter()
-        .chain(EXPERT_FOLDERS)
-        .chain(DELTA_FOLDERS)
-    {
-        let json = golden_json(&format!("hf/{name}.golden.json"));
-        check(
-            name,
-            KernelClass::CpuF32,
-            4.0 * number(&json, &["max_abs_diff", "f64_matmul"]),
-        );
-    }
+    check_all(KernelClass::CpuF32, 4.0, "f64_matmul");
 }
 
 /// Float weights are used as stored, so class `cpu` differs by its f16 keys and values alone. The
 /// recorded distance is that of one such run; ours rounds slightly different numbers.
 #[test]
 fn class_cpu_agrees_but_for_keys_and_values_in_f16() {
-    for name in FOLDERS
-        .into_iter()
-        .chain(EXPERT_FOLDERS)
-        .chain(DELTA_FOLDERS)
-    {
-        let json = golden_json(&format!("hf/{name}.golden.json"));
-        check(
-            name,
-            KernelClass::Cpu,
-            2.0 * number(&json, &["max_abs_diff", "kv_f16"]),
-        );
-    }
+    check_all(KernelClass::Cpu, 2.0, "kv_f16");
 }
 
 /// The golden logits are those of the chunked form, these of the recurrent one; the distance of

@@ -5,7 +5,6 @@
 
 mod arriving;
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -293,34 +292,47 @@ fn in_turns(at: usize) -> Vec<(&'static str, u32, &'static [u32])> {
     chosen.map(|(_, split)| split).collect()
 }
 
-/// Families and storage types: blocks of 32 and of 256, which heads cut within, and floats.
-#[test]
-fn every_family_gives_the_bits_of_one_rank() {
-    for (at, (family, block_type, class)) in [
-        (ModelFamily::Llama, BlockType::Q4_1, KernelClass::Cpu),
-        (ModelFamily::Llama, BlockType::Q4_K, KernelClass::CpuQ8),
-        (ModelFamily::Qwen2, BlockType::Q6_K, KernelClass::Cpu),
-        (ModelFamily::Qwen3, BlockType::BF16, KernelClass::Cpu),
-        (ModelFamily::Llama, BlockType::BF16, KernelClass::CpuQ8),
-        (ModelFamily::Gemma3, BlockType::Q5_K, KernelClass::Cpu),
-        (ModelFamily::Gemma3, BlockType::Q8_0, KernelClass::CpuF32),
-        (ModelFamily::Gemma2, BlockType::Q8_0, KernelClass::Cpu),
-        (ModelFamily::Mistral, BlockType::Q8_0, KernelClass::Cpu),
-        (ModelFamily::SmolLm3, BlockType::Q4_K, KernelClass::Cpu),
-        (ModelFamily::Granite, BlockType::Q6_K, KernelClass::Cpu),
-        (ModelFamily::Olmo2, BlockType::BF16, KernelClass::Cpu),
-        (ModelFamily::Phi3, BlockType::Q5_K, KernelClass::Cpu),
-    ]
-    .into_iter()
-    .enumerate()
-    {
+/// A family, its storage type, the class, and whether halves of a step overlap.
+type FamilyCase = (ModelFamily, BlockType, KernelClass, bool);
+
+/// Checks each case with these steps over every second split, and over `more` by its place.
+fn check_families(
+    cases: &[FamilyCase],
+    steps: &[[usize; 2]],
+    more: impl Fn(usize) -> Vec<(&'static str, u32, &'static [u32])>,
+) {
+    for (at, (family, block_type, class, overlap)) in cases.iter().copied().enumerate() {
         let file = File::new(family, block_type);
         let case = Case {
             class,
+            steps,
+            overlap,
             ..file.case()
         };
-        case.check(&in_turns(at));
+        case.check(&[in_turns(at), more(at)].concat());
     }
+}
+
+/// Families and storage types: blocks of 32 and of 256, which heads cut within, and floats.
+#[test]
+fn every_family_gives_the_bits_of_one_rank() {
+    use {BlockType as B, KernelClass as C, ModelFamily as F};
+    let cases = [
+        (F::Llama, B::Q4_1, C::Cpu, false),
+        (F::Llama, B::Q4_K, C::CpuQ8, false),
+        (F::Qwen2, B::Q6_K, C::Cpu, false),
+        (F::Qwen3, B::BF16, C::Cpu, false),
+        (F::Llama, B::BF16, C::CpuQ8, false),
+        (F::Gemma3, B::Q5_K, C::Cpu, false),
+        (F::Gemma3, B::Q8_0, C::CpuF32, false),
+        (F::Gemma2, B::Q8_0, C::Cpu, false),
+        (F::Mistral, B::Q8_0, C::Cpu, false),
+        (F::SmolLm3, B::Q4_K, C::Cpu, false),
+        (F::Granite, B::Q6_K, C::Cpu, false),
+        (F::Olmo2, B::BF16, C::Cpu, false),
+        (F::Phi3, B::Q5_K, C::Cpu, false),
+    ];
+    check_families(&cases, &STEPS, |_| Vec::new());
 }
 
 /// Rows that attend to the 24 positions of more than 100 that an indexer chooses. Splits and chunks
@@ -505,48 +517,31 @@ fn left_out(got: &[u32], whole: &[u32], n: usize) -> Option<usize> {
 /// default each family has one storage type.
 #[test]
 fn experts_give_the_bits_of_one_rank() {
-    let mut families = BTreeSet::new();
-    for (at, (family, block_type, class)) in [
-        (ModelFamily::Mixtral, BlockType::Q4_K, KernelClass::Cpu),
-        (ModelFamily::Qwen2Moe, BlockType::Q8_0, KernelClass::CpuQ8),
-        (ModelFamily::Qwen3Moe, BlockType::Q6_K, KernelClass::Cpu),
-        (ModelFamily::Qwen3Moe, BlockType::F16, KernelClass::CpuF32),
-        (
-            ModelFamily::GptOss,
-            BlockType::MXFP4_SPLIT,
-            KernelClass::Cpu,
-        ),
-        (ModelFamily::Dbrx, BlockType::Q4_1, KernelClass::Cpu),
-        (ModelFamily::Glm4Moe, BlockType::Q5_K, KernelClass::CpuQ8),
-        (ModelFamily::MiniMaxM2, BlockType::Q4_K, KernelClass::Cpu),
-        (ModelFamily::MiniMaxM2, BlockType::F32, KernelClass::CpuF32),
-        (ModelFamily::DeepSeek, BlockType::Q8_0, KernelClass::Cpu),
-        (ModelFamily::DeepSeek, BlockType::Q5_1, KernelClass::CpuQ8),
-        (ModelFamily::DeepSeek, BlockType::F16, KernelClass::CpuF32),
-        (ModelFamily::Gemma4, BlockType::Q4_K, KernelClass::Cpu),
-        (ModelFamily::Gemma4, BlockType::BF16, KernelClass::CpuF32),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        if !families.insert(family.name()) && !long() {
-            continue;
-        }
-        let file = File::new(family, block_type);
-        let both = [at % 2 == 0, at % 2 == 1];
-        for overlap in both.into_iter().take(if long() { 2 } else { 1 }) {
-            let case = Case {
-                class,
-                steps: &[[200, 3], [30, 0], [1, 1], [90, 150]],
-                overlap,
-                ..file.case()
-            };
-            let mut splits = in_turns(at);
-            splits.push(("tensor", 8, &[]));
-            splits.push(EXPERT_SPLITS[at % 2]);
-            case.check(&splits);
-        }
+    use {BlockType as B, KernelClass as C, ModelFamily as F};
+    let mut cases = vec![
+        (F::Mixtral, B::Q4_K, C::Cpu, true),
+        (F::Qwen2Moe, B::Q8_0, C::CpuQ8, false),
+        (F::Qwen3Moe, B::Q6_K, C::Cpu, true),
+        (F::Qwen3Moe, B::F16, C::CpuF32, false),
+        (F::GptOss, B::MXFP4_SPLIT, C::Cpu, true),
+        (F::Dbrx, B::Q4_1, C::Cpu, false),
+        (F::Glm4Moe, B::Q5_K, C::CpuQ8, true),
+        (F::MiniMaxM2, B::Q4_K, C::Cpu, false),
+        (F::MiniMaxM2, B::F32, C::CpuF32, true),
+        (F::DeepSeek, B::Q8_0, C::Cpu, false),
+        (F::DeepSeek, B::Q5_1, C::CpuQ8, true),
+        (F::DeepSeek, B::F16, C::CpuF32, false),
+        (F::Gemma4, B::Q4_K, C::Cpu, true),
+        (F::Gemma4, B::BF16, C::CpuF32, false),
+    ];
+    if long() {
+        let others = cases.clone().into_iter();
+        cases.extend(others.map(|(family, held, class, overlap)| (family, held, class, !overlap)));
+    } else {
+        cases.dedup_by_key(|case| case.0.name());
     }
+    let more = |at: usize| vec![("tensor", 8, &[][..]), EXPERT_SPLITS[at % 2]];
+    check_families(&cases, &[[200, 3], [30, 0], [1, 1], [90, 150]], more);
 }
 
 /// Where ranks share the experts alone, nothing is exchanged for the attention.
@@ -576,60 +571,23 @@ fn ranks_that_share_experts_exchange_once_a_layer() {
 /// its own need.
 #[test]
 fn delta_nets_give_the_bits_of_one_rank() {
-    for (at, (family, block_type, class, overlap)) in [
-        (
-            ModelFamily::Qwen35,
-            BlockType::Q4_K,
-            KernelClass::Cpu,
-            false,
-        ),
-        (
-            ModelFamily::Qwen35,
-            BlockType::Q8_0,
-            KernelClass::CpuF32,
-            true,
-        ),
-        (
-            ModelFamily::Qwen3Next,
-            BlockType::Q6_K,
-            KernelClass::Cpu,
-            true,
-        ),
-        (
-            ModelFamily::Qwen35Moe,
-            BlockType::BF16,
-            KernelClass::CpuQ8,
-            false,
-        ),
-        (
-            ModelFamily::NemotronH,
-            BlockType::Q8_0,
-            KernelClass::Cpu,
-            true,
-        ),
-        (
-            ModelFamily::Lfm2Moe,
-            BlockType::Q4_K,
-            KernelClass::Cpu,
-            false,
-        ),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let file = File::new(family, block_type);
-        let case = Case {
-            class,
-            steps: &[[189, 3], [30, 0], [1, 1], [1, 190], [1, 1]],
-            overlap,
-            ..file.case()
-        };
-        case.check(&in_turns(at));
-        case.check(&[("tensor", 8, &[]), ("tensor", 3, &[5, 1, 2])]);
-        if family != ModelFamily::Qwen35 {
-            case.check(&EXPERT_SPLITS);
-        }
-    }
+    use {BlockType as B, KernelClass as C, ModelFamily as F};
+    let steps = [[189, 3], [30, 0], [1, 1], [1, 190], [1, 1]];
+    let more: [(&str, u32, &[u32]); 2] = [("tensor", 8, &[]), ("tensor", 3, &[5, 1, 2])];
+    let dense = [
+        (F::Qwen35, B::Q4_K, C::Cpu, false),
+        (F::Qwen35, B::Q8_0, C::CpuF32, true),
+    ];
+    check_families(&dense, &steps, |_| more.to_vec());
+    let with_experts = [
+        (F::Qwen3Next, B::Q6_K, C::Cpu, true),
+        (F::Qwen35Moe, B::BF16, C::CpuQ8, false),
+        (F::NemotronH, B::Q8_0, C::Cpu, true),
+        (F::Lfm2Moe, B::Q4_K, C::Cpu, false),
+    ];
+    check_families(&with_experts, &steps, |_| {
+        [&more[..], &EXPERT_SPLITS].concat()
+    });
 }
 
 /// Layers that all differ, over 1 to 4 nodes in all ways that stages may be cut.
@@ -688,15 +646,8 @@ fn long_prompts_give_the_bits_of_one_rank_with_overlap_and_without() {
         (ModelFamily::Llama, true),
         (ModelFamily::Gemma3, true),
     ];
-    for (at, (family, overlap)) in cases.into_iter().enumerate() {
-        let file = File::new(family, BlockType::Q5_1);
-        let case = Case {
-            steps: &[[200, 100], [1, 27], [100, 190]],
-            overlap,
-            ..file.case()
-        };
-        case.check(&in_turns(at));
-    }
+    let cases = cases.map(|(family, overlap)| (family, BlockType::Q5_1, KernelClass::Cpu, overlap));
+    check_families(&cases, &[[200, 100], [1, 27], [100, 190]], |_| Vec::new());
 }
 
 /// Seen by the frames of what is sent: halves are a message more for each sum, both ways.

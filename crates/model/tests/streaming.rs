@@ -86,14 +86,7 @@ fn step(model: &Model) -> Result<(), Error> {
         context: 64,
     };
     let mut cache = model.new_cache(size, 64)?;
-    let sequence = BatchSequence {
-        tokens: &[1],
-        position: 0,
-        pages: &[0],
-        windows: &[],
-        adapter: 0,
-        logits: Logits::Last,
-    };
+    let sequence = BatchSequence::plain(&[1], 0, &[0], Logits::Last);
     let batch = Batch {
         sequences: &[sequence],
     };

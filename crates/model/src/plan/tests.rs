@@ -19,14 +19,7 @@ const LIMITS: PlanLimits<'_> = PlanLimits {
 };
 
 fn sequence<'a>(tokens: &'a [u32], position: usize, pages: &'a [u32]) -> BatchSequence<'a> {
-    BatchSequence {
-        tokens,
-        position,
-        pages,
-        windows: &[],
-        adapter: 0,
-        logits: Logits::Last,
-    }
+    BatchSequence::plain(tokens, position, pages, Logits::Last)
 }
 
 fn top_logits() -> Logits {

@@ -67,14 +67,12 @@ fn check_folder(folder: &str) {
 
     let mut cache = model.whole_cache(tokens.len()).unwrap();
     let mut ws = Workspace::new(&model, BatchSize::single(tokens.len(), tokens.len()));
-    let sequence = BatchSequence {
-        tokens: &tokens,
-        position: 0,
-        pages: &[0, 1, 2][..tokens.len().div_ceil(PAGE)],
-        windows: &[],
-        adapter: 0,
-        logits: Logits::None,
-    };
+    let sequence = BatchSequence::plain(
+        &tokens,
+        0,
+        &[0, 1, 2][..tokens.len().div_ceil(PAGE)],
+        Logits::None,
+    );
     let batch = Batch {
         sequences: &[sequence],
     };
@@ -106,14 +104,7 @@ fn every_layer_agrees_with_transformers() {
 fn last_logits(model: &Model, tokens: &[u32], behind: &mut dyn FnMut()) -> Vec<u32> {
     let mut cache = model.whole_cache(tokens.len()).unwrap();
     let mut ws = Workspace::new(model, BatchSize::single(tokens.len(), tokens.len()));
-    let sequence = BatchSequence {
-        tokens,
-        position: 0,
-        pages: &[0],
-        windows: &[],
-        adapter: 0,
-        logits: Logits::Last,
-    };
+    let sequence = BatchSequence::plain(tokens, 0, &[0], Logits::Last);
     let batch = Batch {
         sequences: &[sequence],
     };

@@ -45,3 +45,25 @@ pub(crate) fn relative_rms(a: &[f32], b: &[f32]) -> f64 {
     let difference: f64 = a.iter().zip(b).map(|(a, b)| square(a - b)).sum();
     (difference / b.iter().map(|&b| square(b)).sum::<f64>()).sqrt()
 }
+
+/// The largest distance of rows of logits, at most `tolerance`. Where the first and the second of
+/// an expected row are further apart than twice that, the first agrees.
+pub(crate) fn worst_within(
+    what: &str,
+    got: &[Vec<f32>],
+    expected: &[Vec<f32>],
+    tolerance: f64,
+) -> f64 {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (position, (got, expected)) in got.iter().zip(expected).enumerate() {
+        let distance = max_abs_diff(got, expected);
+        assert!(
+            distance <= tolerance,
+            "{what}, position {position}: logits {distance:.3e} apart, at most {tolerance:.3e}"
+        );
+        if f64::from(gap(expected)) > 2.0 * tolerance {
+            assert_eq!(argmax(got), argmax(expected), "{what}, position {position}");
+        }
+    }
+    largest(got.iter().zip(expected).map(|(a, b)| max_abs_diff(a, b)))
+}

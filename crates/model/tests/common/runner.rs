@@ -89,14 +89,7 @@ impl Runner {
     }
 
     fn step(&mut self, tokens: &[u32], position: usize, logits: Logits) -> Vec<Vec<f32>> {
-        let sequence = BatchSequence {
-            tokens,
-            position,
-            pages: &self.pages,
-            windows: &[],
-            adapter: 0,
-            logits,
-        };
+        let sequence = BatchSequence::plain(tokens, position, &self.pages, logits);
         let batch = Batch {
             sequences: &[sequence],
         };

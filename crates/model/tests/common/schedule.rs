@@ -180,14 +180,12 @@ impl<'a> Schedule<'a> {
             .iter()
             .map(|part| {
                 let s = &self.sequences[part.sequence];
-                BatchSequence {
-                    tokens: &s.tokens[part.position..part.position + part.rows],
-                    position: part.position,
-                    pages: &s.pages,
-                    windows: &[],
-                    adapter: 0,
-                    logits: part.logits,
-                }
+                BatchSequence::plain(
+                    &s.tokens[part.position..part.position + part.rows],
+                    part.position,
+                    &s.pages,
+                    part.logits,
+                )
             })
             .collect();
         let rows = self
