@@ -154,143 +154,74 @@ fn the_scheme_is_that_of_the_matrix_before_that_of_all() {
     assert_eq!(folder.tensor("m.weight").unwrap().bytes.len(), 2 * 4 * 17);
 }
 
+/// What `config.json` says of the matrix `m`, and what is said to that.
+const SCHEMES: &str = r#"null | quantization is null, expected how the matrix is quantised
+{"m": false} | quantization is false, expected bits and group_size
+{"m": [4]} | quantization is [4], expected bits and group_size
+{"mode": "nvfp4"} | mode is "nvfp4", expected affine or mxfp4
+{"mode": 4} | mode is 4, expected affine or mxfp4
+{"bits": 7} | bits is 7, expected 2, 3, 4, 5, 6 or 8
+{"bits": -4} | bits is -4, expected 2, 3, 4, 5, 6 or 8
+{"bits": 4.5} | bits is 4.5, expected 2, 3, 4, 5, 6 or 8
+{"bits": 8, "mode": "mxfp4"} | bits is 8, expected 4
+{"group_size": 16} | group_size is 16, expected 32, 64 or 128
+{"group_size": "64"} | group_size is "64", expected 32, 64 or 128
+{"group_size": 18446744073709551615} | group_size is 18446744073709551615, expected 32, 64 or 128
+{"mode": "mxfp4", "group_size": 64} | group_size is 64, expected 32"#;
+
 #[test]
 fn schemes_that_are_not_read_are_refused_by_name() {
-    let long = "x".repeat(500);
-    for (quantization, want) in [
-        (
-            json!(null),
-            "DIR/config.json: m: quantization is null, expected how the matrix is quantised",
-        ),
-        (
-            json!({"m": false}),
-            "DIR/config.json: m: quantization is false, expected bits and group_size",
-        ),
-        (
-            json!({"m": [4]}),
-            "DIR/config.json: m: quantization is [4], expected bits and group_size",
-        ),
-        (
-            json!({"mode": "nvfp4"}),
-            "DIR/config.json: m: mode is \"nvfp4\", expected affine or mxfp4",
-        ),
-        (
-            json!({"mode": 4}),
-            "DIR/config.json: m: mode is 4, expected affine or mxfp4",
-        ),
-        (
-            json!({"bits": 7}),
-            "DIR/config.json: m: bits is 7, expected 2, 3, 4, 5, 6 or 8",
-        ),
-        (
-            json!({"bits": -4}),
-            "DIR/config.json: m: bits is -4, expected 2, 3, 4, 5, 6 or 8",
-        ),
-        (
-            json!({"bits": 4.5}),
-            "DIR/config.json: m: bits is 4.5, expected 2, 3, 4, 5, 6 or 8",
-        ),
-        (
-            json!({"bits": 8, "mode": "mxfp4"}),
-            "DIR/config.json: m: bits is 8, expected 4",
-        ),
-        (
-            json!({"group_size": 16}),
-            "DIR/config.json: m: group_size is 16, expected 32, 64 or 128",
-        ),
-        (
-            json!({"group_size": "64"}),
-            "DIR/config.json: m: group_size is \"64\", expected 32, 64 or 128",
-        ),
-        (
-            json!({"group_size": u64::MAX}),
-            "DIR/config.json: m: group_size is 18446744073709551615, expected 32, 64 or 128",
-        ),
-        (
-            json!({"mode": "mxfp4", "group_size": 64}),
-            "DIR/config.json: m: group_size is 64, expected 32",
-        ),
-    ] {
-        let config = json!({"quantization": quantization});
-        assert_eq!(refusal(&config, &[WEIGHT, SCALES, BIASES]), want);
+    for row in SCHEMES.lines() {
+        let (quantization, want) = row.split_once(" | ").unwrap();
+        let quantization: Value = serde_json::from_str(quantization).unwrap();
+        let said = refusal(
+            &json!({"quantization": quantization}),
+            &[WEIGHT, SCALES, BIASES],
+        );
+        assert_eq!(said, format!("DIR/config.json: m: {want}"));
     }
-    let long = refusal(
-        &json!({"quantization": {"mode": long}}),
-        &[WEIGHT, SCALES, BIASES],
-    );
+    let mode = "x".repeat(500);
+    let long = json!({"quantization": {"mode": mode}});
+    let long = refusal(&long, &[WEIGHT, SCALES, BIASES]);
     assert!(long.len() < 200, "{long}");
 }
 
+/// Tensors in place of those that fit, or without a type none of that name, and what is said.
+const PARTS: &str = "\
+m.scales F32 [2, 2] | m.scales: dtype F32, expected F16 or BF16
+m.weight I32 [2, 16] | m.weight: dtype I32, expected U32
+m.biases F16 [2, 2] | m.biases: dtype F16, expected that of the scales
+m.biases | m.biases is missing
+m.weight | m.weight is missing
+m.scales BF16 [4] | m.scales: shape [4] does not fit scales [4] at 4 bits
+m.scales BF16 [2, 2, 1] | m.scales: shape [2, 2, 1] does not fit scales [2, 2, 1] at 4 bits
+m.scales BF16 [2, 3] | m.weight: shape [2, 16] does not fit scales [2, 3] at 4 bits
+m.scales BF16 [3, 2] | m.weight: shape [2, 16] does not fit scales [3, 2] at 4 bits
+m.scales BF16 [0, 2] | m.scales: shape [0, 2] does not fit scales [0, 2] at 4 bits
+m.scales BF16 [2, 0] | m.scales: shape [2, 0] does not fit scales [2, 0] at 4 bits
+m.weight U32 [2, 15] | m.weight: shape [2, 15] does not fit scales [2, 2] at 4 bits
+m.biases BF16 [2, 1] | m.biases: shape [2, 1] does not fit scales [2, 2] at 4 bits";
+
 #[test]
 fn parts_that_do_not_fit_are_refused() {
-    const F32: TensorSpec<'_> = ("m.scales", Dtype::F32, &[2, 2]);
-    const FLAT: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[4]);
-    const THREE: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[2, 2, 1]);
-    const MORE: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[2, 3]);
-    const ROWS: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[3, 2]);
-    const NONE: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[0, 2]);
-    const EMPTY: TensorSpec<'_> = ("m.scales", Dtype::BF16, &[2, 0]);
-    const SIGNED: TensorSpec<'_> = ("m.weight", Dtype::I32, &[2, 16]);
-    const NARROW: TensorSpec<'_> = ("m.weight", Dtype::U32, &[2, 15]);
-    const OTHER: TensorSpec<'_> = ("m.biases", Dtype::F16, &[2, 2]);
-    const SHORT: TensorSpec<'_> = ("m.biases", Dtype::BF16, &[2, 1]);
-    let fit = |part, got, scales| {
-        format!(
-            "DIR: tensor m.{part}: shape {got} does not fit scales {scales} at 4 bits in groups of 64"
-        )
-    };
-    for (tensors, want) in [
-        (
-            vec![WEIGHT, F32, BIASES],
-            "DIR: tensor m.scales: dtype F32, expected F16 or BF16".into(),
-        ),
-        (
-            vec![SIGNED, SCALES, BIASES],
-            "DIR: tensor m.weight: dtype I32, expected U32".into(),
-        ),
-        (
-            vec![WEIGHT, SCALES, OTHER],
-            "DIR: tensor m.biases: dtype F16, expected that of the scales".into(),
-        ),
-        (
-            vec![WEIGHT, SCALES],
-            "DIR: tensor m.biases is missing".into(),
-        ),
-        (
-            vec![SCALES, BIASES],
-            "DIR: tensor m.weight is missing".into(),
-        ),
-        (vec![WEIGHT, FLAT, BIASES], fit("scales", "[4]", "[4]")),
-        (
-            vec![WEIGHT, THREE, BIASES],
-            fit("scales", "[2, 2, 1]", "[2, 2, 1]"),
-        ),
-        (
-            vec![WEIGHT, MORE, BIASES],
-            fit("weight", "[2, 16]", "[2, 3]"),
-        ),
-        (
-            vec![WEIGHT, ROWS, BIASES],
-            fit("weight", "[2, 16]", "[3, 2]"),
-        ),
-        (
-            vec![WEIGHT, NONE, BIASES],
-            fit("scales", "[0, 2]", "[0, 2]"),
-        ),
-        (
-            vec![WEIGHT, EMPTY, BIASES],
-            fit("scales", "[2, 0]", "[2, 0]"),
-        ),
-        (
-            vec![NARROW, SCALES, BIASES],
-            fit("weight", "[2, 15]", "[2, 2]"),
-        ),
-        (
-            vec![WEIGHT, SCALES, SHORT],
-            fit("biases", "[2, 1]", "[2, 2]"),
-        ),
-    ] {
-        assert_eq!(refusal(&bits4(), &tensors), want);
+    for row in PARTS.lines() {
+        let (part, want) = row.split_once(" | ").unwrap();
+        let mut words = part.splitn(3, ' ');
+        let name = words.next().unwrap();
+        let dtype = words.next().map(|dtype| match dtype {
+            "F32" => Dtype::F32,
+            "F16" => Dtype::F16,
+            "BF16" => Dtype::BF16,
+            "I32" => Dtype::I32,
+            _ => Dtype::U32,
+        });
+        let shape: Vec<usize> = serde_json::from_str(words.next().unwrap_or("[]")).unwrap();
+        let mut tensors = [WEIGHT, SCALES, BIASES].to_vec();
+        tensors.retain(|tensor| tensor.0 != name);
+        tensors.extend(dtype.map(|dtype| (name, dtype, &shape[..])));
+        let said = refusal(&bits4(), &tensors);
+        let whole = format!("DIR: tensor {want}");
+        assert!(said.starts_with(&whole), "{said}, expected {whole}");
     }
 }
 
