@@ -350,34 +350,6 @@ mod tests {
     }
 
     #[test]
-    fn numbers_go_on_when_the_ring_is_full() {
-        let events = events();
-        assert_eq!(events.after(0, 10), []);
-        for n in 0..EVENTS_MAX + 5 {
-            events.put(fault(&n.to_string()));
-        }
-        let all = events.after(0, usize::MAX);
-        assert_eq!((all.len(), all[0].seq), (EVENTS_MAX, 6));
-        let newest = events.newest();
-        assert_eq!(newest, EVENTS_MAX as u64 + 5);
-        assert_eq!(events.after(newest, 10), []);
-        assert_eq!(events.after(newest + 7, 10), []);
-        let last: Vec<u64> = events.after(newest - 3, 2).iter().map(|e| e.seq).collect();
-        assert_eq!(last, [newest - 2, newest - 1]);
-    }
-
-    #[test]
-    fn events_are_flat_json_with_a_kind() {
-        let events = events();
-        events.put(fault("rank 1 died"));
-        let json = serde_json::to_value(&events.after(0, 1)[0]).unwrap();
-        assert_eq!(json["kind"], "fault");
-        assert_eq!(json["text"], "rank 1 died");
-        assert_eq!(json["seq"], 1);
-        assert_eq!(json["unix_ms"].as_u64().unwrap() / 10_000, 179_000_000);
-    }
-
-    #[test]
     fn a_changed_link_tells_both_states() {
         let events = events();
         let now = LinkReport {

@@ -141,36 +141,3 @@ pub(crate) fn shorten(vector: &mut Vec<f32>, n: usize) {
         }
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_shorter_vector_has_length_1() {
-        let mut vector = vec![0.6, 0.0, 0.8];
-        shorten(&mut vector, 3);
-        assert_eq!(vector, [0.6, 0.0, 0.8]);
-        shorten(&mut vector, 2);
-        assert_eq!(vector, [1.0, 0.0]);
-        let mut nothing = vec![0.0, 1.0];
-        shorten(&mut nothing, 1);
-        assert_eq!(nothing, [0.0]);
-    }
-
-    #[test]
-    fn numbers_come_back_to_the_bit() {
-        let vectors = vec![vec![0.1_f32, -1.0 / 3.0, f32::MIN_POSITIVE]];
-        let facts = EmbeddingStats {
-            model: "m",
-            tokens: 3,
-            took: Duration::from_nanos(7),
-        };
-        let old = body(&EmbeddingFormat::OllamaOld, &vectors, facts);
-        assert_eq!(old, r#"{"embedding":[0.1,-0.33333334,1.1754944e-38]}"#);
-        let is_base64 = true;
-        let list = body(&EmbeddingFormat::OpenAi { is_base64 }, &vectors, facts);
-        // By Python: base64.b64encode(struct.pack("<3f", 0.1, -1/3, 2**-126)).
-        assert!(list.contains(r#""embedding":"zczMPauqqr4AAIAA""#), "{list}");
-    }
-}

@@ -201,7 +201,7 @@ fn a_reader_that_takes_nothing_is_closed() {
         config.times.stalled_write = Duration::from_millis(200);
     });
     rig.service.script(Script::Endless);
-    let stream = rig.begin("", r#""stream":true"#);
+    let _stream = rig.begin("", r#""stream":true"#);
     rig.service
         .wait("cancelling", |_, cancelled, _| cancelled == 1);
     let metrics = || rig.get("/metrics").text();
@@ -281,7 +281,7 @@ fn shutting_down_does_not_wait_for_who_takes_nothing() {
         config.times.stalled_write = 4 * PATIENCE;
     });
     rig.service.script(Script::Endless);
-    let stream = rig.begin("", r#""stream":true"#);
+    let _stream = rig.begin("", r#""stream":true"#);
     rig.service
         .wait("the request", |requests, _, _| requests == 1);
     let start = Stopwatch::start();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use paceline_auth::keys::KeyRole;
 use paceline_engine::{Finish, State};
 
-use crate::client::{PATIENCE, connect, raw, receive};
+use crate::client::{connect, raw, receive};
 use crate::rig::{CHAT, Rig, TestKeys, chat_body, chat_bytes, refusal};
 use crate::scripted::Script;
 

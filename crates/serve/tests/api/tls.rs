@@ -13,7 +13,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 use crate::client::{connect, raw};
-use crate::rig::{CHAT, CLOCK, Rig, chat_body, chat_bytes, refusal};
+use crate::rig::{CLOCK, Rig, chat_bytes, refusal};
 use crate::scripted::Script;
 
 /// A server that speaks TLS only, and what it speaks with.
