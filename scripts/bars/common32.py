@@ -262,10 +262,10 @@ def ids(count, seed, vocab=49152):
     return [(i * 7919 + seed * 104729) % (vocab - 300) + 150 for i in range(count)]
 
 
-def total_rate(servers, streams, tokens=512, prompt=16, vocab=49152, seed=0, settle=1.0, most=12.0):
+def total_rate(servers, streams, tokens=512, prompt=16, vocab=49152, seed=0, settle=1.0, most=12.0, streamed=True):
     """Tokens a second of all servers while `streams` answers of each are decoded together, by the servers' own counters.
     Both ends of the time are just behind a step of the first server, as few steps may fit in it. The answers are cancelled
-    after that."""
+    after that. Where they are not `streamed`, but for the first, they come whole: reading events takes cores."""
     asks, over, stepped = [], threading.Event(), threading.Event()
     for n, server in enumerate(servers):
         for s in range(streams):
@@ -273,8 +273,13 @@ def total_rate(servers, streams, tokens=512, prompt=16, vocab=49152, seed=0, set
                 if is_first:
                     stepped.set()
                 return over.is_set()
-            asks.append(lambda server=server, key=seed * 10007 + n * 101 + s, heard=heard: server.ask(
-                ids(prompt, key, vocab), tokens, ignore_eos=True, on_event=heard))
+            key = seed * 10007 + n * 101 + s
+            if streamed or not n and not s:
+                asks.append(lambda server=server, key=key, heard=heard: server.ask(
+                    ids(prompt, key, vocab), tokens, ignore_eos=True, on_event=heard))
+            else:
+                body = {"temperature": 0, "max_tokens": tokens, "prompt": ids(prompt, key, vocab), "ignore_eos": True}
+                asks.append(lambda server=server, body=body: server.call("POST", "/v1/completions", {"model": server.model, **body}))
     counts = lambda: (time.perf_counter(), sum(server.generated() for server in servers))
     begun, all_tokens = counts()[1], streams * len(servers)
 
