@@ -70,13 +70,6 @@ impl TemperatureOrder {
     }
 }
 
-/// Highest temperature, as a power of two, at which top-k provably selects from the [`TopLogits`].
-/// It bounds the proof at [`SamplingParams::top`], and is far above usual requests.
-const TOP_TEMPERATURE_MAX: i8 = 4;
-
-/// Logits that differ by more than the temperature times 2 to this power have different weights.
-const APART: i8 = -10;
-
 impl SamplingParams {
     /// Whether a bias or penalty may raise any logit above the largest.
     fn changes_logits(&self) -> bool {
@@ -93,34 +86,15 @@ impl SamplingParams {
         if self.changes_logits() {
             return Logits::Last;
         }
-        let top = match (self.temperature == 0.0, self.top_k, forbidden) {
-            (true, _, 0) => return Logits::Best,
-            (true, ..) => self.top(1 + forbidden),
-            _ if self.order == TemperatureOrder::Last => None,
-            (false, 0, _) => None,
-            (false, top_k, _) => self.top(top_k.saturating_add(forbidden)),
+        let n = match (self.temperature == 0.0, self.top_k) {
+            (true, _) if forbidden == 0 => return Logits::Best,
+            (true, _) => 1,
+            (false, 0) => return Logits::Last,
+            (false, _) if self.order == TemperatureOrder::Last => return Logits::Last,
+            (false, top_k) => top_k,
         };
+        let top = TopLogits::of_draw(n.saturating_add(forbidden), self.temperature);
         top.map_or(Logits::Last, Logits::Top)
-    }
-
-    /// The `n` largest logits, which top-k keeps, and all that may equal them. Forbidden tokens are
-    /// counted in addition, so that enough others remain.
-    ///
-    /// Top-k keeps by weight, then by token, and unlike logits may have equal weights. With `t`
-    /// the logit less the largest, over the temperature: weights are above 0 from `t = -87.33` on.
-    /// There two roundings move `t` by 1.1e-5 at most, and [`Kernels::exp_scaled`] errs by 1.3e-7
-    /// of the weight. So a logit that is `2^-10` temperatures below another has a smaller weight,
-    /// or both have none. A rank's logit further below its own n-th largest is below n weights, and
-    /// out.
-    /// Top-p and min-p take from what top-k keeps, and the draw passes over weights of 0.
-    fn top(&self, n: usize) -> Option<TopLogits> {
-        let n = u16::try_from(n).ok()?;
-        let is_above = |power: &i8| self.temperature <= 2f32.powi((*power).into());
-        let power = (0..=TOP_TEMPERATURE_MAX).find(is_above)?;
-        Some(TopLogits {
-            n,
-            within: power + APART,
-        })
     }
 }
 

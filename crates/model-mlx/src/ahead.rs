@@ -16,10 +16,11 @@
 //! Where all rows go to lanes, the step is submitted with [`UNKNOWN_PAGE`] for the new one. The
 //! plan that follows names it.
 //!
-//! The ranks of a tensor split exchange their largest logits, so that each has the tokens. Each
-//! then computes the next step, with its exchanges, while the leader's caller reads the tokens. All
-//! of them decide by the plans alone, so that no rank waits for another's part in vain. Memory for
-//! lanes is each rank's own, so a step that begins a page is not among them.
+//! The ranks of a tensor split exchange their tokens
+//! ([`choose_tokens`](super::step::Step::choose_tokens)). Each then computes the next step, with
+//! its exchanges, while the leader's caller reads the tokens. All of them decide by the plans and
+//! what they exchanged, so that no rank waits for another's part in vain. Memory for lanes is each
+//! rank's own, so each tells with its tokens whether a page may begin.
 
 use paceline_model::backend::StepPlan;
 use paceline_model::{Batch, BatchSequence, Error, Logits, WindowPages, WindowPool};
@@ -95,39 +96,25 @@ impl Ahead {
         self.pause > 0
     }
 
-    /// Notes that the step `next` with these tokens was submitted.
-    pub(super) fn submitted(&mut self, next: &NextStep<'_>, tokens: &[u32], logits: StepLogits) {
-        let words = next.words(tokens, UNKNOWN_PAGE);
-        let unknown = match next.begins_pages() {
-            true => {
-                let others = next.words(tokens, 0);
-                let places = words.iter().zip(&others).enumerate();
-                let unknown = places.filter(|(_, (one, other))| one != other);
-                unknown.map(|(place, _)| place).collect()
-            }
-            false => Vec::new(),
-        };
+    /// Notes the step `next` with these tokens. It was submitted with these results, or else the
+    /// ranks are to compute it.
+    pub(super) fn note(&mut self, next: &NextStep<'_>, tokens: &[u32], results: Option<Results>) {
+        let [words, others] = [UNKNOWN_PAGE, 0].map(|page| next.words(tokens, page));
+        let places = words.iter().zip(&others).enumerate();
+        let unknown = places.filter(|(_, (one, other))| one != other);
         self.submitted = Some(Submitted {
+            unknown: unknown.map(|(place, _)| place).collect(),
             words,
-            unknown,
-            results: Some(Ok(Results::Logits(Box::new(logits)))),
+            results: results.map(Ok),
         });
     }
 
-    /// Notes that the ranks compute the step `next` with these tokens.
-    pub(super) fn plan(&mut self, next: &NextStep<'_>, tokens: &[u32]) {
-        self.submitted = Some(Submitted {
-            words: next.words(tokens, UNKNOWN_PAGE),
-            unknown: Vec::new(),
-            results: None,
-        });
-    }
-
-    /// The plan of the step that the ranks are to compute, if there is one.
-    pub(super) fn planned(&self) -> Option<Vec<u32>> {
+    /// The plan of the step that the ranks are to compute, if there is one, and the places of its
+    /// unknown pages.
+    pub(super) fn planned(&self) -> Option<(Vec<u32>, Vec<usize>)> {
         let submitted = self.submitted.as_ref();
         let planned = submitted.filter(|submitted| submitted.results.is_none());
-        planned.map(|submitted| submitted.words.clone())
+        planned.map(|submitted| (submitted.words.clone(), submitted.unknown.clone()))
     }
 
     /// Notes how the planned step ended.
@@ -216,13 +203,14 @@ impl<'a> NextStep<'a> {
         })
     }
 
-    /// The leader's plan of the step with these tokens, if it calls pages that begin `page`.
+    /// The leader's plan of the step with these tokens, if it names pages that begin `page`.
     fn words(&self, tokens: &[u32], page: u32) -> Vec<u32> {
         let mut words = Vec::new();
         self.with((tokens, page), |batch| StepPlan::write(batch, &mut words));
         words
     }
 
+    /// Rows of the step.
     pub(super) const fn rows(&self) -> usize {
         self.sequences.len()
     }

@@ -81,7 +81,8 @@ impl Compute for OnMlx {
 
     /// Class `mlx-exact` has the tokens of a host.
     fn draws_tokens(&self) -> bool {
-        self.model.links.is_none() && !self.model.is_exact()
+        let model = &self.model;
+        (model.links.is_none() || model.shares_steps()) && !model.is_exact()
     }
 
     fn depth(&self) -> usize {

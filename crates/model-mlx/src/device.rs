@@ -18,8 +18,8 @@ use super::exchange::Receive;
 use super::host::Watch;
 use super::logits::StepLogits;
 use super::rank_bytes::{MlxRankBytes, cache_shape, most_fitting};
-use super::step::{Parts, RankStep, Step, rows_in_cache};
-use super::weights::{self, Loader, Weights};
+use super::step::{Parts, RankStep, Step, rows_after, rows_in_cache};
+use super::weights::{self, ShardFiles, Weights};
 use super::{MlxModel, MlxOptions};
 
 /// Memory that MLX keeps for reuse: as much as a step takes, and not less than this. Below 64 MiB,
@@ -172,38 +172,42 @@ impl Device {
             true => on.step_of_ranks(reserved, (words, batch), logits),
             false => on.step(reserved, (words, batch), logits),
         };
-        self.with_plan(model, (cache, words), step)
+        self.with_plan(model, (cache, words, &[]), step)
     }
 
     /// Computes the step that probably follows the last one, if the ranks are to do so before the
     /// leader announces it.
     pub(super) fn step_ahead(&mut self, model: &MlxModel, cache: u64) {
         let reserved = self.caches.get(&cache);
-        let Some(words) = reserved.and_then(|reserved| reserved.ahead.planned()) else {
+        let planned = reserved.and_then(|reserved| reserved.ahead.planned());
+        let Some((words, unknown)) = planned else {
             return;
         };
         let step = |on: &OnDevice<'_>, reserved: &mut Reserved, batch: &Batch<'_>| {
             on.rank_step(reserved, batch, Vec::new())
         };
-        let step = self.with_plan(model, (cache, &words), step);
+        let step = self.with_plan(model, (cache, &words, &unknown), step);
         let step = step.and_then(|step| step.ok_or(Error::Gone));
         if let Some(reserved) = self.caches.get_mut(&cache) {
             reserved.ahead.computed(step);
         }
     }
 
-    /// Runs `run` with the step of the plan in `words`; `None` for a plan without one.
+    /// Runs `run` with the step of the plan in `words`; `None` for a plan without one. The leader
+    /// has not named the pages at the places `unknown` yet.
     fn with_plan<T>(
         &mut self,
         model: &MlxModel,
-        (cache, words): (u64, &[u32]),
+        (cache, words, unknown): (u64, &[u32], &[usize]),
         run: impl FnOnce(&OnDevice<'_>, &mut Reserved, &Batch<'_>) -> Result<T, Error>,
     ) -> Result<Option<T>, Error> {
         let reserved = self.caches.get_mut(&cache).ok_or(Error::Gone)?;
         let loaded = self.loaded.as_ref().ok_or(Error::Gone)?;
         let pages = (reserved.pages, &*reserved.windows);
         let limits = PlanLimits::new(reserved.size, pages, (model.config.vocab, 0));
-        let Some(plan) = StepPlan::read(words, &limits)? else {
+        let mut named = words.to_vec();
+        unknown.iter().for_each(|place| named[*place] = 0);
+        let Some(plan) = StepPlan::read(&named, &limits)? else {
             return Ok(None);
         };
         let windows: Vec<WindowPages<'_>> = plan.windows(words).collect();
@@ -275,7 +279,8 @@ impl<'a> OnDevice<'a> {
             Some(_) => reserved.cache.name_pages(&rows_in_cache(batch)),
             None => reserved.cache.end_lanes_before(UNKNOWN_PAGE),
         }
-        let next = self.next(reserved, batch);
+        let may_begin = reserved.cache.is_in_lanes(&rows_after(batch));
+        let next = self.next(reserved, batch, may_begin);
         let is_ahead = ahead.is_some();
         let is_submitted = is_ahead || next.is_some();
         let counters = &self.model.counters;
@@ -307,7 +312,8 @@ impl<'a> OnDevice<'a> {
         }
         if let Some((next, of_next)) = submitted.transpose()?.flatten() {
             let tokens = logits.host_tokens()?;
-            reserved.ahead.submitted(&next, &tokens, of_next);
+            let results = Results::Logits(Box::new(of_next));
+            reserved.ahead.note(&next, &tokens, Some(results));
         }
         let bytes = logits.read(self.stream, rows)?;
         counters.logit_bytes.add(bytes);
@@ -329,11 +335,10 @@ impl<'a> OnDevice<'a> {
             }
             _ => self.rank_step(reserved, batch, std::mem::take(rows))?,
         };
-        let next = self
-            .next(reserved, batch)
-            .filter(|next| !next.begins_pages());
-        if let (Some(tokens), Some(next)) = (&done.tokens, next) {
-            reserved.ahead.plan(&next, tokens);
+                reserved.cache.name_pages(&rows_in_cache(batch));
+        let next = self.next(reserved, batch, out.may_begin);
+        if let (Some(tokens), Some(next)) = (&out.tokens, next) {
+            reserved.ahead.note(&next, tokens, None);
         }
         *rows = done.logits;
         Ok(done.rows)
@@ -349,17 +354,20 @@ impl<'a> OnDevice<'a> {
         self.graph(reserved, batch, None)?.finish(rows)
     }
 
-    /// The step that probably follows `batch`. `None` where other stages compute too.
-    fn next<'b>(&self, reserved: &Reserved, batch: &Batch<'b>) -> Option<NextStep<'b>> {
+    /// The step that probably follows `batch`. `None` where other stages compute too, and where it
+    /// begins a page although that needs [more than lanes](Cache::is_in_lanes).
+    fn next<'b>(
+        &self,
+        reserved: &Reserved,
+        batch: &Batch<'b>,
+        may_begin: bool,
+    ) -> Option<NextStep<'b>> {
         let is_split = self.model.links.is_some() && !self.model.shares_steps();
         if is_split || reserved.ahead.pauses() {
             return None;
         }
         let next = NextStep::after(batch, &reserved.windows, reserved.size.context)?;
-        let unknown = vec![0; next.rows()];
-        let is_in_lanes = |batch: &Batch<'_>| reserved.cache.is_in_lanes(&rows_in_cache(batch));
-        let may_begin = || next.with((&unknown, UNKNOWN_PAGE), is_in_lanes);
-        (!next.begins_pages() || may_begin()).then_some(next)
+        (may_begin || !next.begins_pages()).then_some(next)
     }
 
     /// Submits the step `next`, whose tokens are those of `logits`; with its logits.

@@ -7,7 +7,7 @@
 
 use paceline_mlx::{Array, Dtype, Mask, Stream};
 use paceline_model::{Batch, Error, LayerCache, LayerCut, LayerShape, LeafCut, Links};
-use paceline_tensor::{AttentionRows, RopePairs};
+use paceline_tensor::RopePairs;
 
 use super::MlxModel;
 use super::cache::{Cache, Ring, RingRow, Span, SpanKind};
@@ -24,16 +24,21 @@ mod capped;
 mod delta_net;
 mod experts;
 mod indexer;
+mod inputs;
 mod latent;
 mod layers;
 mod output_rows;
 mod per_layer;
 mod projections;
 mod results;
+mod tokens;
 
 use delta_net::NetRows;
 pub(super) use delta_net::Triangles;
+pub(super) use inputs::{rows_after, rows_in_cache};
+use inputs::{embed, tokens_of};
 use output_rows::OutputRows;
+use projections::joined;
 pub(super) use results::RankStep;
 
 /// Queries of one sequence, `(1, heads, rows, D)`, if it has some. Its keys and values, where the
@@ -567,39 +572,4 @@ impl<'a> Step<'a> {
         let (gates, stream) = (&self.parts.constants.gates, self.parts.stream);
         gates.activated(stream, gate)
     }
-}
-
-/// Rows of a step in the pages that keep all positions.
-pub(super) fn rows_in_cache<'a>(batch: &Batch<'a>) -> Vec<AttentionRows<'a>> {
-    batch.sequences.iter().map(|s| s.rows_of(0)).collect()
-}
-
-/// Parts `(T, n)` side by side.
-fn joined(stream: &Stream, parts: &[Array]) -> Result<Array, Error> {
-    let parts: Vec<&Array> = parts.iter().collect();
-    Ok(stream.concatenate(&parts, 1)?)
-}
-
-/// The tokens of a batch, `(T,)`.
-fn tokens_of(stream: &Stream, batch: &Batch<'_>) -> Result<Array, Error> {
-    let tokens = batch.sequences.iter().flat_map(|s| s.tokens).copied();
-    let tokens: Vec<u32> = tokens.collect();
-    Ok(stream.array_u32(&tokens, &[tokens.len() as i32])?)
-}
-
-/// tokens -> residual (T, C)
-fn embed(
-    model: &MlxModel,
-    stream: &Stream,
-    weights: &Weights,
-    constants: &Constants,
-    tokens: &Array,
-) -> Result<Array, Error> {
-    let table = weights.embedding.as_ref();
-    let table = table.expect("the first stage embeds");
-    let rows = table.rows(stream, tokens, model.dtype)?;
-    if model.config.embedding_scale == 1.0 {
-        return Ok(rows);
-    }
-    Ok(stream.multiply(&rows, &constants.embedding_scale)?)
 }

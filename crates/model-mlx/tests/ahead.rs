@@ -1,4 +1,4 @@
-//! Greedy steps that are submitted before the tokens of the step before are read. Answers are the
+//! Steps that are submitted before the tokens of the step before are read. Answers are the
 //! same, few bytes go to the host, and the host works while the device does.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
@@ -19,7 +19,7 @@ use paceline_base::{BlockType, KernelClass, SplitMix64};
 use paceline_comm::Deadline;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Compute, Config, FollowOutcome, LoadedModel, Logits,
-    ModelFamily, ModelSource, PageName, PersistedPage, Split,
+    ModelFamily, ModelSource, PageName, PersistedPage, Split, TokenDraw,
 };
 use paceline_model_mlx::{MlxCounts, MlxModel};
 use paceline_tensor::PAGE;
@@ -62,10 +62,11 @@ struct Sequence {
     pages: Vec<u32>,
     position: usize,
     pending: Vec<u32>,
+    logits: Logits,
 }
 
 impl Sequence {
-    fn in_batch(&self, logits: Logits) -> BatchSequence<'_> {
+    fn in_batch(&self) -> BatchSequence<'_> {
         let end = self.position + self.pending.len();
         BatchSequence {
             tokens: &self.pending,
@@ -73,12 +74,40 @@ impl Sequence {
             pages: &self.pages[..end.div_ceil(PAGE)],
             windows: &[],
             adapter: 0,
-            logits,
+            logits: self.logits,
+        }
+    }
+
+    /// Goes on behind a token.
+    fn take(&mut self, token: u32) {
+        self.position += self.pending.len();
+        self.pending = vec![token];
+        if let Logits::Drawn(draw) = &mut self.logits {
+            *draw = draw.next();
         }
     }
 }
 
-/// A schedule of greedy sequences that begin, pause and end at random.
+/// A request for drawn tokens.
+const DRAWN: Logits = Logits::Drawn(TokenDraw {
+    temperature: 1.5,
+    top_k: 20,
+    top_p: 0.9,
+    ..TokenDraw::LARGEST
+});
+
+/// A step of all sequences: the token of each, with the bits of its logit.
+fn forward(compute: &mut dyn Compute, sequences: &mut [Sequence]) -> Vec<(u32, u32)> {
+    let batch: Vec<_> = sequences.iter().map(Sequence::in_batch).collect();
+    let rows = compute.forward(&Batch { sequences: &batch }).unwrap();
+    let best = (0..rows).map(|i| largest(compute.logits_mut(i)));
+    let best: Vec<(u32, u32)> = best.collect();
+    let each = sequences.iter_mut().zip(&best);
+    each.for_each(|(sequence, (token, _))| sequence.take(*token));
+    best
+}
+
+/// A schedule of sequences that begin, pause and end at random.
 struct Schedule {
     random: SplitMix64,
     free: VecDeque<u32>,
@@ -105,22 +134,13 @@ impl Schedule {
                 pages: self.free.drain(..PAGES).collect(),
                 position: 0,
                 pending: (0..prompt).map(|_| random.below(300) as u32).collect(),
+                logits,
             });
         }
         if self.random.below(12) == 0 {
             self.sequences.rotate_left(1); // another order of the same sequences
         }
-        let sequences: Vec<_> = self.sequences.iter().map(|s| s.in_batch(logits)).collect();
-        let batch = Batch {
-            sequences: &sequences,
-        };
-        let rows = compute.forward(&batch).unwrap();
-        let best = (0..rows).map(|i| largest(compute.logits_mut(i)));
-        let best: Vec<(u32, u32)> = best.collect();
-        for (s, (token, _)) in self.sequences.iter_mut().zip(&best) {
-            s.position += s.pending.len();
-            s.pending = vec![*token];
-        }
+        let best = forward(compute, &mut self.sequences);
         let (random, free) = (&mut self.random, &mut self.free);
         self.sequences.retain(|s| {
             let ends = s.position + 1 == PAGES * PAGE || random.below(40) == 0;
@@ -134,10 +154,10 @@ impl Schedule {
 }
 
 /// A schedule's largest logits, and the counts of its steps.
-fn run(model: &Arc<MlxModel>, logits: Logits) -> (Vec<Vec<(u32, u32)>>, MlxCounts) {
+fn run_alone(model: &Arc<MlxModel>, logits: Logits) -> (Vec<Vec<(u32, u32)>>, MlxCounts) {
     let mut compute = reserve(model);
     let before = model.counts();
-    let steps = lead(&mut *compute, logits, 80);
+    let steps = lead(&mut *compute, logits);
     let now = model.counts();
     let counts = MlxCounts {
         logit_bytes: now.logit_bytes - before.logit_bytes,
@@ -147,18 +167,19 @@ fn run(model: &Arc<MlxModel>, logits: Logits) -> (Vec<Vec<(u32, u32)>>, MlxCount
     (steps, counts)
 }
 
-/// The largest logits of a schedule of `steps` steps.
-fn lead(compute: &mut dyn Compute, logits: Logits, steps: usize) -> Vec<Vec<(u32, u32)>> {
+/// The tokens of a schedule, with the bits of their logits.
+fn lead(compute: &mut dyn Compute, logits: Logits) -> Vec<Vec<(u32, u32)>> {
     let mut schedule = Schedule::new(5);
-    (0..steps).map(|_| schedule.step(compute, logits)).collect()
+    (0..40).map(|_| schedule.step(compute, logits)).collect()
 }
 
-/// The same of a tensor split over two ranks, with the counts of each.
-fn run_ranks(
+/// Runs `lead` at the leader of a tensor split over two ranks: its result, and the counts of each.
+fn on_ranks<T: Send>(
     (path, library): (&Path, &Path),
     class: KernelClass,
-    logits: Logits,
-) -> (Vec<Vec<(u32, u32)>>, Vec<MlxCounts>) {
+    lead: impl Fn(&mut dyn Compute) -> T + Sync,
+) -> (T, Vec<MlxCounts>) {
+    let lead = &lead;
     let config = Config::read(&ModelSource::open(path).unwrap()).unwrap();
     let cut = Split::plan(&config, "tensor".parse().unwrap(), 2, &[]).unwrap();
     std::thread::scope(|scope| {
@@ -166,25 +187,22 @@ fn run_ranks(
             scope.spawn(move || {
                 let model = mlx_rank(place, path, class, library);
                 let mut compute = reserve(&model);
-                let steps = if model.shard().leads() {
-                    let steps = lead(&mut *compute, logits, 40);
-                    compute.idle().unwrap();
-                    steps
-                } else {
-                    while compute.follow().unwrap() == FollowOutcome::Step {}
-                    Vec::new()
-                };
+                let found = model.shard().leads().then(|| lead(&mut *compute));
+                match found {
+                    Some(_) => compute.idle().unwrap(),
+                    None => while compute.follow().unwrap() == FollowOutcome::Step {},
+                }
                 let deadline = Deadline::at(Instant::now() + PATIENCE);
                 model.links().unwrap().world.barrier(deadline).unwrap();
                 drop(compute); // awaits the last step ahead
                 model.links().unwrap().world.barrier(deadline).unwrap();
-                (steps, model.counts())
+                (found, model.counts())
             })
         };
         let threads: Vec<_> = places(&config, &cut).into_iter().map(run).collect();
         let all = threads.into_iter().map(|thread| thread.join().unwrap());
-        let (steps, counts): (Vec<_>, Vec<_>) = all.unzip();
-        (steps.into_iter().flatten().collect(), counts)
+        let (found, counts): (Vec<_>, Vec<_>) = all.unzip();
+        (found.into_iter().flatten().next().unwrap(), counts)
     })
 }
 
@@ -200,23 +218,36 @@ fn ranks_compute_the_next_step_before_its_plan() {
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    // Whole products; states.
-    for (family, class) in [
-        (ModelFamily::Llama, KernelClass::MlxExact),
-        (ModelFamily::Qwen35, KernelClass::MlxF32),
+    // Whole products; states; lanes, where tokens are drawn and pages begin.
+    for (family, class, logits) in [
+        (ModelFamily::Llama, KernelClass::MlxExact, Logits::Best),
+        (ModelFamily::Qwen35, KernelClass::MlxF32, Logits::Best),
+        (ModelFamily::Llama, KernelClass::MlxF32, DRAWN),
     ] {
         Tiny::new(family, BlockType::Q8_0).write(&path);
-        let run = |logits| run_ranks((&path, &library), class, logits);
-        let ((expected, plain), (got, counts)) = (run(Logits::Last), run(Logits::Best));
-        assert!(got == expected, "{} {class}", family.name());
+        let run = |logits| on_ranks((&path, &library), class, |compute| lead(compute, logits));
+        let (got, counts) = run(logits);
         let tokens = got.iter().map(Vec::len).sum::<usize>() as u64;
         println!("{} {class}: {tokens} tokens, {counts:?}", family.name());
-        assert!(plain.iter().all(|counts| counts.steps_ahead == 0));
         assert_eq!(counts[0].steps_ahead, counts[1].steps_ahead);
         assert!(counts[0].steps_ahead > 20, "{counts:?}");
+        if logits == DRAWN {
+            // One device has other bits, and the same tokens. Of each row, 42 places and logits.
+            assert!(counts[0].logit_bytes < 2 * 42 * 8 * tokens, "{counts:?}");
+            let expected = run_alone(&model(&path, &library), logits).0;
+            assert_eq!(tokens_of(&got), tokens_of(&expected));
+            continue;
+        }
+        let (expected, plain) = run(Logits::Last);
+        assert!(got == expected, "{} {class}", family.name());
+        assert!(plain.iter().all(|counts| counts.steps_ahead == 0));
         // Steps computed in vain are counted too.
         assert!(counts[0].logit_bytes < 2 * 8 * tokens, "{counts:?}");
     }
+}
+
+fn tokens_of(steps: &[Vec<(u32, u32)>]) -> Vec<u32> {
+    steps.iter().flatten().map(|(token, _)| *token).collect()
 }
 
 /// The same schedule with whole logits has no step ahead.
@@ -234,13 +265,13 @@ fn steps_ahead_give_the_same_bits() {
     for family in [ModelFamily::Llama, ModelFamily::Gemma4, ModelFamily::Qwen35] {
         Tiny::new(family, BlockType::Q8_0).write(&path);
         let model = model(&path, &library);
-        let (expected, plain) = run(&model, Logits::Last);
-        let (got, counts) = run(&model, Logits::Best);
+        let (expected, plain) = run_alone(&model, Logits::Last);
+        let (got, counts) = run_alone(&model, Logits::Best);
         assert_eq!(got, expected, "{}", family.name());
         let tokens = got.iter().map(Vec::len).sum::<usize>() as u64;
         println!("{}: {tokens} tokens, {counts:?}", family.name());
         assert_eq!(plain.steps_ahead, 0);
-        assert!(counts.steps_ahead > 40, "{counts:?}");
+        assert!(counts.steps_ahead > 20, "{counts:?}");
         assert_eq!(counts.logit_bytes, 8 * tokens);
     }
 }
@@ -256,30 +287,17 @@ fn steps_are_ahead_where_pages_begin() {
     let path = dir.path().join("tiny.gguf");
     Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&path);
     let model = model(&path, &library);
-    let decoded = |logits| {
-        let mut compute = reserve(&model);
-        let shelf = Shelf {
-            pages: Arc::default(),
-            kv: None,
-        };
-        compute.attach(Box::new(shelf.clone()));
+    let decoded = |compute: &mut dyn Compute, logits| {
         let mut sequences: Vec<Sequence> = [(20, 0), (20, 1), (40, 2)]
             .map(|(prompt, first)| Sequence {
                 pages: vec![first, first + SEQUENCES as u32],
                 position: 0,
                 pending: (0..prompt).map(|i| (7 * i + first) % 300).collect(),
+                logits,
             })
             .into();
-        let before = model.counts().steps_ahead;
         let step = |_| {
-            let each: Vec<_> = sequences.iter().map(|s| s.in_batch(logits)).collect();
-            compute.forward(&Batch { sequences: &each }).unwrap();
-            let best = (0..SEQUENCES).map(|i| largest(compute.logits_mut(i)));
-            let best: Vec<(u32, u32)> = best.collect();
-            for (s, (token, _)) in sequences.iter_mut().zip(&best) {
-                s.position += s.pending.len();
-                s.pending = vec![*token];
-            }
+            let best = forward(compute, &mut sequences);
             let full = sequences.iter().filter(|s| s.position == PAGE);
             let full = full.map(|s| PersistedPage {
                 name: PageName::default(),
@@ -288,19 +306,39 @@ fn steps_are_ahead_where_pages_begin() {
                 page: s.pages[0],
             });
             let full: Vec<PersistedPage> = full.collect();
-            compute.persist_pages(&full).unwrap();
+            if compute.store().is_some() {
+                compute.persist_pages(&full).unwrap();
+            }
             best
         };
-        let answers: Vec<_> = (0..=PAGE).map(step).collect();
+        (0..=PAGE).map(step).collect::<Vec<_>>()
+    };
+    let alone = |logits| {
+        let before = model.counts().steps_ahead;
+        let mut compute = reserve(&model);
+        let shelf = Shelf {
+            pages: Arc::default(),
+            kv: None,
+        };
+        compute.attach(Box::new(shelf.clone()));
+        let answers = decoded(&mut *compute, logits);
         let pages = shelf.pages.lock().unwrap().clone();
         (answers, pages, model.counts().steps_ahead - before)
     };
-    let (expected, expected_pages, _) = decoded(Logits::Last);
-    let (got, pages, ahead) = decoded(Logits::Best);
+    let (expected, expected_pages, _) = alone(Logits::Last);
+    let (got, pages, ahead) = alone(Logits::Best);
     assert_eq!(got, expected);
     assert_eq!(pages.len(), SEQUENCES);
     assert!(pages == expected_pages);
     assert_eq!(ahead, PAGE as u64);
+    let (expected, _, _) = alone(DRAWN);
+    let at = (&*path, &*library);
+    let (got, counts) = on_ranks(at, KernelClass::MlxF32, |compute| decoded(compute, DRAWN));
+    assert_eq!(tokens_of(&got), tokens_of(&expected));
+    assert!(
+        counts.iter().all(|it| it.steps_ahead == PAGE as u64),
+        "{counts:?}"
+    );
 }
 
 /// Decodes [`STEPS`] tokens and drops the cache. Of each wait for the device: `1` where it has

@@ -20,7 +20,7 @@
 
 use std::ops::Range;
 
-use crate::TopLogits;
+use crate::{Logits, TopLogits};
 
 /// Words of a row that sends only its largest logit.
 const BEST_WORDS: usize = 2;
@@ -38,6 +38,15 @@ pub enum LogitExtent {
 }
 
 impl LogitExtent {
+    /// The request for a row's values alone.
+    pub fn request(self) -> Logits {
+        match self {
+            Self::Whole => Logits::Last,
+            Self::Best => Logits::Best,
+            Self::Top(top) => Logits::Top(top),
+        }
+    }
+
     /// Words of a row of `n` logits in a message.
     fn words(self, n: usize) -> usize {
         let words = match self {

@@ -196,7 +196,8 @@ impl Engine {
         // The soft cap may make different logits equal, and the first among equals wins.
         let is_plain = self.model.config().softcap.is_none();
         let ends = self.tokenizer.end_of_generation();
-        let draw = self.compute.draws_tokens().then(|| s.draw(ends));
+        let draws = self.compute.draws_tokens() && part.checked.is_empty();
+        let draw = draws.then(|| s.draw(ends));
         let wanted = match draw.flatten() {
             Some(draw) => draw.request(),
             None if is_plain => s.wanted(ends.len()),

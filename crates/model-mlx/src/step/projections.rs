@@ -3,11 +3,11 @@
 //! Ranks of a stage gather the sums of squares of each head that they hold, in f32. A KV head that
 //! two ranks hold counts once.
 
-use paceline_mlx::{Array, Dtype};
+use paceline_mlx::{Array, Dtype, Stream};
 use paceline_model::backend::HeadRanges;
 use paceline_model::{Error, Links};
 
-use super::{Step, joined, weights};
+use super::{Step, weights};
 
 impl Step<'_> {
     /// Norms this rank's queries and keys in place; collective where ranks share the layer.
@@ -137,4 +137,10 @@ mod tests {
         assert_eq!(heads, [0, 1, 2, 5, 6, 7]);
         assert_eq!(kv_heads, [3, 4, 9]);
     }
+}
+
+/// Parts `(T, n)` side by side.
+pub(super) fn joined(stream: &Stream, parts: &[Array]) -> Result<Array, Error> {
+    let parts: Vec<&Array> = parts.iter().collect();
+    Ok(stream.concatenate(&parts, 1)?)
 }

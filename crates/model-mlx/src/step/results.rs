@@ -1,8 +1,10 @@
 //! The end of a step: logits, tokens that ranks exchange, or the residual for the next stage.
 
 use paceline_mlx::{Array, Dtype};
-use paceline_model::{Batch, Error, Links, Logits};
+use paceline_model::backend::LogitExtent;
+use paceline_model::{Error, Links, Logits};
 
+use super::tokens::ChosenBy;
 use super::{Step, StepLogits, Way};
 
 /// Results of a rank's step.
@@ -16,6 +18,8 @@ pub(crate) struct RankStep {
     pub(crate) tokens: Option<Vec<u32>>,
 }
 
+    /// Whether each of these ranks computes the next step without pages.
+    pub(crate) may_begin: bool,
 impl Step<'_> {
     /// Submits `logits` and the cache to the device.
     pub(crate) fn submit(&mut self, logits: &StepLogits) -> Result<(), Error> {
@@ -69,33 +73,46 @@ impl Step<'_> {
         self.capped(self.product(head, &normed)?).map(Some)
     }
 
-    /// Ends a step without [`logits`](Self::logits). Sends the residual stream (T, C) to the next
-    /// stage, or gathers logits (R, V) in `rows` with the other ranks of the last stage.
-    pub(crate) fn finish(&mut self, rows: Vec<f32>) -> Result<RankStep, Error> {
-        let mut done = RankStep {
-            logits: rows,
-            ..RankStep::default()
-        };
+    /// Ends a step without [`logits`](Self::logits), with the memory of `done`. Sends the residual
+    /// stream (T, C) and what was captured to the next stage, or gathers logits (R, V) with the
+    /// other ranks of the last stage.
+    pub(crate) fn finish(&mut self, mut done: RankStep) -> Result<RankStep, Error> {
+        (done.rows, done.tokens, done.may_begin) = (0, None, false);
         if self.parts.weights.head.is_none() {
             return self.send_residual().map(|()| done);
         }
-        // The residual too: others may still read what ranks exchanged.
-        let residual = self.residual.clone();
+        if let Some(captured) = self.captured_rows()? {
+            self.eval(&[&captured])?;
+            done.captured.clear();
+            done.captured.extend_from_slice(captured.as_f32()?);
+        }
         let Some(own) = self.head_rows()? else {
-            // Alone, only keys and values are of use.
+            // Alone, only keys and values are of use. Others may still read what ranks exchanged.
+            let residual = self.residual.clone();
             let links = self.parts.model.links.as_ref();
             let all: Vec<&Array> = links.map(|_| &residual).into_iter().collect();
             self.eval(&all)?;
             return Ok(done);
         };
-        if self.parts.model.shares_steps() && is_greedy(self.batch) {
-            done.tokens = self.gather_largest(&own, &mut done.logits)?;
+        let (stream, leads) = (self.parts.stream, self.parts.model.shard.leads());
+        done.rows = if leads { self.batch.logit_rows() } else { 0 };
+        let chosen_by = self.chosen_by();
+        if chosen_by == Some(ChosenBy::Ranks) {
+            self.gather_largest(&own, &mut done)?;
+            if done.tokens.is_some() {
+                return Ok(done);
+            }
         }
-        if done.tokens.is_none() {
-            let own = self.parts.stream.rows_f32(&own)?;
-            self.eval(&[&own, &residual])?;
-            self.parts.model.counters.logit_bytes.add(own.n_bytes());
-            self.gather(own.as_f32()?, &mut done.logits)?;
+        let extents = self.batch.extents();
+        let requests: Vec<Logits> = extents.iter().map(|extent| extent.request()).collect();
+        let own = StepLogits::new(stream, own, &requests)?;
+        self.evaluate(&own)?;
+        let mut rows = Vec::new();
+        let bytes = own.read(stream, &mut rows)?;
+        self.parts.model.counters.logit_bytes.add(bytes);
+        self.gather((&rows, &extents), &mut done.logits)?;
+        if chosen_by == Some(ChosenBy::Leader) {
+            self.draw(&mut done)?;
         }
         let leads = self.parts.model.shard.leads();
         done.rows = if leads { self.batch.logit_rows() } else { 0 };
@@ -115,41 +132,6 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Brings the largest logit of each row to all ranks, which have `own (R, n)` of the vocabulary
-    /// each. The tokens, and at the leader `logits (R, V)`, with NaN elsewhere. `None` where a row
-    /// has logits that are no numbers.
-    fn gather_largest(
-        &mut self,
-        own: &Array,
-        logits: &mut Vec<f32>,
-    ) -> Result<Option<Vec<u32>>, Error> {
-        let model = self.parts.model;
-        let own = StepLogits::new(self.parts.stream, own.clone(), &self.batch.requests())?;
-        self.evaluate(&own)?;
-        let own = own.largest()?.expect("ranks with enough of the vocabulary");
-        model.counters.logit_bytes.add(8 * own.len() as u64);
-        let links = model.links.as_ref();
-        let links = links.expect("a rank with a part of the vocabulary has links");
-        let first = model.shard.vocab().start as u32;
-        let row = |(place, logit): (u32, f32)| [first + place, logit.to_bits()];
-        let words = own.into_iter().flat_map(row);
-        let bytes: Vec<u8> = words.flat_map(u32::to_le_bytes).collect();
-        let counts = vec![bytes.len(); links.stage.size() as usize];
-        let mut all = vec![0; bytes.len() * counts.len()];
-        links.gather_parts(&bytes, &mut all, &counts)?;
-        let Some(largest) = largest_of_ranks(&all, bytes.len()) else {
-            return Ok(None);
-        };
-        if model.shard.leads() {
-            let vocab = model.config.vocab;
-            logits.clear();
-            logits.resize(largest.len() * vocab, f32::NAN);
-            let rows = logits.chunks_exact_mut(vocab).zip(&largest);
-            rows.for_each(|(row, (token, logit))| row[*token as usize] = *logit);
-        }
-        Ok(Some(largest.into_iter().map(|(token, _)| token).collect()))
-    }
-
     /// `cap * tanh(z / cap)` of logits, where the model has a cap; in f32.
     fn capped(&self, logits: Array) -> Result<Array, Error> {
         let stream = self.parts.stream;
@@ -162,44 +144,17 @@ impl Step<'_> {
     }
 
     /// Brings the ranks' logits together at the leader.
-    fn gather(&self, own: &[f32], logits: &mut Vec<f32>) -> Result<(), Error> {
+    fn gather(
+        &self,
+        (own, extents): (&[f32], &[LogitExtent]),
+        logits: &mut Vec<f32>,
+    ) -> Result<(), Error> {
         let (shard, vocab) = (&self.parts.model.shard, self.parts.model.config.vocab);
         let links = self.parts.model.links.as_ref();
         let links = links.expect("a rank with a part of the vocabulary has links");
         let rows = self.batch.logit_rows();
         logits.resize(if shard.leads() { rows * vocab } else { 0 }, 0.0);
         let mut scratch = vec![0.0; Links::logits_room(shard, rows)];
-        links.gather_logits(shard, &self.batch.extents(), own, logits, &mut scratch)
+        links.gather_logits(shard, extents, own, logits, &mut scratch)
     }
-}
-
-/// Whether every sequence asks for its largest logit, or none.
-fn is_greedy(batch: &Batch<'_>) -> bool {
-    let mut sequences = batch.sequences.iter();
-    sequences.all(|s| matches!(s.logits, Logits::Best | Logits::None))
-}
-
-/// The token with the largest logit of each row, the first among equals, and that logit. Each rank
-/// has `n` bytes of `all`, in rank order. They are the token and the logit of each row, of its part
-/// of the vocabulary. `None` for logits that are no numbers.
-fn largest_of_ranks(all: &[u8], n: usize) -> Option<Vec<(u32, f32)>> {
-    let pair = |bytes: &[u8; 8]| {
-        let [token, logit] = [0, 4].map(|at| {
-            let word = [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
-            u32::from_le_bytes(word)
-        });
-        (token, f32::from_bits(logit))
-    };
-    let mut ranks = all.chunks_exact(n).map(|part| part.as_chunks::<8>().0);
-    let mut largest: Vec<(u32, f32)> = ranks.next()?.iter().map(pair).collect();
-    let mut is_finite = largest.iter().all(|(_, logit)| logit.is_finite());
-    for part in ranks {
-        for (largest, other) in largest.iter_mut().zip(part.iter().map(pair)) {
-            is_finite &= other.1.is_finite();
-            if other.1 > largest.1 {
-                *largest = other;
-            }
-        }
-    }
-    is_finite.then_some(largest)
 }

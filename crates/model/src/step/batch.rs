@@ -70,9 +70,10 @@ impl Logits {
     }
 
     /// Values that are needed of each row with logits.
-    pub const fn extent(self) -> LogitExtent {
+    pub fn extent(self) -> LogitExtent {
         match self {
-            Self::None | Self::Last | Self::All | Self::Drawn(_) => LogitExtent::Whole,
+            Self::None | Self::Last | Self::All => LogitExtent::Whole,
+            Self::Drawn(draw) => draw.extent(),
             Self::Best | Self::AllBest => LogitExtent::Best,
             Self::Top(top) | Self::AllTop(top) => LogitExtent::Top(top),
         }
@@ -122,7 +123,33 @@ const ALL_TOP_KIND: u8 = 6;
 /// The word for [`Logits::Drawn`].
 const DRAWN: u32 = 7;
 
+/// Highest temperature, as a power of two, at which top-k provably selects from the [`TopLogits`].
+/// It bounds the proof at [`TopLogits::of_draw`], and is far above usual requests.
+const TOP_TEMPERATURE_MAX: i8 = 4;
+
+/// Logits that differ by more than the temperature times 2 to this power have different weights.
+const APART: i8 = -10;
+
 impl TopLogits {
+    /// The `n` largest logits, which top-k keeps, and all that may equal them at a temperature.
+    /// Forbidden tokens are to be counted in addition, so that enough others remain.
+    ///
+    /// Top-k keeps by weight, then by token, and unlike logits may have equal weights. With `t`
+    /// the logit less the largest, over the temperature: weights are above 0 from `t = -87.33` on.
+    /// There two roundings move `t` by 1.1e-5 at most, and exponentials err by 3e-7 of the weight.
+    /// So a logit that is `2^-10` temperatures below another has a smaller weight, or both have
+    /// none. A rank's logit further below its own n-th largest is below n weights, and out.
+    /// Top-p and min-p take from what top-k keeps, and the draw passes over weights of 0.
+    pub fn of_draw(n: usize, temperature: f32) -> Option<Self> {
+        let n = u16::try_from(n).ok()?;
+        let is_above = |power: &i8| temperature <= 2f32.powi((*power).into());
+        let power = (0..=TOP_TEMPERATURE_MAX).find(is_above)?;
+        Some(Self {
+            n,
+            within: power + APART,
+        })
+    }
+
     fn to_word(self, kind: u8) -> u32 {
         let ([low, high], [within]) = (self.n.to_le_bytes(), self.within.to_le_bytes());
         u32::from_le_bytes([kind, within, low, high])

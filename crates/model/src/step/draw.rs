@@ -3,7 +3,8 @@
 use rand_core::{RngCore, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 
-use super::batch::Logits;
+use super::batch::{Logits, TopLogits};
+use crate::candidates::LogitExtent;
 
 /// Most tokens of [`ForbiddenTokens`]. Models have up to seven that end an answer.
 const FORBIDDEN_MAX: usize = 8;
@@ -75,6 +76,17 @@ impl TokenDraw {
             true => Logits::Best,
             false => Logits::Drawn(self),
         }
+    }
+
+    /// The logits of a row that it needs.
+    pub fn extent(&self) -> LogitExtent {
+        let n = match self.scale() {
+            None => 1,
+            Some(_) if self.top_k == 0 => return LogitExtent::Whole,
+            Some(_) => self.top_k as usize,
+        };
+        let top = TopLogits::of_draw(n.saturating_add(self.forbidden.n), self.temperature);
+        top.map_or(LogitExtent::Whole, LogitExtent::Top)
     }
 
     /// The factor of logits; `None` where the largest is taken.

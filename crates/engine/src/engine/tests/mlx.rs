@@ -5,12 +5,14 @@ use std::time::Duration;
 
 use paceline_model_mlx::MlxModel;
 use paceline_tensor::PAGE;
+use paceline_text::grammar::{Constraint, Grammar};
 
+use super::draft_head::babbling;
 use super::page_store::Shelf;
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, SequenceOutcome};
 use super::tiny::{END, TinyModel};
-use crate::{Engine, EngineConfig, GenerationRequest, SamplingParams};
+use crate::{Draft, Engine, EngineConfig, GenerationRequest, SamplingParams};
 
 const TOKENS: usize = 60;
 
@@ -61,7 +63,7 @@ impl OnMlx {
         };
         Some(Self {
             tiny: TinyModel::new(1),
-            model: Arc::new(TinyModel::on_mlx(mlxc.into())),
+            model: Arc::new(TinyModel::on_mlx(mlxc.into()).with_captures(&[0])),
         })
     }
 
@@ -115,7 +117,8 @@ fn mlx_draws_the_tokens_that_the_host_samples() {
     }
 }
 
-/// Drafts of near classes follow accepted tokens and no clock, so that a run repeats its bits.
+/// Drafts of near classes follow accepted tokens and no clock, so that a run repeats its bits. A
+/// head on the CPU reads rows that MLX captured, and has a draft in most steps.
 #[test]
 fn drafts_on_mlx_repeat_and_change_no_token() {
     let Some(mlx) = OnMlx::new("drafts on mlx") else {
@@ -126,9 +129,12 @@ fn drafts_on_mlx_repeat_and_change_no_token() {
         ..SamplingParams::default()
     };
     let circle = request(prompt(20, 7), TOKENS, circle);
+    let (head, mut headed) = (babbling(&mlx.tiny.model, None), 0);
     for request in requests().into_iter().chain([circle.clone()]) {
-        let run = |drafts, step_ms| {
+        let run = |drafts, step_ms, head: Option<&Draft>| {
             let mut rig = mlx.rig(drafts, None);
+            head.map_or(Ok(()), |head| rig.engine.set_draft_model(head))
+                .unwrap();
             let id = rig.submit(&request);
             while !rig.engine.is_idle() {
                 rig.step();
@@ -137,15 +143,39 @@ fn drafts_on_mlx_repeat_and_change_no_token() {
             let counts = rig.engine.draft_counters().totals();
             (rig.outcomes.remove(&id).unwrap(), counts)
         };
-        let (plain, drafted) = (run(0, 1), run(8, 1));
-        assert_eq!(drafted, run(8, 1000));
+        let (plain, drafted) = (run(0, 1, None), run(8, 1, None));
+        assert_eq!(drafted, run(8, 1000, None));
         assert_eq!(drafted.0.tokens, plain.0.tokens);
+        let by_head = run(8, 1, Some(&head));
+        assert_eq!(by_head, run(8, 1000, Some(&head)));
+        assert_eq!(by_head.0.tokens, plain.0.tokens);
+        headed += by_head.1.steps;
         assert!(
             request.sampling != circle.sampling || drafted.1.right > 30,
             "{:?}",
             drafted.1
         );
     }
+    assert!(headed > 0, "no draft of the head");
+}
+
+/// A grammar that allows one token alone saves no step, since rows of a step change each other's
+/// bits.
+#[test]
+fn forced_tokens_take_steps_on_mlx() {
+    let Some(mlx) = OnMlx::new("forced tokens on mlx") else {
+        return;
+    };
+    let grammar = Grammar::Regex("fghijklmfgh".to_owned());
+    let mut rig = mlx.rig(0, None);
+    let id = rig.submit(&GenerationRequest {
+        constraint: Some(Constraint::whole(grammar)),
+        ..request(prompt(20, 7), TOKENS, SAMPLED)
+    });
+    rig.drain();
+    let answer = &rig.outcomes[&id];
+    assert_eq!(answer.text, "fghijklmfgh");
+    assert!(rig.n_steps >= answer.tokens.len(), "{}", rig.n_steps);
 }
 
 #[test]
