@@ -54,7 +54,7 @@ pub struct EngineList {
 /// rates yet, a second child measures it. Blocks for some seconds, 20 at most; a child that fails
 /// leaves the facts as they are.
 pub fn publish_devices(agent: &Agent, program: &Path) {
-    let Some(devices) = listed(program, &["engines", "--json"]) else {
+    let Some(devices) = listed(program, &[]) else {
         return;
     };
     let is_known = |device: &EngineDevice| {
@@ -65,7 +65,7 @@ pub fn publish_devices(agent: &Agent, program: &Path) {
     if is_measured {
         return;
     }
-    if let Some(devices) = listed(program, &["engines", "--measure", "--json"]) {
+    if let Some(devices) = listed(program, &["--measure"]) {
         publish(agent, devices);
     }
 }
@@ -78,9 +78,11 @@ fn publish(agent: &Agent, devices: Vec<EngineDevice>) {
     }
 }
 
-/// The devices that a child with these arguments finds, also those that cannot be used.
-fn listed(program: &Path, arguments: &[&str]) -> Option<Vec<EngineDevice>> {
-    let text = machine::ask(program.to_str()?, arguments)?;
+/// The devices that a child with these arguments finds, also those that cannot be used. It ends by
+/// itself when it would be killed, as this process may be gone by then.
+fn listed(program: &Path, more: &[&str]) -> Option<Vec<EngineDevice>> {
+    let arguments = [&["engines", "--json", "--limit", "10"], more].concat();
+    let text = machine::ask(program.to_str()?, &arguments)?;
     let EngineList { engines } = serde_json::from_str(&text).ok()?;
     Some(engines.into_iter().flat_map(|it| it.devices).collect())
 }
@@ -368,7 +370,6 @@ fn device_row(library: &Library, device: DeviceKind) -> Option<EngineDevice> {
     })
 }
 
-/// All engines as text.
 pub fn text(engines: &[EngineStatus]) -> String {
     let mut lines = Vec::new();
     for engine in engines {

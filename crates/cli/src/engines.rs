@@ -2,7 +2,10 @@
 
 use std::env::consts::{ARCH, OS};
 use std::path::PathBuf;
+use std::sync::mpsc::channel;
+use std::time::Duration;
 
+use anyhow::Context;
 use clap::{Subcommand, ValueEnum};
 use paceline_board::engines::{KeptRates, LIST_ENGINES, choose, cpu, measure, mend_mlx, mlx, text};
 use paceline_board::fast_sync::{FastSync, SyncChoice};
@@ -27,10 +30,17 @@ pub(crate) struct Args {
     /// Measure MLX's devices for the predictions of `load`, which takes some seconds
     #[arg(long)]
     measure: bool,
+    /// Give up after so long: MLX waits for ever for a device that hangs
+    #[arg(long, value_name = "SECONDS", default_value_t = LIMIT_S)]
+    limit: u64,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
+
+/// Default limit. MLX compiles kernels in its first evaluation; on CUDA that took up to 40 s (H100,
+/// November 2026).
+const LIMIT_S: u64 = 120;
 
 #[derive(Debug, Subcommand)]
 enum EnginesCommand {
@@ -88,16 +98,31 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 }
 
 fn list(args: &Args) -> anyhow::Result<()> {
-    let mut engines = [cpu(), mlx(&home::mlx_places()?)];
+    let (places, measures) = (home::mlx_places()?, args.measure);
+    let (tell, told) = channel();
+    let find = move || {
+        let mut mlx = mlx(&places);
+        if measures {
+            measure(&mut mlx);
+        }
+        let _ = tell.send(mlx); // late
+    };
+    let thread = std::thread::Builder::new().name("devices".to_owned());
+    thread.spawn(find).context("cannot start a thread")?;
+    let limit = Duration::from_secs(args.limit);
+    let mut mlx = told.recv_timeout(limit).map_err(|_| Error::DevicesLate {
+        work: if measures { "measuring" } else { "listing" },
+        limit,
+    })?;
     let kept = KeptRates::new(&home::folder()?);
-    if args.measure {
-        measure(&mut engines[1]);
-        kept.keep(&engines[1]);
+    if measures {
+        kept.keep(&mlx);
     } else {
         // This process itself measures the usual waits.
         let wait = FastSync::new(&home::folder()?).decide(SyncChoice::Qualified, None);
-        kept.add_to(&mut engines[1], wait);
+        kept.add_to(&mut mlx, wait);
     }
+    let engines = [cpu(), mlx];
     if args.json {
         return print(&json!({ "engines": engines }).to_string());
     }

@@ -1,6 +1,7 @@
 //! Errors of the commands themselves.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, counted};
 use paceline_engine::ParamError;
@@ -269,6 +270,14 @@ pub(crate) enum Error {
         os: String,
         /// Processor.
         arch: String,
+    },
+    /// MLX did not answer about its devices.
+    #[error("{work} the devices of mlx took more than {limit:?}: one of them or its driver hangs")]
+    DevicesLate {
+        /// What was done with them.
+        work: &'static str,
+        /// The limit.
+        limit: Duration,
     },
     /// A usual name of an unsupported model.
     #[error("{model} is a {architecture} model, which this version does not compute")]

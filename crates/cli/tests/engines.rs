@@ -172,6 +172,31 @@ fn a_library_that_is_named_is_ready() {
     );
 }
 
+/// On a device that hangs, and a process that would not end in order.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_device_that_hangs_is_measured_until_the_limit() {
+    let name = "a_device_that_hangs_is_measured_until_the_limit";
+    let Some(library) = std::env::var_os("PACELINE_MLXC") else {
+        eprintln!("SKIPPED {name}: PACELINE_MLXC is not set (`cargo xtask mlx` names it)");
+        return;
+    };
+    let home = tempfile::tempdir().unwrap();
+    let Some(hang) = linked(home.path(), Path::new(&library), "hang.rs") else {
+        return eprintln!("SKIPPED {name}: no rustc");
+    };
+    let mut command = paceline(home.path(), &["engines", "--measure", "--limit", "1"]);
+    let (output, said) = run(command
+        .env("PACELINE_MLXC", &hang)
+        .env("PACELINE_HANG", &hang));
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    let parts = [
+        "error: measuring the devices of mlx took more than 1s",
+        "\nhint: ",
+    ];
+    crate::common::assert_parts(&[name], &said, &parts);
+}
+
 /// A CUDA card states what is free, which the models of this machine lower: a node adds theirs.
 #[cfg(target_os = "linux")]
 #[test]

@@ -42,6 +42,7 @@ pub(super) fn hint(error: &Error) -> Option<String> {
         | Error::MixedStage { .. }
         | Error::CpuOnly { .. }
         | Error::NoMlx { .. }
+        | Error::DevicesLate { .. }
         | Error::UnknownCpu { .. }
         | Error::CpuLacks { .. } => return of_engines(error),
         Error::Plaintext { .. } => {
@@ -110,6 +111,9 @@ fn of_engines(error: &Error) -> Option<String> {
             "leave out --build for the one that fits this machine".into()
         }
         Error::NoMlx { .. } => "the cpu engine needs nothing and is always there".into(),
+        Error::DevicesLate { .. } => {
+            "end other users of the GPU, or restart the machine; --limit waits longer".into()
+        }
         Error::UnknownCpu { .. } | Error::CpuLacks { .. } => {
             "unset PACELINE_CPU to have the fastest that this machine can".into()
         }
