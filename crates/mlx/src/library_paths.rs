@@ -48,6 +48,11 @@ impl LibraryPaths {
         own.chain(homebrew).collect()
     }
 
+    /// Whether a GPU hung whose waits are fast in this process.
+    pub fn has_hung(&self) -> bool {
+        self.hang_note.as_ref().is_some_and(|note| note.exists())
+    }
+
     /// The candidates that are there.
     pub fn found(&self) -> Vec<PathBuf> {
         let mut all = self.candidates();

@@ -51,6 +51,10 @@ const FIRST_FAST: Duration = Duration::from_secs(60);
 /// device that another program shares, or that is hot, is some three times as slow.
 const SLOWER: u32 = 20;
 
+/// The same of a device with fast waits: on a busy processor, where evaluations take a second, a
+/// wedge is to be found before an answer's client gives up. A wrong guess costs the fast waits.
+const SLOWER_FAST: u32 = 5;
+
 /// Evaluations that are remembered.
 const KNOWN: usize = 8;
 
@@ -61,6 +65,7 @@ pub struct Watch {
     /// Of evaluations before any was measured.
     limit: Duration,
     least: Duration,
+    slower: u32,
 }
 
 #[derive(Debug, Default)]
@@ -99,14 +104,15 @@ impl State {
 
 impl Watch {
     fn new(limits: &EvaluationLimits) -> Self {
-        let (limit, least) = match limits.hang_note {
-            Some(_) => (limits.limit.min(FIRST_FAST), LEAST_FAST),
-            None => (limits.limit, LEAST),
+        let (limit, least, slower) = match limits.hang_note {
+            Some(_) => (limits.limit.min(FIRST_FAST), LEAST_FAST, SLOWER_FAST),
+            None => (limits.limit, LEAST, SLOWER),
         };
         Self {
             state: Arc::default(),
             limit,
             least,
+            slower,
         }
     }
 
@@ -137,7 +143,7 @@ impl Watch {
         };
         let usual = state.expected(rows);
         let limit = usual.map_or(self.limit, |usual| {
-            (usual * SLOWER).max(self.least.min(self.limit))
+            (usual * self.slower).max(self.least.min(self.limit))
         });
         if start.elapsed() <= limit {
             return Ok(());

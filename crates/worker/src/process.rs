@@ -179,11 +179,13 @@ impl RankWorker<'_> {
         let wait = if computes { LOOK_EVERY } else { Duration::MAX };
         match self.channel.recv(wait)? {
             Some(ToWorker::Assign(job)) => {
+                self.end_if_hung();
                 self.leave();
                 self.number = job.epoch;
                 self.begin(&job)
             }
             Some(ToWorker::Prepare(job)) => {
+                self.end_if_hung();
                 self.leave();
                 self.prepare(&job)
             }
@@ -196,6 +198,14 @@ impl RankWorker<'_> {
             None => self.poll(),
         }
     }
+    /// Ends this process where a GPU hung with fast waits, its own or one beside it: each call
+    /// would hang again. Its successor waits by the system.
+    fn end_if_hung(&self) {
+        if self.mlx.has_hung() {
+            paceline_model_mlx::exit(1);
+        }
+    }
+
 
     fn send(&self, message: &FromWorker) -> Result<(), Error> {
         Ok(self.channel.send(message)?)
