@@ -12,8 +12,7 @@
 //! *Liveness*, [`LIMIT`] after [`REVOKED`]: all honest nodes have revoked the bad one and no other.
 //! None sees an entry of it, and each sees all entries that honest nodes wrote.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -66,8 +65,7 @@ struct World {
     /// The honest ones; `None` for the bad one.
     members: Vec<Option<Membership>>,
     links: BTreeMap<(usize, usize), u64>,
-    queue: BinaryHeap<Reverse<(Duration, u64)>>,
-    due: BTreeMap<u64, Due>,
+    queue: BTreeMap<(Duration, u64), Due>,
     count: u64,
     loss_per_mille: u64,
     slowest_us: u64,
@@ -102,12 +100,11 @@ pub fn run_malice(seed: u64) -> Vec<String> {
         world.add(at, Due::Attack);
     }
     world.add(REVOKED, Due::Revoke);
-    while let Some(Reverse((at, number))) = world.queue.pop() {
+    while let Some(((at, _), due)) = world.queue.pop_first() {
         if at > REVOKED + LIMIT {
             break;
         }
         world.now = at;
-        let due = world.due.remove(&number).expect("what is queued is kept");
         world.play(due);
         if world.violations.len() > 5 {
             break;
@@ -150,8 +147,7 @@ impl World {
             ids,
             members,
             links: BTreeMap::new(),
-            queue: BinaryHeap::new(),
-            due: BTreeMap::new(),
+            queue: BTreeMap::new(),
             count: 0,
             written: BTreeMap::new(),
             honest: BTreeSet::new(),
@@ -163,8 +159,7 @@ impl World {
 
     fn add(&mut self, at: Duration, due: Due) {
         self.count += 1;
-        self.queue.push(Reverse((at, self.count)));
-        self.due.insert(self.count, due);
+        self.queue.insert((at, self.count), due);
     }
 
     fn way(&mut self) -> Duration {

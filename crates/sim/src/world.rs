@@ -5,8 +5,7 @@
 //! a message each way. A partition keeps links, like a pulled cable: no message passes, until one
 //! side gives up.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -124,8 +123,7 @@ pub(crate) struct SimWorld {
     pub(crate) wanted: BTreeSet<InstanceId>,
     pub(crate) unwanted: BTreeSet<InstanceId>,
     pub(crate) violations: Vec<String>,
-    queue: BinaryHeap<Reverse<(Duration, u64)>>,
-    due: BTreeMap<u64, ScheduledEvent>,
+    queue: BTreeMap<(Duration, u64), ScheduledEvent>,
     pub(crate) now: Duration,
     /// Origin of virtual time for the rules, which only compare times.
     pub(crate) origin: Instant,
@@ -148,12 +146,11 @@ pub(crate) struct SimWorld {
 pub fn run(scenario: &Scenario) -> SimOutcome {
     let mut world = SimWorld::new(scenario.clone());
     let (mut events, mut settled) = (0, None);
-    while let Some(Reverse((at, number))) = world.queue.pop() {
+    while let Some(((at, _), due)) = world.queue.pop_first() {
         if at > scenario.length {
             break;
         }
         world.now = at;
-        let due = world.due.remove(&number).expect("what is queued is kept");
         world.play(due);
         events += 1;
         if settled.is_none() && events % 64 == 0 && check::is_settled(&world) {
@@ -207,8 +204,7 @@ impl SimWorld {
             wanted: BTreeSet::new(),
             unwanted: BTreeSet::new(),
             violations: Vec::new(),
-            queue: BinaryHeap::new(),
-            due: BTreeMap::new(),
+            queue: BTreeMap::new(),
             now: Duration::ZERO,
             origin: Instant::now(),
             count: 0,
@@ -245,8 +241,7 @@ impl SimWorld {
 
     fn add(&mut self, at: Duration, due: ScheduledEvent) {
         self.count += 1;
-        self.queue.push(Reverse((at, self.count)));
-        self.due.insert(self.count, due);
+        self.queue.insert((at, self.count), due);
     }
 
     fn time_of(&self, node: usize) -> Now {

@@ -5,10 +5,11 @@
 //! After every action it checks the invariants; a failure prints the seed.
 
 mod failing;
+mod workers;
 
 use paceline_engine::Ticket;
 use paceline_worker::messages::RankFacts;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, SocketAddr};
 
 use paceline_engine::{Finish, GenerationRequest, SamplingParams, Submission};
@@ -77,26 +78,6 @@ enum PlannedEvent {
     Tick,
 }
 
-struct Timed(Duration, u64, PlannedEvent);
-
-impl PartialEq for Timed {
-    fn eq(&self, other: &Self) -> bool {
-        (self.0, self.1) == (other.0, other.1)
-    }
-}
-impl Eq for Timed {}
-impl PartialOrd for Timed {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-impl Ord for Timed {
-    /// Reversed order, so that the earliest is on top of the heap.
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (other.0, other.1).cmp(&(self.0, self.1))
-    }
-}
-
 /// The replies that a caller has received.
 #[derive(Debug, Default)]
 struct CallerLog {
@@ -114,7 +95,8 @@ struct SupervisorHarness {
     policy: Policy,
     now: Duration,
     order: u64,
-    plans: BinaryHeap<Timed>,
+    /// By time and order of planning.
+    plans: BTreeMap<(Duration, u64), PlannedEvent>,
     workers: Vec<FakeWorker>,
     callers: BTreeMap<Ticket, CallerLog>,
     last_ticket: u64,
@@ -197,7 +179,7 @@ impl SupervisorHarness {
             policy,
             now: Duration::ZERO,
             order: 0,
-            plans: BinaryHeap::new(),
+            plans: BTreeMap::new(),
             workers: vec![FakeWorker::default(); ranks as usize],
             callers: BTreeMap::new(),
             last_ticket: 0,
@@ -209,7 +191,7 @@ impl SupervisorHarness {
 
     fn plan(&mut self, after: Duration, plan: PlannedEvent) {
         self.order += 1;
-        self.plans.push(Timed(self.now + after, self.order, plan));
+        self.plans.insert((self.now + after, self.order), plan);
     }
 
     fn says(&mut self, rank: Rank, most_ms: u64, message: FromWorker) {
@@ -250,7 +232,7 @@ impl SupervisorHarness {
     fn live(&mut self) {
         self.schedule();
         self.step(Event::Begin);
-        while let Some(Timed(at, _, plan)) = self.plans.pop() {
+        while let Some(((at, _), plan)) = self.plans.pop_first() {
             self.now = at;
             self.happen(plan);
             assert!(self.order < 100_000, "it never ends");
@@ -264,7 +246,7 @@ impl SupervisorHarness {
             };
             self.now = self.now.max(due);
             self.step(Event::Tick);
-            while let Some(Timed(at, _, plan)) = self.plans.pop() {
+            while let Some(((at, _), plan)) = self.plans.pop_first() {
                 self.now = self.now.max(at);
                 self.happen(plan);
             }
@@ -328,67 +310,6 @@ impl SupervisorHarness {
         }
     }
 
-    /// A worker's message arrives.
-    fn told(&mut self, rank: Rank, message: FromWorker) {
-        match &message {
-            FromWorker::Ready(_) => self.worker(rank).ready = true,
-            FromWorker::Left { .. } => {
-                let worker = self.worker(rank);
-                (worker.epoch, worker.ready) = (None, false);
-                worker.answers.clear();
-            }
-            _ => {}
-        }
-        let event = CrewEvent::Message { rank, message };
-        self.step(Event::Worker(event));
-    }
-
-    fn kill(&mut self, rank: Rank) {
-        let worker = self.worker(rank);
-        if !worker.alive {
-            return;
-        }
-        worker.alive = false;
-        let process = worker.process;
-        let after = self.random.ms(60);
-        self.plan(after, PlannedEvent::Exit(rank, process));
-        self.blame(rank);
-    }
-
-    fn hang(&mut self, rank: Rank) {
-        let worker = self.worker(rank);
-        if !worker.alive || worker.hangs {
-            return;
-        }
-        worker.hangs = true;
-        let process = worker.process;
-        self.plan(
-            Duration::from_millis(1500),
-            PlannedEvent::Silence(rank, process),
-        );
-        self.blame(rank);
-    }
-
-    /// Ranks of the same epoch detect a lost one, at once or late.
-    fn blame(&mut self, lost: Rank) {
-        for rank in (0..self.workers.len() as u32).map(Rank) {
-            let (epoch, alive) = (self.worker(rank).epoch, self.worker(rank).alive);
-            let Some(epoch) = epoch.filter(|_| rank != lost && alive) else {
-                continue;
-            };
-            self.worker(rank).answers.clear();
-            if !self.random.one_in(4) {
-                let failed = FromWorker::Failed {
-                    epoch,
-                    reason: "the link is closed".to_owned(),
-                    blamed: Some(lost.0),
-                    interrupted: false,
-                };
-                self.says(rank, 100, failed);
-            }
-        }
-    }
-
     fn ask(&mut self) {
         self.last_ticket += 1;
         let ticket = Ticket(self.last_ticket);
@@ -405,50 +326,6 @@ impl SupervisorHarness {
             self.step(Event::Request(RequestMessage::Cancel(ticket)));
             assert!(self.callers[&ticket].cancelled, "a caller is not forgotten");
         }
-    }
-
-    /// A leader's next token, or the end of its answer.
-    fn token(&mut self, rank: Rank, process: u64, epoch: u64, ticket: Ticket) {
-        let worker = self.worker(rank);
-        let serves = worker.alive && !worker.hangs && worker.process == process;
-        if !serves || worker.epoch != Some(epoch) {
-            return;
-        }
-        let Some(&i) = worker.answers.get(&ticket) else {
-            return;
-        };
-        let end = i == length(ticket);
-        let reply = if end {
-            Reply::Finished {
-                text: String::new(),
-                reason: Finish::Length,
-                drafts: paceline_engine::DraftCounts::default(),
-            }
-        } else {
-            Reply::Token {
-                token: token(ticket, i),
-                text: String::new(),
-                logprobs: None,
-            }
-        };
-        if end {
-            worker.answers.remove(&ticket);
-        } else {
-            worker.answers.insert(ticket, i + 1);
-            self.plan(
-                Duration::from_millis(4),
-                PlannedEvent::Token(rank, process, epoch, ticket),
-            );
-        }
-        let at_us = Some(self.now.as_micros() as u64);
-        self.told(
-            rank,
-            FromWorker::Reply {
-                ticket,
-                at_us,
-                reply,
-            },
-        );
     }
 
     fn step(&mut self, event: Event) {
