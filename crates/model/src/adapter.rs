@@ -193,7 +193,11 @@ impl Adapter {
             let shape = config.layers.get(pair.layer);
             let sizes = shape.and_then(|shape| sizes(config.width, shape, pair.part));
             let Some([out, inputs]) = sizes else {
-                return Err(wrong(format!("{place}: the model has no such matrix")));
+                let reason = match files::is_of_experts(pair.part) {
+                    true => "pairs of experts are for a copy of the model, not beside it",
+                    false => "the model has no such matrix",
+                };
+                return Err(wrong(format!("{place}: {reason}")));
             };
             let r = pair.rank;
             if r == 0 || pair.a.len() != r * inputs || pair.b.len() != out * r {

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use self::tensors::Named;
-use crate::{AdapterId, AdapterPair, LayerRole};
+use crate::{AdapterId, AdapterPair, LayerRole, Nth};
 
 pub use base::base_name;
 pub use error::Error;
@@ -280,6 +280,13 @@ impl Adapter {
                 .map(pair)
                 .collect::<Result<_, Error>>()?,
         })
+    }
+
+    /// Whether matrices of experts have pairs: those are put into a copy of the model.
+    pub fn has_experts(&self) -> bool {
+        let of_experts =
+            |pair: &PairOf<'_>| role_of(pair.matrix).is_some_and(|of| is_of_experts(of.1));
+        self.pairs().iter().any(of_experts)
     }
 
     /// Short names of the matrices that have pairs.
@@ -548,12 +555,35 @@ pub fn weights_file(folder: &Path, form: Form) -> PathBuf {
     })
 }
 
-/// The layer and the part of a matrix with a name of Hugging Face's.
+/// The layer and the part of a matrix with a name of Hugging Face's. Of experts the number alone is
+/// known, and not how many there are.
 pub fn role_of(matrix: &str) -> Option<(usize, LayerRole)> {
     let (layer, rest) = matrix.strip_prefix("model.layers.")?.split_once('.')?;
-    let (block, name) = rest.split_once('.')?;
+    let (block, name) = rest.rsplit_once('.')?;
     let found = TARGETS.iter().find(|(_, b, n)| *b == block && *n == name);
-    Some((layer.parse().ok()?, found?.0))
+    let role = found.map_or_else(|| expert_role(block, name), |found| Some(found.0));
+    Some((layer.parse().ok()?, role?))
+}
+
+/// Whether a part is of routed or shared experts.
+pub fn is_of_experts(part: LayerRole) -> bool {
+    use LayerRole::{ExpertDown, ExpertGate, ExpertUp, SharedDown, SharedGate, SharedUp};
+    let is_routed = matches!(part, ExpertGate(_) | ExpertUp(_) | ExpertDown(_));
+    is_routed || matches!(part, SharedGate | SharedUp | SharedDown)
+}
+
+/// The part of a matrix of an expert.
+fn expert_role(block: &str, name: &str) -> Option<LayerRole> {
+    use LayerRole::{ExpertDown, ExpertGate, ExpertUp, SharedDown, SharedGate, SharedUp};
+    let names = [["gate_proj", "w1"], ["up_proj", "w3"], ["down_proj", "w2"]];
+    let kind = names.iter().position(|names| names.contains(&name))?;
+    if let "mlp.shared_expert" | "mlp.shared_experts" = block {
+        return Some([SharedGate, SharedUp, SharedDown][kind]);
+    }
+    let routed = ["mlp.experts.", "block_sparse_moe.experts."];
+    let index = routed.iter().find_map(|stem| block.strip_prefix(stem))?;
+    let (index, of) = (index.parse().ok()?, 0);
+    Some([ExpertGate, ExpertUp, ExpertDown][kind](Nth { index, of }))
 }
 
 /// Row of a file whose heads have pairs of neighbours (`heads` is their size), for a row of heads
