@@ -138,7 +138,9 @@ fn open(
     args.split.check()?;
     let found = pull::ensure(&args.model, signals)?;
     let given = args.adapter.as_deref();
-    let (path, beside) = match adapter::beside(args.engine, args.compute.class, args.split.nodes)? {
+    let classes = (args.engine, args.compute.class);
+    let is_beside = adapter::beside(classes, args.split.nodes, given.into_iter())?;
+    let (path, beside) = match is_beside {
         true => (found.path, given),
         false => (adapter::applied(found.path, given)?, None),
     };

@@ -13,7 +13,7 @@ use std::time::Duration;
 /// Shortest limit: other programs or the disk may hold a small model's step for seconds.
 pub(crate) const FLOOR_S: f64 = 30.0;
 
-/// Limit as a multiple of the longest computation of before: rows differ by as much as 4 in their
+/// Limit as a multiple of the longest computation of before. Rows differ by as much as 4 in their
 /// length, and a busy machine takes twice its time.
 pub(crate) const TIMES: f64 = 10.0;
 
@@ -106,7 +106,7 @@ impl Times {
 mod tests {
     use super::*;
 
-    /// The seconds after which a computation without an end is told.
+    /// The seconds after which a computation without an end is reported.
     fn told(times: &mut Times, is_measured: bool) -> Option<f64> {
         let looks = (1..1000).map(|look| f64::from(look) * LOOK.as_secs_f64());
         let mut over = looks.filter(|_| times.look(7, is_measured).is_some());

@@ -13,15 +13,17 @@ use paceline_model::{Activation, Config};
 use paceline_tensor::Kernels;
 
 use crate::dropout::Dropout;
-use crate::engine::{LayerEngine, LeafRows};
+use crate::engine::LayerEngine;
 use crate::error::Error;
 use crate::ops::{self, Gate, Norm};
 use crate::pool;
+use crate::rows::{BlockRows, BlockSums, LeafRows};
 use crate::weights::{StageWeights, VectorParameter};
 use experts::RoutedRows;
-use mixer::MixerKept;
+use mixer::{Mixed, MixerGradients, MixerKept};
 
 /// Computes layers on this machine's threads.
+#[derive(Clone, Copy)]
 pub(crate) struct Cpu<'a> {
     pub(crate) kernels: &'a Kernels,
     pub(crate) config: &'a Config,
@@ -30,13 +32,32 @@ pub(crate) struct Cpu<'a> {
     pub(crate) scale: f32,
     /// Dropout of adapters' inputs.
     pub(crate) dropout: Option<Dropout>,
-    /// Factor of the routers' auxiliary loss in the gradient: see [`experts`].
+    /// Factor of the routers' auxiliary loss in the gradient: see [`experts`]. That of a step's
+    /// `judged` targets; of a block in [`of_block`](Self::of_block).
     pub(crate) balance: f32,
+    pub(crate) judged: u64,
 }
 
 /// Values that a layer's forward pass leaves for its backward pass.
 #[derive(Debug)]
-pub(crate) struct Activations {
+pub(crate) struct LayerKept {
+    /// (S, K D) and (S, K E) of all rows of the leaf.
+    keys: [Vec<f32>; 2],
+    /// Of the blocks that are here.
+    blocks: Vec<Activations>,
+}
+
+/// A block whose backward pass has come to its attention.
+struct BlockHalf {
+    kept: Activations,
+    d: MixerGradients,
+    /// (T, C) between the halves.
+    d_middle: Vec<f32>,
+}
+
+/// Values of a block.
+#[derive(Debug)]
+struct Activations {
     /// (T, C) after the norm before attention.
     normed: Vec<f32>,
     mixer: MixerKept,
@@ -73,7 +94,7 @@ const UP: usize = 5;
 const DOWN: usize = 6;
 
 impl LayerEngine for Cpu<'_> {
-    type Kept = Activations;
+    type Kept = LayerKept;
 
     fn forward(
         &self,
@@ -81,10 +102,92 @@ impl LayerEngine for Cpu<'_> {
         layer: usize,
         rows: &LeafRows,
         x: &[f32],
-    ) -> Result<(Vec<f32>, Activations), Error> {
+    ) -> Result<(Vec<f32>, LayerKept), Error> {
+        let (w, c) = (self.weights.layer(layer), self.config.width);
+        let (mut begun, mut keys) = (Vec::new(), Vec::new());
+        for block in rows.own() {
+            let cpu = self.of_block(&block);
+            let normed = cpu.norm(&w.attention_norm, params, block.of(x, c));
+            let mut mixed = cpu.mix((layer, &block), params, &normed);
+            keys.push(std::mem::take(&mut mixed.keys));
+            begun.push((normed, mixed));
+        }
+        let keys = rows.keys(keys, self.key_widths(layer))?;
+        let mut y = Vec::with_capacity(x.len());
+        let mut blocks = Vec::with_capacity(begun.len());
+        for (block, begun) in rows.own().zip(begun) {
+            let cpu = self.of_block(&block);
+            let x = block.of(x, c);
+            let (own, kept) = cpu.forward_block((layer, &block), params, (x, &keys), begun);
+            y.extend(own);
+            blocks.push(kept);
+        }
+        Ok((y, LayerKept { keys, blocks }))
+    }
+
+    fn backward(
+        &self,
+        params: &[f32],
+        (layer, rows, x): (usize, &LeafRows, &[f32]),
+        kept: Option<LayerKept>,
+        dy: &[f32],
+        grads: &mut [f32],
+    ) -> Result<Vec<f32>, Error> {
+        let LayerKept { keys, blocks } = match kept {
+            Some(kept) => kept,
+            None => self.forward(params, layer, rows, x)?.1,
+        };
+        let c = self.config.width;
+        let mut sums = BlockSums::new(rows, grads);
+        let (mut halves, mut d_keys) = (Vec::new(), Vec::new());
+        for (nth, (block, kept)) in rows.own().zip(blocks).enumerate() {
+            let (cpu, dy) = (self.of_block(&block), block.of(dy, c));
+            let at = (layer, &block);
+            let (half, keys) = sums.add(nth, |grads| {
+                cpu.backward_attention(at, params, (kept, &keys, dy), grads)
+            });
+            halves.push(half);
+            d_keys.push(keys);
+        }
+        let d_keys = rows.key_gradients(d_keys, self.key_widths(layer))?;
+        let mut dx = Vec::with_capacity(x.len());
+        for (nth, ((block, half), d_keys)) in rows.own().zip(halves).zip(d_keys).enumerate() {
+            let (cpu, x) = (self.of_block(&block), block.of(x, c));
+            let (at, w) = ((layer, &block), self.weights.layer(layer));
+            let BlockHalf { kept, d, d_middle } = half;
+            dx.extend(sums.add(nth, |grads| {
+                let inputs = (kept.normed.as_slice(), &kept.mixer);
+                let d_normed = cpu.mix_back(at, params, inputs, (d, d_keys), grads);
+                let mut dx = d_middle;
+                cpu.norm_back(&w.attention_norm, params, (x, &d_normed), &mut dx, grads);
+                dx
+            }));
+        }
+        sums.finish()?;
+        Ok(dx)
+    }
+}
+
+impl Cpu<'_> {
+    /// The same for a block of a leaf.
+    fn of_block(&self, block: &BlockRows<'_>) -> Self {
+        Self {
+            dropout: self.dropout.map(|chance| chance.from_row(block.first())),
+            balance: self.balance * block.judged() as f32 / self.judged as f32,
+            ..*self
+        }
+    }
+
+    /// A block from its attention on: y (T, C), and what it leaves.
+    fn forward_block(
+        &self,
+        (layer, rows): (usize, &BlockRows<'_>),
+        params: &[f32],
+        (x, keys): (&[f32], &[Vec<f32>; 2]),
+        (normed, mixed): (Vec<f32>, Mixed),
+    ) -> (Vec<f32>, Activations) {
         let w = self.weights.layer(layer);
-        let normed = self.norm(&w.attention_norm, params, x);
-        let (attended, mixer) = self.mix((layer, rows), params, &normed);
+        let (attended, mixer) = self.attend((layer, rows), params, mixed, keys);
         let delta = self.linear(&w.matrices[OUT], params, &attended);
         let (delta, attention_delta) = self.after(w.post_attention_norm.as_ref(), params, delta);
         let middle = self.plus(x, &delta);
@@ -102,43 +205,32 @@ impl LayerEngine for Cpu<'_> {
             ffn,
             ffn_delta,
         };
-        Ok((y, kept))
+        (y, kept)
     }
 
-    fn backward(
+    /// A block back to its attention, and the gradients of the leaf's keys and values.
+    fn backward_attention(
         &self,
+        (layer, rows): (usize, &BlockRows<'_>),
         params: &[f32],
-        (layer, rows, x): (usize, &LeafRows, &[f32]),
-        kept: Option<Activations>,
-        dy: &[f32],
+        (kept, keys, dy): (Activations, &[Vec<f32>; 2], &[f32]),
         grads: &mut [f32],
-    ) -> Result<Vec<f32>, Error> {
-        let kept = match kept {
-            Some(kept) => kept,
-            None => self.forward(params, layer, rows, x)?.1,
-        };
+    ) -> (BlockHalf, [Vec<f32>; 2]) {
         let w = self.weights.layer(layer);
         let (kept, d_middle) = self.backward_ffn(params, layer, kept, dy, grads);
-        let post = w.post_attention_norm.as_ref();
-        let d_delta = self.before(
-            post,
-            params,
+        let (post, before) = (
+            w.post_attention_norm.as_ref(),
             kept.attention_delta.as_deref(),
-            &d_middle,
-            grads,
         );
+        let d_delta = self.before(post, params, before, &d_middle, grads);
         let mut d_attended = vec![0.0; kept.attended.len()];
         let out = (&w.matrices[OUT], kept.attended.as_slice());
         self.linear_back(out, params, &d_delta, (&mut d_attended, false), grads);
-        let at = (kept.normed.as_slice(), kept.mixer);
-        let d_normed = self.mix_back((layer, rows), params, at, d_attended, grads);
-        let mut dx = d_middle;
-        self.norm_back(&w.attention_norm, params, (x, &d_normed), &mut dx, grads);
-        Ok(dx)
+        let mixer = (&kept.mixer, keys);
+        let (d, d_keys) = self.attend_back((layer, rows), params, mixer, d_attended, grads);
+        (BlockHalf { kept, d, d_middle }, d_keys)
     }
-}
 
-impl Cpu<'_> {
     /// The second half of a layer without its norms: (T, C), and what it leaves.
     fn feed_forward(&self, layer: usize, params: &[f32], x: &[f32]) -> (Vec<f32>, FeedForward) {
         let w = self.weights.layer(layer);
@@ -353,8 +445,26 @@ impl Cpu<'_> {
         x
     }
 
+    /// Adds what the embedding gets, block by block.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] of ranks with other blocks.
+    pub(crate) fn embed_rows_back(
+        &self,
+        rows: &LeafRows,
+        (tokens, dx): (&[u32], &[f32]),
+        grads: &mut [f32],
+    ) -> Result<(), Error> {
+        let mut sums = BlockSums::new(rows, grads);
+        for (nth, block) in rows.own().enumerate() {
+            let at = (block.of(tokens, 1), block.of(dx, self.config.width));
+            sums.add(nth, |grads| self.embed_back(at.0, at.1, grads));
+        }
+        sums.finish()
+    }
+
     /// Adds what the embedding gets, token by token.
-    pub(crate) fn embed_back(&self, tokens: &[u32], dx: &[f32], grads: &mut [f32]) {
+    fn embed_back(&self, tokens: &[u32], dx: &[f32], grads: &mut [f32]) {
         let crate::weights::MatrixStorage::Trained(range) = &self.weights.table().kept else {
             return;
         };
@@ -368,10 +478,44 @@ impl Cpu<'_> {
         }
     }
 
+    /// [`head`](Self::head) of the rows of a leaf that are here, block by block. The loss is that of
+    /// all rows. `targets` are those of the leaf.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] of ranks with other blocks.
+    pub(crate) fn head_rows(
+        &self,
+        params: [&[f32]; 2],
+        rows: &LeafRows,
+        (x, targets): (&[f32], &[Option<u32>]),
+        weight: f32,
+        grads: Option<[&mut [f32]; 2]>,
+    ) -> Result<(f64, Vec<f32>), Error> {
+        let mut sums = grads.map(|both| both.map(|sum| BlockSums::new(rows, sum)));
+        let (mut losses, mut dx) = (Vec::new(), Vec::new());
+        for (nth, block) in rows.own().enumerate() {
+            let x = block.of(x, self.config.width);
+            let first = block.first();
+            let targets = &targets[first..first + block.here.len()];
+            let (loss, d) = match &mut sums {
+                None => self.head(params, x, targets, weight, None),
+                Some([of_norm, of_head]) => of_norm.add(nth, |norm| {
+                    of_head.add(nth, |head| {
+                        self.head(params, x, targets, weight, Some([norm, head]))
+                    })
+                }),
+            };
+            losses.push(loss);
+            dx.extend(d);
+        }
+        sums.into_iter().flatten().try_for_each(BlockSums::finish)?;
+        Ok((rows.sum(losses)?, dx))
+    }
+
     /// The head and its loss over the rows that have a target. Gives the sum of their negative log
     /// likelihoods, and with `grads` the gradient of that sum times `weight` at `x` (T, C).
     /// `params` and `grads` are of the norm before the head, and of the head.
-    pub(crate) fn head(
+    fn head(
         &self,
         params: [&[f32]; 2],
         x: &[f32],

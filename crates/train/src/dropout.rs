@@ -8,18 +8,27 @@ use crate::random;
 pub(crate) struct Dropout {
     rate: f32,
     key: u64,
+    /// The row that the first one here is.
+    first: usize,
 }
 
 impl Dropout {
     /// The dropout of a leaf; `None` for a rate of 0.
     pub(crate) fn of(rate: f32, [seed, step, leaf]: [u64; 3]) -> Option<Self> {
         let key = random::bits([seed, random::DROPOUT, step, leaf]);
-        (rate > 0.0).then_some(Self { rate, key })
+        let first = 0;
+        (rate > 0.0).then_some(Self { rate, key, first })
+    }
+
+    /// The same for rows from `first` on.
+    pub(crate) const fn from_row(self, first: usize) -> Self {
+        Self { first, ..self }
     }
 
     /// Factor of an input of a pair.
     fn factor(self, pair: u64, row: usize, col: usize) -> f32 {
-        let chance = random::unit([self.key, pair, row as u64, col as u64]);
+        let row = (self.first + row) as u64;
+        let chance = random::unit([self.key, pair, row, col as u64]);
         if chance < f64::from(self.rate) {
             0.0
         } else {

@@ -3,15 +3,44 @@
 //! Pure: counts of the model's shape, rates and watts of machines in, memory, seconds, bytes and
 //! joules out.
 
-use paceline_model::Config;
 use paceline_model::adapter::files::TARGETS;
+use paceline_model::{Config, LayerShape};
 use paceline_tensor::Kernels;
 use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 
 use crate::net::{TrainableModel, kept_bytes, layer_bytes};
 use crate::params::Lora;
+use crate::rows::BLOCK_ROWS;
 use crate::shard::Sharding;
 use crate::weights::{ATTENTION, Method, layer_numbers, sizes, takes_adapter};
+
+/// The sizes of a model, of its files or of a catalogue.
+#[derive(Clone, Debug)]
+pub struct TrainedShape {
+    /// Elements of a token between layers.
+    pub width: usize,
+    /// Tokens of the table.
+    pub vocab: usize,
+    pub layers: Vec<LayerShape>,
+}
+
+impl From<&Config> for TrainedShape {
+    fn from(config: &Config) -> Self {
+        Self {
+            width: config.width,
+            vocab: config.vocab,
+            layers: config.layers.clone(),
+        }
+    }
+}
+
+impl TrainedShape {
+    /// Numbers of all matrices and tables.
+    pub fn numbers(&self, tied: bool) -> u64 {
+        let (inner, _, table) = weights(self);
+        inner + if tied { table } else { 2 * table }
+    }
+}
 
 /// The training to forecast.
 #[derive(Clone, Copy, Debug)]
@@ -97,16 +126,16 @@ const ROW_MIN: usize = 64;
 const KWH: f64 = 3.6e6;
 
 /// Weights of all layers' matrices, those of them that a token meets, and of a table of tokens.
-fn weights(config: &Config) -> (u64, u64, u64) {
-    let layers = config.layers.iter();
-    let each = layers.map(|shape| layer_numbers(config.width, shape));
+fn weights(shape: &TrainedShape) -> (u64, u64, u64) {
+    let layers = shape.layers.iter();
+    let each = layers.map(|layer| layer_numbers(shape.width, layer));
     let (all, met) = each.fold((0, 0), |(all, met), own| (all + own.0, met + own.1));
-    (all, met, (config.vocab * config.width) as u64)
+    (all, met, (shape.vocab * shape.width) as u64)
 }
 
 /// Operations of a step that its result needs: nothing that is computed again counts.
 pub(crate) fn step_flop(net: &TrainableModel, method: Method, tokens: u64) -> f64 {
-    let (_, met, table) = weights(net.config());
+    let (_, met, table) = weights(&net.config().into());
     let passes = if method == Method::Full { 3.0 } else { 2.0 };
     passes * 2.0 * (met + table) as f64 * tokens as f64
 }
@@ -126,24 +155,23 @@ struct Counts {
 }
 
 /// Numbers that are trained, and of all matrices and tables.
-fn numbers(config: &Config, plan: &TrainingSpec<'_>) -> (u64, u64) {
-    let (inner, _, table) = weights(config);
+fn numbers(shape: &TrainedShape, plan: &TrainingSpec<'_>) -> (u64, u64) {
     let mut pairs = 0;
-    for shape in &config.layers {
-        let count = if shape.experts.is_some() {
+    for layer in &shape.layers {
+        let count = if layer.experts.is_some() {
             ATTENTION
         } else {
             TARGETS.len()
         };
-        let matrices = TARGETS.iter().zip(sizes(config.width, shape)).enumerate();
+        let matrices = TARGETS.iter().zip(sizes(shape.width, layer)).enumerate();
         for (nth, (part, [rows, cols])) in matrices.take(count) {
             let is_target = plan.targets.iter().any(|name| name == part.2);
-            if is_target && takes_adapter(shape, nth) {
+            if is_target && takes_adapter(layer, nth) {
                 pairs += (plan.lora.rank * (rows + cols)) as u64;
             }
         }
     }
-    let all = inner + if plan.tied { table } else { 2 * table };
+    let all = shape.numbers(plan.tied);
     (
         if plan.method == Method::Full {
             all
@@ -155,20 +183,25 @@ fn numbers(config: &Config, plan: &TrainingSpec<'_>) -> (u64, u64) {
 }
 
 /// Counts of a training on machines with at least `memory` bytes.
-fn counts(config: &Config, plan: &TrainingSpec<'_>, memory: u64) -> Counts {
-    let (_, met, table) = weights(config);
-    let (numbers, all) = numbers(config, plan);
+fn counts(shape: &TrainedShape, plan: &TrainingSpec<'_>, memory: u64) -> Counts {
+    let (_, met, table) = weights(shape);
+    let (numbers, all) = numbers(shape, plan);
     let (stages, nodes) = (plan.stages.max(1), plan.nodes.max(1));
     let is_full = plan.method == Method::Full;
     let tokens = plan.tokens as f64;
-    let heads = config.layers.iter().map(|l| (l.heads * l.head_dim) as f64);
+    let heads = shape.layers.iter().map(|l| (l.heads * l.head_dim) as f64);
     let attention = 4.0 * heads.sum::<f64>() * tokens * tokens;
     let products = 2.0 * (met + table) as f64 * tokens;
-    let layers = config.layers.len();
-    let layer = layer_bytes(config, plan.tokens);
+    let layers = shape.layers.len();
+    let own_tokens = match plan.sharding {
+        Some(Sharding::Rows) => plan.tokens.div_ceil(nodes),
+        _ => plan.tokens,
+    };
+    let layer = layer_bytes(shape.width, &shape.layers, own_tokens);
     let own = layers.div_ceil(stages);
     // Leaves of a process that are under way in its layers at the same time.
     let together = match (is_full, stages) {
+        (true, 1) if own_tokens < plan.tokens => plan.leaves,
         (true, 1) => plan.leaves.div_ceil(nodes),
         _ => stages,
     };
@@ -183,14 +216,14 @@ fn counts(config: &Config, plan: &TrainingSpec<'_>, memory: u64) -> Counts {
     };
     // The largest stage has the head besides its share.
     let base = base.div_ceil(stages as u64) + if stages > 1 { 4 * table } else { 0 };
-    let logits = 4 * (plan.tokens.min(256) * config.vocab) as u64;
+    let logits = 4 * (plan.tokens.min(256) * shape.vocab) as u64;
     let kept = (own * layer * together).min(most) as u64;
-    let inputs = (4 * own * plan.tokens * config.width * together) as u64;
-    let (exchanged, busiest) = exchanged(config, plan, numbers);
+    let inputs = (4 * own * own_tokens * shape.width * together) as u64;
+    let (exchanged, busiest) = exchanged(shape, plan, numbers);
     Counts {
         numbers,
         memory: base
-            + state_bytes(config, plan, numbers)
+            + state_bytes(shape, plan, numbers)
             + kept
             + inputs
             + layer as u64
@@ -202,9 +235,9 @@ fn counts(config: &Config, plan: &TrainingSpec<'_>, memory: u64) -> Counts {
 }
 
 /// Bytes of values, moments and gradients of a process.
-fn state_bytes(config: &Config, plan: &TrainingSpec<'_>, numbers: u64) -> u64 {
-    let (inner, _, table) = weights(config);
-    let layers = config.layers.len().max(1) as u64;
+fn state_bytes(shape: &TrainedShape, plan: &TrainingSpec<'_>, numbers: u64) -> u64 {
+    let (inner, _, table) = weights(shape);
+    let layers = shape.layers.len().max(1) as u64;
     let largest = match plan.method {
         Method::Full => table.max(inner / layers),
         Method::Lora | Method::Qlora => numbers / layers,
@@ -219,12 +252,19 @@ fn state_bytes(config: &Config, plan: &TrainingSpec<'_>, numbers: u64) -> u64 {
         // The own shard and a copy; two parts of values, and one whose gradients are on their way.
         Some(Sharding::All) => 2 * (4 * numbers).div_ceil(nodes) + 3 * largest,
         Some(Sharding::State) => 2 * (4 * numbers).div_ceil(nodes) + numbers + largest,
+        // A gradient of each block of rows, of a part.
+        Some(Sharding::Rows) => 4 * numbers + largest * blocks(plan).div_ceil(nodes),
     };
     4 * (held + under_way)
 }
 
+/// Blocks of a leaf.
+const fn blocks(plan: &TrainingSpec<'_>) -> u64 {
+    plan.tokens.div_ceil(BLOCK_ROWS) as u64
+}
+
 /// Bytes of a step that processes send, and the share of the busiest.
-fn exchanged(config: &Config, plan: &TrainingSpec<'_>, numbers: u64) -> (u64, f64) {
+fn exchanged(shape: &TrainedShape, plan: &TrainingSpec<'_>, numbers: u64) -> (u64, f64) {
     let (stages, nodes) = (plan.stages.max(1), plan.nodes.max(1) as u64);
     if nodes == 1 {
         return (0, 0.0);
@@ -233,9 +273,18 @@ fn exchanged(config: &Config, plan: &TrainingSpec<'_>, numbers: u64) -> (u64, f6
         // Values forward and back, gradients, and the gradients of the copy.
         Some(Sharding::All) => 4 * numbers * (3 * (nodes - 1) + 1),
         Some(Sharding::State) => 4 * numbers * (2 * (nodes - 1) + 1),
+        // Values and the sum through the run's process; keys and values, gathered and gradients of
+        // them; gradients of blocks that rank 0 adds.
+        Some(Sharding::Rows) => {
+            let keys = shape.layers.iter();
+            let keys: usize = keys.map(|l| l.kv_heads * (l.head_dim + l.value_dim)).sum();
+            let of_leaf = 2 * (keys * plan.tokens) as u64 * (nodes - 1)
+                + numbers * blocks(plan) * (nodes - 1) / nodes;
+            4 * (numbers * (nodes + 1) + plan.leaves as u64 * of_leaf)
+        }
         None if stages == 1 => 4 * numbers * 2 * nodes,
         None => {
-            let borders = 2 * 4 * (stages - 1) * plan.leaves * plan.tokens * config.width;
+            let borders = 2 * 4 * (stages - 1) * plan.leaves * plan.tokens * shape.width;
             4 * numbers * 2 * nodes.div_ceil(stages as u64) + borders as u64
         }
     };
@@ -250,13 +299,13 @@ fn exchanged(config: &Config, plan: &TrainingSpec<'_>, numbers: u64) -> (u64, f6
 /// Forecast of a training on `machines`, whose slowest link carries `link` bytes a second (none on
 /// one machine). `usd_per_kwh`: the price of energy.
 pub fn forecast(
-    config: &Config,
+    shape: &TrainedShape,
     plan: &TrainingSpec<'_>,
     machines: &[TrainingMachine],
     (link, usd_per_kwh): (Option<f64>, Option<f64>),
 ) -> Forecast {
     let least = machines.iter().map(|machine| machine.memory_bytes).min();
-    let counts = counts(config, plan, least.unwrap_or(0));
+    let counts = counts(shape, plan, least.unwrap_or(0));
     let (step_flop, exchange_bytes) = (counts.flop, counts.exchanged);
     let flops: f64 = machines.iter().map(|machine| machine.flops).sum();
     let (stages, leaves) = (plan.stages.max(1) as f64, plan.leaves.max(1) as f64);
@@ -284,12 +333,12 @@ pub fn forecast(
 /// The machine that has no room for its processes by the most: its number, what they need and what
 /// it has.
 pub fn too_small(
-    config: &Config,
+    shape: &TrainedShape,
     plan: &TrainingSpec<'_>,
     machines: &[TrainingMachine],
 ) -> Option<(usize, u64, u64)> {
     let lacking = machines.iter().enumerate().filter_map(|(i, machine)| {
-        let each = counts(config, plan, machine.memory_bytes).memory;
+        let each = counts(shape, plan, machine.memory_bytes).memory;
         let needs = each.saturating_mul(machine.processes as u64);
         (needs > machine.memory_bytes).then_some((i, needs, machine.memory_bytes))
     });
@@ -298,12 +347,12 @@ pub fn too_small(
 
 /// Changes that each make a plan fit that does not.
 pub fn changes(
-    config: &Config,
+    shape: &TrainedShape,
     plan: &TrainingSpec<'_>,
     machines: &[TrainingMachine],
 ) -> Vec<FitChange> {
     let fits = |plan: TrainingSpec<'_>, machines: &[TrainingMachine]| {
-        too_small(config, &plan, machines).is_none()
+        too_small(shape, &plan, machines).is_none()
     };
     let mut found = Vec::new();
     if plan.method == Method::Lora {
@@ -336,7 +385,7 @@ pub fn changes(
     }
     let largest = alone.iter().max_by_key(|machine| machine.memory_bytes);
     if let Some(largest) = largest.filter(|_| plan.method != Method::Full || !plan.tied) {
-        let mut more = plan.stages + 1..=config.layers.len();
+        let mut more = plan.stages + 1..=shape.layers.len();
         let enough = |stages: &usize| {
             let (nodes, stages) = (*stages, *stages);
             let plan = TrainingSpec {
@@ -430,10 +479,11 @@ mod tests {
         assert_eq!(flop_share(1e9, 2e9, 0.0), None);
     }
 
-    fn config() -> Config {
+    fn config() -> TrainedShape {
         let golden = "../../tests-data/golden/hf/llama-tied";
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(golden);
-        Config::read(&ModelSource::open(&folder).unwrap()).unwrap()
+        let source = ModelSource::open(&folder).unwrap();
+        (&Config::read(&source).unwrap()).into()
     }
 
     fn plan(targets: &[String]) -> TrainingSpec<'_> {

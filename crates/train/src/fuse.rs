@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use paceline_base::BlockType;
 use paceline_model::adapter::files::{Adapter, PairOf, file_row, role_of, tensors};
-use paceline_model::{Config, LayerRole, ModelSource, Role};
+use paceline_model::{Config, LayerRole, LayerShape, ModelSource, Nth, Role};
 use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 use paceline_tensor::{Kernels, RopePairs, storage};
 use paceline_weights::gguf::{Gguf, testing::GgufWriter};
@@ -47,6 +47,7 @@ pub fn fuse(
             .ok_or_else(|| {
                 Error::malformed(from, format!("the model has no matrix {}", pair.matrix))
             })?;
+        let part = of_model(part, &config.layers[layer]);
         let tensor = source.weight(config.family, Role::Layer(layer, part))?;
         if tensor.shape != [pair.rows, pair.cols] {
             let reason = format!(
@@ -66,6 +67,18 @@ pub fn fuse(
             ModelSource::Hf(_) => format!("{}.weight", pair.matrix),
             ModelSource::Gguf(_) => tensor.name.clone(),
         };
+        let is_alone = match &source {
+            ModelSource::Hf(folder) => folder.info(&name).is_some(),
+            ModelSource::Gguf(_) => !is_of_experts(part),
+        };
+        if !is_alone {
+            let reason = format!(
+                "{} lies in one tensor with those of other experts, and only a matrix with a \
+                 tensor of its own is changed",
+                pair.matrix
+            );
+            return Err(Error::malformed(from, reason));
+        }
         changed.insert(name, (tensor.shape.clone(), values));
     }
     match &source {
@@ -77,6 +90,25 @@ pub fn fuse(
         ModelSource::Gguf(file) => write_gguf(file, &changed, output)?,
     }
     Ok(output.to_owned())
+}
+
+/// Whether a part is one of many experts'.
+const fn is_of_experts(part: LayerRole) -> bool {
+    use LayerRole::{ExpertDown, ExpertGate, ExpertUp};
+    matches!(part, ExpertGate(_) | ExpertUp(_) | ExpertDown(_))
+}
+
+/// A part of a model's layer, by that of an adapter's name, which does not say how many experts
+/// there are.
+fn of_model(part: LayerRole, shape: &LayerShape) -> LayerRole {
+    let of = shape.experts.map_or(0, |experts| experts.count);
+    let nth = |nth: Nth| Nth { of, ..nth };
+    match part {
+        LayerRole::ExpertGate(own) => LayerRole::ExpertGate(nth(own)),
+        LayerRole::ExpertUp(own) => LayerRole::ExpertUp(nth(own)),
+        LayerRole::ExpertDown(own) => LayerRole::ExpertDown(nth(own)),
+        other => other,
+    }
 }
 
 /// Writes all tensors of a trained model into `output`, with copies of the folder's other files.

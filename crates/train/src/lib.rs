@@ -57,7 +57,9 @@ mod params;
 mod pool;
 mod random;
 pub mod remote;
+mod report;
 mod reporter;
+mod rows;
 mod run;
 mod shard;
 mod stage;
@@ -71,11 +73,11 @@ mod workers;
 pub use class::{Means, TrainingClass};
 pub use curve::svg;
 pub use data::{ExampleReader, Examples, TrainOn};
-pub use engine::{LayerEngine, LeafRows};
+pub use engine::LayerEngine;
 pub use error::Error;
 pub use forecast::{
-    FitChange, Forecast, TrainingMachine, TrainingSpec, changes, forecast, measured_flops,
-    too_small,
+    FitChange, Forecast, TrainedShape, TrainingMachine, TrainingSpec, changes, forecast,
+    measured_flops, too_small,
 };
 pub use metrics::{Measured, read_metrics};
 pub use net::{FAMILIES, Leaf, TrainableModel, Trained};
@@ -83,8 +85,10 @@ pub use optimiser::{Optimiser, OptimiserOptions, Rule, Schedule};
 pub use options::{RunFigures, RunOptions};
 pub use order::ExampleOrder;
 pub use params::{Layout, Lora, ParameterSlot};
+pub use report::{Report, RunInfo, TrainingProgress};
 pub use reporter::StepReporter;
-pub use run::{Report, RunInfo, TrainingJob, TrainingProgress, TrainingRun};
+pub use rows::LeafRows;
+pub use run::{TrainingJob, TrainingRun};
 pub use shard::Sharding;
 pub use stage::ModelStage;
 pub use weights::{Method, targets};

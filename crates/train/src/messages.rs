@@ -26,8 +26,8 @@ pub(crate) enum ToWorker {
     },
     /// Leaves `start..end` of a step are to be computed, by one that has the whole model.
     Compute { step: u64, start: usize, end: usize },
-    /// A stage's workers are to have their leaves go through it: of a step, or all that is held
-    /// out.
+    /// A stage's workers, or all that cut rows, are to compute their leaves: of a step, or all that
+    /// is held out.
     Pipe { epoch: u64, step: u64, set: LeafSet },
     /// A rank is to listen for the others: `open` for those on other machines.
     Listen { epoch: u64, open: bool },

@@ -5,27 +5,32 @@
 //! layer's values are needed at a time, and one layer's gradients are summed. A table that is
 //! embedding and head has two sums over leaves, which are added last.
 
+mod checks;
+
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use paceline_cluster::machine;
-use paceline_model::adapter::files::TARGETS;
-use paceline_model::{Config, LayerCache, LayerShape, ModelFamily, ModelSource, Role, Selection};
+use paceline_model::{Config, LayerCache, LayerShape, ModelSource, Role};
 use paceline_tensor::{Kernels, RopePairs};
 use serde::{Deserialize, Serialize};
 
 use crate::class::{Means, TrainingClass};
-use crate::cpu::{Activations, Cpu};
+use crate::cpu::{Cpu, LayerKept};
 use crate::dropout::Dropout;
-use crate::engine::{LayerEngine, LeafRows};
+use crate::engine::LayerEngine;
 use crate::error::Error;
 use crate::fingerprint::fingerprint;
 use crate::mlx::{Mlx, OnMlx, StageSpec};
 use crate::params::{Layout, Lora, first_values};
+use crate::rows::{LeafRows, RowSeat};
 use crate::stage::ModelStage;
 use crate::values::{PartValues, WholeValues};
-use crate::weights::{Method, Parts, StageWeights, WeightLoader, delta_channels, numbers};
+use crate::weights::{EXPERTS, Method, Parts, StageWeights, WeightLoader, delta_channels, numbers};
+
+pub use checks::FAMILIES;
+use checks::{check_experts, check_family, option};
 
 /// `(T, C)` of each leaf, as the stage before gave it; the first stage has none.
 type StageInputs = Vec<Option<Vec<f32>>>;
@@ -71,9 +76,8 @@ impl Leaf {
     }
 }
 
-/// Bytes of activations that the leaves under way may keep for their backward pass, where
-/// `available` bytes of memory are free: an eighth, since a machine may have several processes, and
-/// at least 512 MiB.
+/// Bytes of activations that the leaves under way may keep for their backward pass. They are an
+/// eighth of the free memory, since a machine may have several processes, and at least 512 MiB.
 pub(crate) fn kept_bytes(available: Option<u64>) -> usize {
     let share = available.map_or(0, |bytes| usize::try_from(bytes / 8).unwrap_or(0));
     share.max(512 << 20)
@@ -91,6 +95,8 @@ pub struct TrainableModel {
     balance: f32,
     /// See [`kept_bytes`].
     kept_bytes: usize,
+    /// The ranks that have the rows of each leaf, where they are cut.
+    ranks: Option<Arc<RowSeat>>,
     fingerprint: String,
     /// For classes on MLX; opened for the first layer, since a run's process may compute none.
     mlx: Option<(StageSpec, OnceLock<Mlx>)>,
@@ -99,13 +105,14 @@ pub struct TrainableModel {
 /// A leaf whose forward pass is done, and whose backward pass is under way.
 pub(crate) struct Pass {
     rows: LeafRows,
+    /// Of the rows that are here.
     tokens: Vec<u32>,
     chance: Option<Dropout>,
-    /// Factor of the routers' auxiliary loss in the gradient.
-    balance: f32,
+    /// Targets of the step.
+    judged: u64,
     /// (T, C) at the beginning of each layer whose backward pass is pending.
     inputs: Vec<Vec<f32>>,
-    kept: Vec<Option<Activations>>,
+    kept: Vec<Option<LayerKept>>,
     /// (T, C) behind the last layer; then the gradient there, and before each layer that is done.
     pub(crate) x: Vec<f32>,
 }
@@ -134,6 +141,9 @@ impl TrainableModel {
         let source = ModelSource::open(&trained.model)?;
         let mut config = Config::read(&source)?;
         check_family(&config, trained.class)?;
+        if trained.targets.iter().any(|name| name == EXPERTS) {
+            check_experts(&config)?;
+        }
         let layers = config.layers.len();
         let adapted = trained.layers.unwrap_or(layers);
         if adapted == 0 || adapted > layers {
@@ -191,6 +201,7 @@ impl TrainableModel {
             method: trained.method,
             balance: trained.balance,
             kept_bytes: kept_bytes(machine::available().map(|free| free.0)),
+            ranks: None,
             mlx: spec.map(|spec| (spec, OnceLock::new())),
         })
     }
@@ -289,9 +300,10 @@ impl TrainableModel {
         own.copied().collect()
     }
 
-    fn cpu(&self, dropout: Option<Dropout>) -> Cpu<'_> {
+    pub(crate) fn cpu(&self, dropout: Option<Dropout>) -> Cpu<'_> {
         Cpu {
             balance: 0.0,
+            judged: 1,
             kernels: &self.kernels,
             config: &self.config,
             weights: &self.weights,
@@ -306,7 +318,7 @@ impl TrainableModel {
         params: &[f32],
         (layer, rows, x): (usize, &LeafRows, &[f32]),
         chance: Option<Dropout>,
-    ) -> Result<(Vec<f32>, Option<Activations>), Error> {
+    ) -> Result<(Vec<f32>, Option<LayerKept>), Error> {
         if let Some(mlx) = self.mlx()? {
             let engine = OnMlx {
                 mlx,
@@ -318,17 +330,20 @@ impl TrainableModel {
         Ok((y, Some(kept)))
     }
 
-    /// The head and its loss: see [`Cpu::head`].
+    /// The head and its loss: see [`Cpu::head_rows`].
     fn head(
         &self,
         params: [&[f32]; 2],
-        (x, targets): (&[f32], &[Option<u32>]),
+        (rows, x, targets): (&LeafRows, &[f32], &[Option<u32>]),
         weight: f32,
         grads: Option<[&mut [f32]; 2]>,
     ) -> Result<(f64, Vec<f32>), Error> {
         match self.mlx()? {
             Some(mlx) => mlx.head(params, x, targets, weight, grads),
-            None => Ok(self.cpu(None).head(params, x, targets, weight, grads)),
+            None => {
+                let cpu = self.cpu(None);
+                cpu.head_rows(params, rows, (x, targets), weight, grads)
+            }
         }
     }
 
@@ -342,24 +357,37 @@ impl TrainableModel {
         Ok([norm.as_slice(), values.part(self.parts().head())?])
     }
 
+    /// The rows of a leaf.
+    pub(crate) fn rows(&self, leaf: &Leaf) -> LeafRows {
+        let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
+        // A delta net's state goes from row to row, and MLX has the whole leaf.
+        let is_cut = self.mlx.is_none() && !self.config.layers.iter().any(is_net);
+        let ranks = self.ranks.clone();
+        let (lengths, targets) = (leaf.lengths.clone(), &leaf.targets);
+        LeafRows::new(lengths, targets, &self.config.ropes, (is_cut, ranks))
+    }
+
+    /// Has the rows of each leaf cut over ranks, or no longer.
+    pub(crate) fn cut_rows(&mut self, ranks: Option<RowSeat>) {
+        self.ranks = ranks.map(Arc::new);
+    }
+
     /// Leaves through the stage's layers, without anything for a backward pass: (T, C) of each
     /// behind the last one. `x` of a leaf is what the stage before gave.
     pub(crate) fn forward(
         &self,
         values: &mut dyn PartValues,
-        leaves: &[(&Leaf, Option<Dropout>)],
+        (leaves, rows): (&[(&Leaf, Option<Dropout>)], &[LeafRows]),
         x: StageInputs,
     ) -> Result<Vec<Vec<f32>>, Error> {
         let table = values.part(0)?;
-        let enter = |((leaf, _), x): (&(&Leaf, _), Option<Vec<f32>>)| {
-            x.unwrap_or_else(|| self.cpu(None).embed(table, &leaf.tokens))
+        let enter = |(((leaf, _), rows), x): ((&(&Leaf, _), _), Option<Vec<f32>>)| {
+            x.unwrap_or_else(|| self.cpu(None).embed(table, &own_tokens(leaf, rows)))
         };
-        let mut all: Vec<Vec<f32>> = leaves.iter().zip(x).map(enter).collect();
-        let rows = |(leaf, _): &(&Leaf, _)| LeafRows::new(leaf.lengths.clone(), &self.config.ropes);
-        let rows: Vec<LeafRows> = leaves.iter().map(rows).collect();
+        let mut all: Vec<Vec<f32>> = leaves.iter().zip(rows).zip(x).map(enter).collect();
         for (part, layer) in (1..).zip(self.weights.numbers()) {
             let params = values.part(part)?;
-            for ((x, rows), (_, chance)) in all.iter_mut().zip(&rows).zip(leaves) {
+            for ((x, rows), (_, chance)) in all.iter_mut().zip(rows).zip(leaves) {
                 *x = self.layer(params, (layer, rows, x), *chance)?.0;
             }
         }
@@ -383,14 +411,15 @@ impl TrainableModel {
         x: StageInputs,
     ) -> Result<Vec<f64>, Error> {
         let with: Vec<_> = leaves.iter().map(|leaf| (*leaf, None)).collect();
-        let all = self.forward(values, &with, x)?;
+        let rows: Vec<LeafRows> = leaves.iter().map(|leaf| self.rows(leaf)).collect();
+        let all = self.forward(values, (&with, &rows), x)?;
         let mut norm = Vec::new();
         let params = self.head_values(values, &mut norm)?;
-        let loss = |(x, leaf): (&Vec<f32>, &&Leaf)| {
-            let at = (x.as_slice(), leaf.targets.as_slice());
+        let loss = |((x, rows), leaf): ((&Vec<f32>, &LeafRows), &&Leaf)| {
+            let at = (rows, x.as_slice(), leaf.targets.as_slice());
             Ok(self.head(params, at, 1.0, None)?.0)
         };
-        all.iter().zip(leaves).map(loss).collect()
+        all.iter().zip(&rows).zip(leaves).map(loss).collect()
     }
 
     /// All values, in this process.
@@ -408,18 +437,28 @@ impl TrainableModel {
         share: usize,
     ) -> Result<Vec<Pass>, Error> {
         let table = values.part(0)?;
-        let begin = |((leaf, chance), x): (&(&Leaf, _), Option<Vec<f32>>)| Pass {
-            rows: LeafRows::new(leaf.lengths.clone(), &self.config.ropes),
-            tokens: leaf.tokens.clone(),
-            chance: *chance,
-            balance: 0.0,
-            inputs: Vec::with_capacity(self.weights.layers.len()),
-            kept: Vec::with_capacity(self.weights.layers.len()),
-            x: x.unwrap_or_else(|| self.cpu(None).embed(table, &leaf.tokens)),
+        let begin = |((leaf, chance), x): (&(&Leaf, _), Option<Vec<f32>>)| {
+            let rows = self.rows(leaf);
+            let tokens = own_tokens(leaf, &rows);
+            Pass {
+                chance: *chance,
+                judged: 1,
+                inputs: Vec::with_capacity(self.weights.layers.len()),
+                kept: Vec::with_capacity(self.weights.layers.len()),
+                x: x.unwrap_or_else(|| self.cpu(None).embed(table, &tokens)),
+                rows,
+                tokens,
+            }
         };
         let mut passes: Vec<Pass> = leaves.iter().zip(x).map(begin).collect();
         let tokens = passes.iter().map(|pass| pass.rows.tokens()).sum();
-        let keep = self.kept_bytes / share / layer_bytes(&self.config, tokens).max(1);
+        // Ranks that compute a layer again do so together.
+        let most = match &self.ranks {
+            Some(seat) => kept_bytes(None) * seat.of,
+            None => self.kept_bytes,
+        };
+        let keep =
+            most / share / layer_bytes(self.config.width, &self.config.layers, tokens).max(1);
         let numbers = self.weights.numbers();
         for (part, layer) in (1..).zip(numbers.clone()) {
             let params = values.part(part)?;
@@ -452,20 +491,14 @@ impl TrainableModel {
         let mut losses = Vec::with_capacity(passes.len());
         for (pass, (leaf, _)) in passes.iter_mut().zip(leaves) {
             let [norm, head] = &mut grads;
-            let at = (pass.x.as_slice(), leaf.targets.as_slice());
+            let at = (&pass.rows, pass.x.as_slice(), leaf.targets.as_slice());
             let (loss, d) = self.head(params, at, weight, Some([norm, head]))?;
-            pass.balance = self.balance_of(leaf, judged);
-            pass.x = d;
+            (pass.judged, pass.x) = (judged, d);
             losses.push(loss);
             done([norm, head]);
             grads.iter_mut().for_each(|grads| grads.fill(0.0));
         }
         Ok(losses)
-    }
-
-    /// The part of a leaf in the routers' auxiliary loss of a step: that of its judged tokens.
-    fn balance_of(&self, leaf: &Leaf, judged: u64) -> f32 {
-        self.balance * leaf.judged() as f32 / judged as f32
     }
 
     /// Goes one layer back, the last one first, whose values are `params`.
@@ -482,9 +515,12 @@ impl TrainableModel {
             pass.x = match self.mlx()? {
                 Some(mlx) => OnMlx { mlx, dropout }.backward(params, at, None, &pass.x, grads)?,
                 None => {
-                    let balance = pass.balance;
-                    let cpu = self.cpu(dropout);
-                    Cpu { balance, ..cpu }.backward(params, at, kept, &pass.x, grads)?
+                    let cpu = Cpu {
+                        balance: self.balance,
+                        judged: pass.judged,
+                        ..self.cpu(dropout)
+                    };
+                    cpu.backward(params, at, kept, &pass.x, grads)?
                 }
             };
         }
@@ -492,10 +528,12 @@ impl TrainableModel {
     }
 
     /// Adds the gradient of the tokens' rows, in the first stage.
-    pub(crate) fn bottom(&self, pass: &Pass, grads: &mut [f32]) {
-        if self.stage.is_first() {
-            self.cpu(None).embed_back(&pass.tokens, &pass.x, grads);
+    pub(crate) fn bottom(&self, pass: &Pass, grads: &mut [f32]) -> Result<(), Error> {
+        if !self.stage.is_first() {
+            return Ok(());
         }
+        let at = (pass.tokens.as_slice(), pass.x.as_slice());
+        self.cpu(None).embed_rows_back(&pass.rows, at, grads)
     }
 
     /// A leaf back through a stage: its loss in the last stage; the pass has the gradient at its
@@ -509,8 +547,7 @@ impl TrainableModel {
     ) -> Result<f64, Error> {
         let (parts, mut loss) = (self.parts(), 0.0);
         if let Some(dy) = dy {
-            pass.x = dy;
-            pass.balance = self.balance_of(leaf, judged);
+            (pass.judged, pass.x) = (judged, dy);
         } else {
             let mut add = |own: [&[f32]; 2]| {
                 for (part, own) in [parts.norm(), parts.head()].into_iter().zip(own) {
@@ -524,7 +561,7 @@ impl TrainableModel {
             let own = &mut grads[parts.gradients[part].clone()];
             self.down(values.part(part)?, pass, own)?;
         }
-        self.bottom(pass, &mut grads[parts.gradients[0].clone()]);
+        self.bottom(pass, &mut grads[parts.gradients[0].clone()])?;
         Ok(loss)
     }
 
@@ -549,20 +586,17 @@ impl TrainableModel {
     }
 }
 
+/// Tokens of the rows that are here.
+fn own_tokens(leaf: &Leaf, rows: &LeafRows) -> Vec<u32> {
+    let own = rows.own_rows();
+    own.flat_map(|rows| &leaf.tokens[rows]).copied().collect()
+}
+
 /// Bytes of inputs of layers of all leaves that go layer by layer together.
 const INPUT_BYTES: usize = 1 << 30;
 
-fn option<T>(option: &'static str, got: impl ToString, expected: String) -> Result<T, Error> {
-    let got = got.to_string();
-    Err(Error::Option {
-        option,
-        got,
-        expected,
-    })
-}
-
 /// Bytes that a layer's activations take.
-pub(crate) fn layer_bytes(config: &Config, tokens: usize) -> usize {
+pub(crate) fn layer_bytes(width: usize, layers: &[LayerShape], tokens: usize) -> usize {
     let of = |l: &LayerShape| {
         let heads = match l.latent {
             None if matches!(l.cache, LayerCache::Delta(_)) => {
@@ -577,98 +611,11 @@ pub(crate) fn layer_bytes(config: &Config, tokens: usize) -> usize {
         let ffn = match l.experts {
             None => 3 * l.ffn,
             Some(of) => {
-                let shared = 3 * of.shared + usize::from(of.shared > 0) * 2 * config.width;
-                2 * of.count + of.used * (3 * of.width + 2 * config.width) + shared
+                let shared = 3 * of.shared + usize::from(of.shared > 0) * 2 * width;
+                2 * of.count + of.used * (3 * of.width + 2 * width) + shared
             }
         };
-        heads + ffn + 5 * config.width
+        heads + ffn + 5 * width
     };
-    config.layers.iter().map(of).max().unwrap_or(0) * tokens * size_of::<f32>()
-}
-
-impl Trained {
-    fn check(&self) -> Result<(), Error> {
-        if !(self.balance.is_finite() && self.balance >= 0.0) {
-            return option("--router-aux", self.balance, "0 or more".to_owned());
-        }
-        if self.method == Method::Full {
-            return Ok(());
-        }
-        let Lora { rank, alpha } = self.lora;
-        if rank == 0 || rank > 1024 {
-            return option("--rank", rank, "1 to 1024".to_owned());
-        }
-        if !(alpha.is_finite() && alpha > 0.0) {
-            return option("--alpha", alpha, "a number above 0".to_owned());
-        }
-        if !(0.0..1.0).contains(&self.dropout) {
-            return option(
-                "--dropout",
-                self.dropout,
-                "0 or more, and below 1".to_owned(),
-            );
-        }
-        let known = |name: &String| TARGETS.iter().any(|(_, _, target)| target == name);
-        let names = TARGETS.map(|(_, _, name)| name).join(", ");
-        match self.targets.iter().find(|name| !known(name)) {
-            Some(bad) => option("--targets", bad, format!("some of {names}")),
-            None if self.targets.is_empty() => {
-                option("--targets", "empty", format!("some of {names}"))
-            }
-            None => Ok(()),
-        }
-    }
-}
-
-/// Families with gradients.
-pub const FAMILIES: [ModelFamily; 11] = [
-    ModelFamily::Llama,
-    ModelFamily::Mixtral,
-    ModelFamily::Qwen2,
-    ModelFamily::Qwen2Moe,
-    ModelFamily::Qwen3,
-    ModelFamily::Qwen3Moe,
-    ModelFamily::Gemma3,
-    ModelFamily::GptOss,
-    ModelFamily::DeepSeek,
-    ModelFamily::Qwen35,
-    ModelFamily::Qwen35Moe,
-];
-
-fn check_family(config: &Config, class: TrainingClass) -> Result<(), Error> {
-    let refused = |why| {
-        let family = format!("{:?}", config.family).to_lowercase();
-        Err(Error::Family { family, why })
-    };
-    if !FAMILIES.contains(&config.family) {
-        let why = "its gradients are to come; llama, mixtral, qwen2, qwen2moe, qwen3, qwen3moe, \
-                   gemma3, gpt-oss, deepseek, qwen35 and qwen35moe have them";
-        return refused(why);
-    }
-    let has_experts = config.layers.iter().any(|layer| layer.experts.is_some());
-    if has_experts && class != TrainingClass::Cpu {
-        return refused("experts have gradients with --class cpu alone");
-    }
-    let latents = || config.layers.iter().filter_map(|layer| layer.latent);
-    if latents().next().is_some() && class != TrainingClass::Cpu {
-        return refused("latent attention has gradients with --class cpu alone");
-    }
-    if latents().any(|latent| latent.selection != Selection::All) {
-        return refused("an indexer chooses the positions that its rows attend to");
-    }
-    if config.bidirectional {
-        return refused("its positions attend to later ones");
-    }
-    if config.ropes.iter().any(|rope| rope.long.is_some()) {
-        return refused("its rotations depend on the served context");
-    }
-    let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
-    if config.layers.iter().any(is_net) && class != TrainingClass::Cpu {
-        return refused("gated delta nets have gradients with --class cpu alone");
-    }
-    let rows = |layer: &LayerShape| layer.cache == LayerCache::Rows || is_net(layer);
-    if !config.layers.iter().all(rows) {
-        return refused("it has layers without keys and values of their own");
-    }
-    Ok(())
+    layers.iter().map(of).max().unwrap_or(0) * tokens * size_of::<f32>()
 }

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use paceline_model::adapter::files::{Adapter, Form, base_name, tensors};
+use paceline_model::{LayerCache, LayerShape};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -24,6 +25,7 @@ use crate::net::{Leaf, TrainableModel, Trained};
 use crate::optimiser::{Optimiser, OptimiserOptions};
 use crate::options::RunOptions;
 use crate::order::ExampleOrder;
+use crate::report::{Report, TrainingProgress};
 use crate::stage::ModelStage;
 use crate::weights::Method;
 use crate::workers::TrainingWorkers;
@@ -54,99 +56,6 @@ pub struct TrainingJob {
     pub epochs: Option<u64>,
     /// The rule of updates.
     pub optimiser: OptimiserOptions,
-}
-
-/// Events of a run.
-#[derive(Clone, Debug, PartialEq)]
-pub enum TrainingProgress {
-    /// Everything is read, and the next step is this, from 0.
-    Begun {
-        /// Steps that were done before.
-        step: u64,
-        /// Steps of the whole run.
-        steps: u64,
-        examples: usize,
-        /// Rows that they are put into.
-        rows: usize,
-        /// Examples that were cut to the longest length.
-        cut: usize,
-        /// Examples of text with names of control tokens.
-        rendered: usize,
-        /// Numbers that are trained.
-        numbers: usize,
-    },
-    /// The held-out data was evaluated before the first step.
-    HeldOut {
-        /// Negative log likelihood of a token.
-        loss: f64,
-    },
-    /// A step is done.
-    Step(Measured),
-    /// A note about the engine, sent once.
-    Note { line: String },
-    /// A worker was lost, and its leaves are computed by others.
-    Lost {
-        /// Reason for the loss.
-        why: String,
-    },
-}
-
-/// Results of a run.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Report {
-    /// Steps that are done.
-    pub steps: u64,
-    /// Loss of the first step of all and of the last.
-    pub loss: [f64; 2],
-    /// Held-out loss before the first step of all, by the metrics.
-    pub val_loss_before: Option<f64>,
-    /// Held-out loss at the end.
-    pub val_loss: Option<f64>,
-    /// SHA-256 of values and moments.
-    pub digest: String,
-    /// Workers that were lost.
-    pub lost: u32,
-    /// Examples of text with names of control tokens, also of what is held out.
-    pub rendered: usize,
-    /// Files of the result.
-    pub files: Vec<PathBuf>,
-}
-
-/// Execution of a run, and its output.
-#[derive(Clone, Copy, Debug)]
-pub struct RunInfo<'a> {
-    /// Folder of the result.
-    pub output: &'a Path,
-    /// Arithmetic.
-    pub class: TrainingClass,
-    /// Worker processes.
-    pub nodes: usize,
-    /// Stages that the model was cut into.
-    pub stages: u32,
-    /// Threads of each node; those of other machines are not known.
-    pub threads: Option<usize>,
-}
-
-impl Report {
-    /// The report as one object.
-    pub fn json(&self, about: &RunInfo<'_>) -> serde_json::Value {
-        json!({
-            "output": about.output,
-            "class": about.class.name(),
-            "steps": self.steps,
-            "first_loss": self.loss[0],
-            "loss": self.loss[1],
-            "first_val_loss": self.val_loss_before,
-            "val_loss": self.val_loss,
-            "digest": self.digest,
-            "nodes": about.nodes,
-            "stages": about.stages,
-            "threads": about.threads,
-            "lost": self.lost,
-            "rendered": self.rendered,
-            "files": self.files,
-        })
-    }
 }
 
 /// A job that was read: its model, its data and its order.
@@ -345,6 +254,27 @@ impl TrainingRun {
     /// Tokens of a step that the loss covers.
     pub(crate) fn judged(&self, step: u64) -> u64 {
         self.examples.judged(&self.order.step(step))
+    }
+
+    /// Whether the rows of leaves can be cut over workers.
+    ///
+    /// # Errors
+    /// [`Error::Option`] with the reason against it.
+    pub(crate) fn check_cut_rows(&self) -> Result<(), Error> {
+        let (class, config) = (self.job.trained.class, self.net.config());
+        let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
+        let expected = if class != TrainingClass::Cpu {
+            "state or all: MLX computes whole rows"
+        } else if config.layers.iter().any(is_net) {
+            "state or all: states of delta nets go from token to token"
+        } else {
+            return Ok(());
+        };
+        Err(Error::Option {
+            option: "--shard",
+            got: "rows".to_owned(),
+            expected: expected.to_owned(),
+        })
     }
 
     /// Rows that are held out.

@@ -28,7 +28,7 @@ pub(crate) use link::{GroupPlan, Link, Pending, SecretKey, listen};
 pub(crate) use rank::RankWorker;
 pub(crate) use state::{ShardFile, share};
 
-/// Parts of a training's memory that the ranks of a group share out among them.
+/// Parts of a training that the ranks of a group share out among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Sharding {
@@ -36,6 +36,8 @@ pub enum Sharding {
     State,
     /// Values too: ZeRO's stage 3. They are gathered layer by layer.
     All,
+    /// No state, but the rows of every leaf: see [`rows`](crate::rows).
+    Rows,
 }
 
 /// A rank of a sharded training.

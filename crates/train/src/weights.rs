@@ -44,7 +44,12 @@ pub enum Method {
     Full,
 }
 
-/// Names of the matrices that a text means: `all`, `attention`, or names with commas between.
+/// The target that is all matrices of routed and shared experts. Their adapters are served in a
+/// copy of the model, so they are adapted on request alone.
+pub(crate) const EXPERTS: &str = "experts";
+
+/// Names of the matrices that a text means: `all`, `attention`, `all,experts`, or other names with
+/// commas between.
 pub fn targets(text: &str) -> Vec<String> {
     let of_block = |wanted: &'static [&'static str]| {
         let all = TARGETS
@@ -55,10 +60,13 @@ pub fn targets(text: &str) -> Vec<String> {
     match text {
         "all" => of_block(&["self_attn", "mlp"]),
         "attention" => of_block(&["self_attn"]),
-        names => names
-            .split(',')
-            .map(|name| name.trim().to_owned())
-            .collect(),
+        names => {
+            let each = names.split(',').map(|name| match name.trim() {
+                group @ ("all" | "attention") => targets(group),
+                name => Vec::from([name.to_owned()]),
+            });
+            each.flatten().collect()
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! The parent is a [`TrainingWorkers`](crate::Crew). Values and gradients are exchanged as files in
 //! the run's folder, messages over the control channel.
 
+mod rows;
 mod stage;
 
 use std::convert::Infallible;
@@ -19,7 +20,7 @@ use crate::class::Means;
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
 use crate::run::TrainingRun;
-use crate::shard::RankWorker;
+use crate::shard::{RankWorker, Sharding};
 use crate::workers::{compute, publish};
 use stage::StageWorker;
 
@@ -83,7 +84,7 @@ fn work<M: Into<Means>>(
         notes: run.net.notes().to_vec(),
     })?;
     *is_ready = true;
-    if let Some(role) = shard {
+    if let Some(role) = shard.filter(|role| role.sharding != Sharding::Rows) {
         let activity = watched(channel)?;
         let mut worker = RankWorker::new((channel, &activity), run, exchange, role);
         loop {
@@ -92,7 +93,7 @@ fn work<M: Into<Means>>(
             }
         }
     }
-    if stage.of > 1 {
+    if stage.of > 1 || shard.is_some() {
         let activity = watched(channel)?;
         let mut worker = StageWorker::new((channel, &activity), run, exchange);
         loop {
@@ -116,7 +117,7 @@ fn work<M: Into<Means>>(
     }
 }
 
-/// The activity of a rank, which is watched from now on: the parent is told when it hangs.
+/// The activity of a rank, which is watched from now on: the parent gets a message when it hangs.
 fn watched(channel: &Arc<RunChannel>) -> Result<Arc<Activity>, Error> {
     let (activity, channel) = (Arc::<Activity>::default(), Arc::clone(channel));
     let tell = move |limit_s| drop(channel.send(&FromWorker::Hangs { limit_s }));

@@ -28,7 +28,8 @@ use crate::checkpoint::{self, Checkpoint};
 use crate::error::Error;
 use crate::hashed::Hashed;
 use crate::messages::{FromWorker, ToWorker};
-use crate::run::{TrainingJob, TrainingProgress, TrainingRun};
+use crate::report::TrainingProgress;
+use crate::run::{TrainingJob, TrainingRun};
 use crate::shard::Sharding;
 use crate::stage::ModelStage;
 use compute::alone;
@@ -117,6 +118,9 @@ impl TrainingWorkers {
             });
         }
         let sharding = processes.sharding;
+        if sharding == Some(Sharding::Rows) {
+            run.check_cut_rows()?;
+        }
         let has_group = sharding.is_some() || stages > 1;
         let group = has_group.then(|| RankGroup::new(run, sharding, count));
         let exchange = processes.exchange;
@@ -187,8 +191,8 @@ impl TrainingWorkers {
     /// The workers of a sharded run, whose values are theirs.
     pub(crate) fn sharded(&mut self) -> Option<ShardedRanks<'_>> {
         let team = self.team.as_mut()?;
-        team.role(0)?;
-        Some(ShardedRanks { team })
+        let has_state = team.group.as_ref()?.has_state();
+        has_state.then_some(ShardedRanks { team })
     }
 
     /// The loss and the gradient of a step.
@@ -203,7 +207,7 @@ impl TrainingWorkers {
         let at = At { step, clock };
         match &mut self.team {
             None => alone(run, params, step),
-            Some(team) if team.stages == 1 => team.leaves(run, params, &at, watch),
+            Some(team) if !team.is_line() => team.leaves(run, params, &at, watch),
             Some(team) => team.trained(run, params, &at, watch),
         }
     }
@@ -219,7 +223,7 @@ impl TrainingWorkers {
     ) -> Result<Vec<f64>, Error> {
         let at = At { step, clock };
         match &mut self.team {
-            Some(team) if team.stages > 1 => team.judged(run, params, &at, watch),
+            Some(team) if team.is_line() => team.judged(run, params, &at, watch),
             _ => run.losses(params),
         }
     }
@@ -328,6 +332,12 @@ impl WorkerSet {
             index: rank % self.stages,
             of: self.stages,
         }
+    }
+
+    /// Whether workers exchange leaves directly: stages, or parts of rows.
+    fn is_line(&self) -> bool {
+        let group = self.group.as_ref();
+        group.is_some_and(|group| !group.has_state())
     }
 
     /// Handles an event; returns only what concerns leaves.

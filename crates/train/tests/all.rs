@@ -3,4 +3,5 @@
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
 mod gradients;
+mod ranks;
 mod runs;

@@ -70,7 +70,7 @@ fn worker_args() -> Vec<OsString> {
 }
 
 /// Short lines of letters, whose lengths differ.
-fn data(folder: &Path) -> PathBuf {
+pub(crate) fn data(folder: &Path) -> PathBuf {
     let words = ["turn", "front", "rider", "line", "machine", "wind"];
     let line = |i: usize| {
         let text: Vec<&str> = (0..3 + i % 5).map(|j| words[(i * 7 + j * j) % 6]).collect();
@@ -81,7 +81,7 @@ fn data(folder: &Path) -> PathBuf {
     path
 }
 
-fn job(data: &Path, steps: u64) -> TrainingJob {
+pub(crate) fn job(data: &Path, steps: u64) -> TrainingJob {
     TrainingJob {
         trained: trained("llama-tied", Method::Lora),
         data: data.to_owned(),
@@ -108,20 +108,20 @@ fn job(data: &Path, steps: u64) -> TrainingJob {
 
 /// Workers and stages of a run.
 #[derive(Clone, Copy)]
-struct Where {
-    nodes: usize,
-    stages: usize,
-    sharding: Option<Sharding>,
+pub(crate) struct Where {
+    pub(crate) nodes: usize,
+    pub(crate) stages: usize,
+    pub(crate) sharding: Option<Sharding>,
     /// Whether workers are behind a bridge.
-    far: bool,
+    pub(crate) far: bool,
     /// Whether their command lines have [`MARK_OF_LONG`], so that a test finds its own.
-    marked: bool,
+    pub(crate) marked: bool,
 }
 
 /// A word that `libtest` passes over.
 const MARK_OF_LONG: &str = "--skip=of-the-long-run";
 
-const fn nodes(nodes: usize) -> Where {
+pub(crate) const fn nodes(nodes: usize) -> Where {
     Where {
         nodes,
         stages: 1,
@@ -159,7 +159,7 @@ fn crew(run: &TrainingRun, at: Where, output: &Path) -> Result<TrainingWorkers, 
 }
 
 /// Trains, and collects every progress event together with the workers' ids at the start.
-fn train(
+pub(crate) fn train(
     job: &TrainingJob,
     at: Where,
     output: &Path,
@@ -188,7 +188,7 @@ fn train(
 }
 
 /// The adapter's bytes, or the model's, and the curve without times.
-fn result(output: &Path) -> (Vec<u8>, Vec<String>) {
+pub(crate) fn result(output: &Path) -> (Vec<u8>, Vec<String>) {
     let metrics = read_metrics(&output.join("metrics.jsonl")).unwrap();
     let line = |m: &paceline_train::Measured| {
         format!(
@@ -263,280 +263,41 @@ fn lost_workers_do_not_show() {
     assert!(result(&calm) == result(&rough));
 }
 
-/// A model cut into stages, with one worker killed on its way, and with two workers a stage. All
-/// give the bytes of one process, held-out data included. Left-out inputs and packed rows are the
-/// same everywhere too.
+/// Adapters of routed and shared experts lower the held-out loss, and a model with them in it gives
+/// that loss. A stack of experts is refused by name.
 #[test]
-fn stages_give_the_bytes_of_one_process() {
+fn experts_learn_by_adapters() {
     let folder = tempfile::tempdir().unwrap();
     let data = data(folder.path());
-    let mut job = job(&data, 6);
-    job.trained.dropout = 0.2;
-    job.pack = true;
-    let one = folder.path().join("one");
-    train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
-    for (count, stages, killed) in [(2, 2, None), (3, 3, Some(1)), (4, 2, Some(3)), (2, 1, None)] {
-        let output = folder.path().join(format!("stages-{count}-{stages}"));
-        let at = Where {
-            stages,
-            ..nodes(count)
-        };
-        let hear = |progress: &TrainingProgress, ids: &[u32]| {
-            if let (TrainingProgress::Step(m), Some(rank)) = (progress, killed)
-                && m.step == 2
-            {
-                let id = i32::try_from(ids[rank]).unwrap();
-                kill_process(Pid::from_raw(id).unwrap(), Signal::KILL).unwrap();
-            }
-        };
-        let report = train(&job, at, &output, (false, &|| false), hear).unwrap();
-        assert_eq!(report.lost, u32::from(killed.is_some()));
+    let mut job = job(&data, 8);
+    for model in ["qwen2moe-bf16", "mixtral"] {
+        job.trained = trained(model, Method::Lora);
+        job.trained.targets = vec!["experts".to_owned()];
+        let output = folder.path().join(model);
+        let report = train(&job, nodes(1), &output, (false, &|| false), |_, _| {}).unwrap();
+        let [before, after] = [report.val_loss_before, report.val_loss].map(Option::unwrap);
+        assert!(after < before - 0.1, "{model}: {before} {after}");
+        let (adapter, _) = Adapter::read(&output).unwrap();
+        assert!(adapter.has_experts());
+        let (fused, from) = (
+            folder.path().join(format!("{model}-fused")),
+            &job.trained.model,
+        );
+        let kernels = Kernels::new(1).unwrap();
+        fuse::fuse(from, (&adapter, &output), &fused, &kernels).unwrap();
+        let mut again = job.clone();
+        (again.trained.model, again.optimiser.steps) = (fused, 1);
+        let output = folder.path().join(format!("{model}-again"));
+        let again = train(&again, nodes(1), &output, (false, &|| false), |_, _| {}).unwrap();
+        let found = again.val_loss_before.unwrap();
         assert!(
-            result(&one) == result(&output),
-            "{count} workers, {stages} stages"
+            (found - after).abs() < 1e-4 * after,
+            "{model}: {found} {after}"
         );
     }
-    // Experts whose routers have a loss of their own, all weights of them.
-    job.trained = trained("qwen3moe-bf16", Method::Full);
-    (job.trained.balance, job.optimiser.steps) = (0.1, 2);
-    let (one, two) = (folder.path().join("experts"), folder.path().join("stages"));
-    train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
-    let at = Where {
-        stages: 2,
-        ..nodes(2)
-    };
-    train(&job, at, &two, (false, &|| false), |_, _| {}).unwrap();
-    assert!(result(&one) == result(&two), "stages of experts");
-    let at = Where {
-        stages: 9,
-        ..nodes(2)
-    };
-    let output = folder.path().join("too-many");
-    let error = train(&job, at, &output, (false, &|| false), |_, _| {}).unwrap_err();
-    assert!(error.to_string().contains("9 stages"), "{error}");
-}
-
-/// Ranks share out the state, and two of them are killed, also at once. Then a run is stopped and
-/// continued with other numbers of ranks. All give the bytes of one process, and so do stages of a
-/// model with one table.
-#[test]
-fn ranks_with_shards_give_the_bytes_of_one_process() {
-    use Sharding::{All, State};
-    let folder = tempfile::tempdir().unwrap();
-    let data = data(folder.path());
-    /// Ranks, how they share out, and the step and rank of each kill.
-    type Case<'a> = (usize, Sharding, &'a [(u64, usize)]);
-    let cases: [Case<'_>; 5] = [
-        (2, All, &[]),
-        (3, All, &[(4, 0), (4, 1)]),
-        (3, All, &[(2, 1), (4, 0)]),
-        (4, State, &[(1, 3)]),
-        (2, State, &[(1, 0), (3, 1)]),
-    ];
-    let models = [
-        ("llama-tied", Method::Full),
-        ("qwen3moe-bf16", Method::Full),
-        ("llama-tied", Method::Lora),
-    ];
-    for (model, method) in models {
-        let mut job = job(&data, 6);
-        job.trained = trained(model, method);
-        let of = |name: &str| folder.path().join(format!("{model}-{method:?}-{name}"));
-        let one = of("one");
-        let expected = train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
-        let is_same = |output: &Path, report: &Report, about: &str| {
-            assert_eq!(report.digest, expected.digest, "{model} {method:?} {about}");
-            assert!(result(&one) == result(output), "{model} {method:?} {about}");
-        };
-        let ranks = |count: usize, sharding: Sharding| Where {
-            sharding: Some(sharding),
-            ..nodes(count)
-        };
-        for (i, (count, sharding, kills)) in cases.into_iter().enumerate() {
-            let output = of(&i.to_string());
-            let hear = |progress: &TrainingProgress, ids: &[u32]| {
-                let TrainingProgress::Step(m) = progress else {
-                    return;
-                };
-                for (_, rank) in kills.iter().filter(|(step, _)| *step == m.step) {
-                    let id = Pid::from_raw(i32::try_from(ids[*rank]).unwrap()).unwrap();
-                    let _ = kill_process(id, Signal::KILL); // gone, where a step is repeated
-                }
-            };
-            let at = ranks(count, sharding);
-            let report = train(&job, at, &output, (false, &|| false), hear).unwrap();
-            assert_eq!(report.lost as usize, kills.len());
-            is_same(&output, &report, &format!("{count} ranks {sharding:?}"));
-        }
-        let cut = of("cut");
-        for (at, last) in [(ranks(3, All), 2), (ranks(2, State), 4), (nodes(1), 6)] {
-            let asked = Cell::new(0);
-            let stop = || {
-                asked.set(asked.get() + 1);
-                last < 6 && asked.get() > 2
-            };
-            match train(&job, at, &cut, (last > 2, &stop), |_, _| {}) {
-                Err(Error::Stopped { step }) => assert_eq!(step, last + 1),
-                other => is_same(&cut, &other.unwrap(), "cut"),
-            }
-        }
-        let stages = of("stages");
-        let at = Where {
-            stages: 2,
-            ..nodes(2)
-        };
-        let report = train(&job, at, &stages, (false, &|| false), |_, _| {}).unwrap();
-        is_same(&stages, &report, "stages");
-    }
-}
-
-/// A folder with a llama of 30 million numbers, of the tiny one's tokens.
-fn thirty_million(folder: &Path) -> PathBuf {
-    const WIDTH: usize = 384;
-    const FFN: usize = 1024;
-    const LAYERS: usize = 17;
-    let (from, to) = (golden().join("hf/llama-untied-bf16"), folder.join("model"));
-    std::fs::create_dir_all(&to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap() {
-        let path = entry.unwrap().path();
-        if path.extension().is_some_and(|ending| ending == "json") {
-            std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
-        }
-    }
-    let path = to.join("config.json");
-    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    let vocab = config["vocab_size"].as_u64().unwrap() as usize;
-    let sizes = [
-        ("hidden_size", WIDTH),
-        ("intermediate_size", FFN),
-        ("num_hidden_layers", LAYERS),
-        ("num_attention_heads", 6),
-        ("num_key_value_heads", 6),
-        ("head_dim", WIDTH / 6),
-    ];
-    sizes
-        .iter()
-        .for_each(|(name, size)| config[*name] = json!(size));
-    std::fs::write(&path, config.to_string()).unwrap();
-    let square = vec![WIDTH, WIDTH];
-    let (up, down) = (vec![FFN, WIDTH], vec![WIDTH, FFN]);
-    let mut shapes = vec![
-        ("model.embed_tokens".to_owned(), vec![vocab, WIDTH]),
-        ("lm_head".to_owned(), vec![vocab, WIDTH]),
-        ("model.norm".to_owned(), vec![WIDTH]),
-    ];
-    for i in 0..LAYERS {
-        let mut add = |name: &str, shape: &Vec<usize>| {
-            shapes.push((format!("model.layers.{i}.{name}"), shape.clone()));
-        };
-        for name in ["q_proj", "k_proj", "v_proj", "o_proj"] {
-            add(&format!("self_attn.{name}"), &square);
-        }
-        add("mlp.gate_proj", &up);
-        add("mlp.up_proj", &up);
-        add("mlp.down_proj", &down);
-        add("input_layernorm", &vec![WIDTH]);
-        add("post_attention_layernorm", &vec![WIDTH]);
-    }
-    let values = shapes.iter().map(|(name, shape)| {
-        let n: usize = shape.iter().product();
-        let matrix = |i: usize| ((i * 7919 + name.len()) % 2003) as f32 / 40_060.0 - 0.025;
-        let value = |i| if shape.len() == 1 { 1.0 } else { matrix(i) };
-        (0..n).map(value).collect::<Vec<f32>>()
-    });
-    let values: Vec<Vec<f32>> = values.collect();
-    let names: Vec<String> = shapes
-        .iter()
-        .map(|(name, _)| format!("{name}.weight"))
-        .collect();
-    let all = names.iter().zip(&shapes).zip(&values);
-    let all = all.map(|((name, (_, shape)), values)| (name.as_str(), &shape[..], &values[..]));
-    let all: Vec<(&str, &[usize], &[f32])> = all.collect();
-    tensors::write(&to.join("model.safetensors"), &all).unwrap();
-    to
-}
-
-/// 30 million numbers over 1 to 4 ranks, with two kills: one result, and at most 1.35 of the bytes
-/// of ZeRO's formula. Prints the memory of a rank as well.
-#[test]
-fn thirty_million_numbers_over_ranks_have_one_result() {
-    if !testing::long() {
-        return eprintln!("SKIPPED 30 million numbers (its time): PACELINE_TEST_LONG is not set");
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let mut job = job(&data(folder.path()), 4);
-    job.trained = trained("llama-tied", Method::Full);
-    job.trained.model = thirty_million(folder.path());
-    (job.valid, job.batch, job.leaf) = (None, 8, 1);
-    job.optimiser.lr = 1e-3;
-    let mut first: Option<(String, Vec<u8>, u64)> = None;
-    for count in [1, 2, 3, 4] {
-        let output = folder.path().join(count.to_string());
-        let at = Where {
-            sharding: (count > 1).then_some(Sharding::All),
-            ..nodes(count)
-        };
-        let hear = |progress: &TrainingProgress, ids: &[u32]| {
-            if let TrainingProgress::Step(m) = progress
-                && count > 1
-                && m.step % 2 == 1
-            {
-                let rank = m.step as usize % count;
-                let id = Pid::from_raw(i32::try_from(ids[rank]).unwrap()).unwrap();
-                let _ = kill_process(id, Signal::KILL);
-            }
-        };
-        let report = train(&job, at, &output, (false, &|| false), hear).unwrap();
-        let metrics = read_metrics(&output.join("metrics.jsonl")).unwrap();
-        let memory = metrics.iter().filter_map(|m| m.memory_bytes).max().unwrap();
-        let sent = metrics.iter().filter_map(|m| m.sent_bytes).max();
-        let net = TrainableModel::load(&job.trained, Kernels::new(1).unwrap()).unwrap();
-        let numbers = net.layout().len();
-        let formula = 12.0 * numbers as f64 * (count - 1) as f64 / count as f64;
-        let share = sent.unwrap_or(0) as f64 / formula.max(1.0);
-        let written = result(&output).0;
-        let of_one = first.get_or_insert((report.digest.clone(), written.clone(), memory));
-        let of_memory = memory as f64 / of_one.2 as f64;
-        let lost = report.lost;
-        eprintln!(
-            "{count} ranks, {numbers} numbers: {} MiB, {of_memory:.3} of one process; {share:.3} \
-             of ZeRO's bytes; {lost} lost; {}",
-            memory >> 20,
-            report.digest
-        );
-        assert_eq!(of_one.0, report.digest, "{count} ranks");
-        assert!(of_one.1 == written, "{count} ranks");
-        // Leaves of three ranks are no subtrees, so each sends several roots.
-        assert!(count == 3 || share <= 1.35, "{count} ranks: {share}");
-    }
-}
-
-/// Workers behind a bridge, which have neither model nor data: all of it is sent, and the bytes are
-/// those of one process.
-#[test]
-fn workers_elsewhere_give_the_bytes_of_one_process() {
-    let folder = tempfile::tempdir().unwrap();
-    let data = data(folder.path());
-    let job = job(&data, 4);
-    let (one, far) = (folder.path().join("one"), folder.path().join("far"));
-    train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
-    for (stages, sharding) in [(1, None), (2, None), (1, Some(Sharding::State))] {
-        let at = Where {
-            stages,
-            sharding,
-            far: true,
-            ..nodes(2)
-        };
-        let output = far.join(format!("{stages}-{sharding:?}"));
-        let report = train(&job, at, &output, (false, &|| false), |_, _| {}).unwrap();
-        assert_eq!(report.lost, 0);
-        assert!(
-            result(&one) == result(&output),
-            "{stages} stages {sharding:?}"
-        );
-    }
-    let events = std::fs::read_dir(one.join("tensorboard")).unwrap().count();
-    assert_eq!(events, 1);
+    job.trained.model = golden().join("hf/gpt-oss-bf16");
+    let error = TrainingRun::open(&job, Kernels::new(1).unwrap(), true).unwrap_err();
+    assert!(error.to_string().contains("not gpt-oss"), "{error}");
 }
 
 /// The number of steps that see every row twice.

@@ -11,9 +11,6 @@ pub(crate) enum Error {
     /// Several clusters without `--compare`.
     #[error("{0} clusters are given, a plan is for one")]
     Clusters(usize),
-    /// Planning a training needs the model's files.
-    #[error("{0} is neither a file nor in the store, and a training is planned by a model's files")]
-    NoFiles(String),
     /// A training that does not fit memory.
     #[error("this training needs {needs} on {machine}, which has {has}")]
     TrainingTooLarge {
@@ -37,7 +34,6 @@ pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
             return changes.clone();
         }
         return vec![match error {
-            Error::NoFiles(_) => "fetch the model with `paceline pull`".to_owned(),
             Error::TrainingTooLarge { .. } => "no single change of the plan is enough".to_owned(),
             Error::Clusters(_) => "--compare puts them side by side".to_owned(),
         }];

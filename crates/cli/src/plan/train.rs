@@ -5,9 +5,13 @@ use std::path::Path;
 use paceline_base::Bytes;
 use paceline_board::trainings::{json, of_cluster, report, this_machine, told};
 use paceline_model::adapter::files::TARGETS;
-use paceline_model::{Config, ModelSource, Role};
-use paceline_plan::Catalogue;
-use paceline_train::{Lora, Method, TrainingSpec, changes, forecast, too_small};
+use paceline_model::{
+    Config, DeltaNet, Experts, Gating, HeadOrder, Latent, LayerCache, LayerShape, ModelSource,
+    Role, Selection,
+};
+use paceline_plan::catalogue::{Catalogue, ModelEntry};
+use paceline_tensor::StateRule;
+use paceline_train::{Lora, Method, TrainedShape, TrainingSpec, changes, forecast, too_small};
 
 use super::{Error, local_path};
 use crate::load;
@@ -76,7 +80,8 @@ pub(super) fn run(
     (args, cluster): (&TrainPlan, &[String]),
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let path = local_path(model).ok_or_else(|| Error::NoFiles(model.to_owned()))?;
+    let mut catalogue = Catalogue::builtin()?;
+    let sizes = sizes(model, &catalogue)?;
     let (machines, link) = match cluster {
         [] => {
             let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -84,13 +89,11 @@ pub(super) fn run(
             let machine = this_machine(&kernels, args.watts, args.nodes.max(1));
             (vec![machine], None)
         }
-        [one] => of_cluster(&super::cluster(one, &mut Catalogue::builtin()?)?),
+        [one] => of_cluster(&super::cluster(one, &mut catalogue)?),
         several => return Err(Error::Clusters(several.len()).into()),
     };
     let nodes: usize = machines.iter().map(|machine| machine.processes).sum();
     let stages = args.stages.clamp(1, nodes);
-    let source = ModelSource::open(Path::new(&path))?;
-    let config = Config::read(&source)?;
     let targets = TARGETS.map(|(_, _, name)| name.to_owned());
     let plan = TrainingSpec {
         method: args.method,
@@ -99,18 +102,18 @@ pub(super) fn run(
             alpha: 2.0 * args.rank as f32,
         },
         targets: &targets,
-        file_bytes: source.file_bytes().0,
-        tied: is_tied(&source, &config)?,
+        file_bytes: sizes.file_bytes,
+        tied: sizes.is_tied,
         tokens: args.row,
         leaves: args.batch,
         nodes,
         stages,
         sharding: args.shard.map(|shard| shard.for_method(args.method)),
     };
-    let said = forecast(&config, &plan, &machines, (link, args.kwh_usd));
-    let lacking = too_small(&config, &plan, &machines);
+    let said = forecast(&sizes.shape, &plan, &machines, (link, args.kwh_usd));
+    let lacking = too_small(&sizes.shape, &plan, &machines);
     if as_json {
-        let would_fit = lacking.map(|_| told(&changes(&config, &plan, &machines)));
+        let would_fit = lacking.map(|_| told(&changes(&sizes.shape, &plan, &machines)));
         let facts = json(&said, &machines, args.steps, would_fit);
         return print(&facts.to_string());
     }
@@ -119,16 +122,125 @@ pub(super) fn run(
             machine: machines[machine].name.clone(),
             needs: Bytes(needs),
             has: Bytes(has),
-            changes: told(&changes(&config, &plan, &machines)),
+            changes: told(&changes(&sizes.shape, &plan, &machines)),
         }
         .into());
     }
     print(&report(&said, args.batch * args.row, args.steps, nodes))
 }
 
-fn is_tied(source: &ModelSource, config: &Config) -> anyhow::Result<bool> {
-    Ok(match config.tied {
+/// The sizes of a model.
+struct ModelSizes {
+    shape: TrainedShape,
+    file_bytes: u64,
+    is_tied: bool,
+}
+
+/// The sizes of a model that is here, else of one of the catalogue.
+fn sizes(model: &str, catalogue: &Catalogue) -> anyhow::Result<ModelSizes> {
+    let Some(path) = local_path(model) else {
+        let entry = catalogue.model(model)?;
+        return Ok(of_catalogue(entry));
+    };
+    let source = ModelSource::open(Path::new(&path))?;
+    let config = Config::read(&source)?;
+    let is_tied = match config.tied {
         Some(tied) => tied,
         None => source.opt_weight(config.family, Role::Output)?.is_none(),
+    };
+    Ok(ModelSizes {
+        shape: (&config).into(),
+        file_bytes: source.file_bytes().0,
+        is_tied,
     })
+}
+
+/// Bits of a weight where the catalogue tells none.
+const BITS: f64 = 16.0;
+
+/// The sizes of a model by its entry. Layers of a kind stand one after the other: their order has
+/// no part in a forecast.
+fn of_catalogue(entry: &ModelEntry) -> ModelSizes {
+    let layer = |i: u32| {
+        let has_experts = entry.experts > 0 && i >= entry.first_dense_layers;
+        let mut layer = plain_layer(entry);
+        layer.experts = has_experts.then(|| experts(entry));
+        layer.latent = (entry.kv_lora_rank > 0).then(|| latent(entry));
+        if i < entry.linear_layers {
+            layer.cache = LayerCache::Delta(DeltaNet {
+                taps: 4,
+                order: HeadOrder::Grouped,
+                rule: StateRule::Difference,
+            });
+            layer.heads = entry.linear_num_value_heads as usize;
+            layer.kv_heads = entry.linear_num_key_heads as usize;
+            layer.head_dim = entry.linear_head_dim as usize;
+            layer.value_dim = entry.linear_head_dim as usize;
+        }
+        layer
+    };
+    let shape = TrainedShape {
+        width: entry.hidden as usize,
+        vocab: entry.vocab as usize,
+        layers: (0..entry.layers).map(layer).collect(),
+    };
+    let numbers = shape.numbers(entry.tied_embeddings) as f64;
+    ModelSizes {
+        shape,
+        file_bytes: (numbers * entry.bits.unwrap_or(BITS) / 8.0) as u64,
+        is_tied: entry.tied_embeddings,
+    }
+}
+
+/// A layer with attention and a dense feed-forward.
+fn plain_layer(entry: &ModelEntry) -> LayerShape {
+    LayerShape {
+        cache: LayerCache::Rows,
+        window: None,
+        rope: 0,
+        heads: entry.heads as usize,
+        kv_heads: entry.kv_heads as usize,
+        head_dim: entry.head_dim as usize,
+        value_dim: entry.head_dim as usize,
+        query_scale: 1.0,
+        gated: false,
+        ffn: entry.ffn as usize,
+        gate_cutoff: None,
+        experts: None,
+        latent: None,
+        pooled: None,
+        dense_beside: false,
+        value_norm: false,
+        keys_as_values: false,
+    }
+}
+
+fn experts(entry: &ModelEntry) -> Experts {
+    Experts {
+        count: entry.experts as usize,
+        used: entry.active_experts as usize,
+        width: entry.moe_ffn as usize,
+        gating: Gating::Softmax,
+        normalised: true,
+        scale: 1.0,
+        corrected: false,
+        shared: (entry.shared_experts * entry.moe_ffn) as usize,
+        shared_gate: false,
+        clamp: None,
+        groups: None,
+        scaled: false,
+    }
+}
+
+fn latent(entry: &ModelEntry) -> Latent {
+    Latent {
+        query_rank: (entry.q_lora_rank > 0).then_some(entry.q_lora_rank as usize),
+        rank: entry.kv_lora_rank as usize,
+        plain: entry.qk_nope_head_dim as usize,
+        turned: entry.qk_rope_head_dim as usize,
+        value_dim: entry.v_head_dim as usize,
+        norm_eps: 0.0,
+        growth: None,
+        selection: Selection::All,
+    }
 }

@@ -108,7 +108,7 @@ impl Args {
         }
     }
 
-    /// Whether adapters are fused into a copy of the model, as MLX requires.
+    /// Whether adapters are fused into a copy of the model, as MLX and experts require.
     ///
     /// # Errors
     /// An engine and a class that contradict each other.
@@ -117,7 +117,8 @@ impl Args {
             return Ok(false);
         }
         let (engine, class) = (self.engine, self.compute.class);
-        adapter::beside(engine, class, self.split.nodes).map(|beside| !beside)
+        let adapters = self.adapter.iter().map(|tuned| tuned.path.as_path());
+        adapter::beside((engine, class), self.split.nodes, adapters).map(|beside| !beside)
     }
 
     /// Request to load a model. `is_alone`: it is the only one, so that every option is for it.

@@ -14,9 +14,9 @@
 use paceline_model::{DeltaNet, HeadOrder, LayerShape};
 
 use super::{Cpu, KEY, QUERY, VALUE};
-use crate::engine::LeafRows;
 use crate::ops::{self, Norm};
 use crate::pool;
+use crate::rows::LeafRows;
 use crate::weights::{DeltaWeights, LayerWeights, VectorParameter};
 
 /// Added to the sum of squares that queries and keys are divided by: transformers' `l2norm`.
@@ -50,7 +50,7 @@ pub(crate) struct DeltaKept {
 }
 
 /// A head's rows of one sequence: q and k of length 1 (n, D), v (n, E), b and exp(g) (n,).
-struct HeadRows {
+struct DeltaHeads {
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -305,7 +305,7 @@ impl DeltaLayer<'_> {
         (first, n, head): (usize, usize, usize),
         params: &[f32],
         kept: &DeltaKept,
-    ) -> HeadRows {
+    ) -> DeltaHeads {
         let (own, channels) = (self.weights.1, self.channels());
         let (d, e) = (self.shape.head_dim, self.shape.value_dim);
         let active = |t: usize, from: usize, len: usize| {
@@ -324,7 +324,7 @@ impl DeltaLayer<'_> {
         let scale = -ops::exp(own.scale.get(params)[head]);
         let bias = own.bias.get(params)[head];
         let place = |t: usize| (first + t) * self.shape.heads + head;
-        HeadRows {
+        DeltaHeads {
             q: (0..n).flat_map(|t| unit(t, q, factor)).collect(),
             k: (0..n).flat_map(|t| unit(t, k, 1.0)).collect(),
             v: (0..n).flat_map(|t| active(t, v, e)).collect(),
@@ -336,7 +336,7 @@ impl DeltaLayer<'_> {
     }
 
     /// Outputs of a head (n, E). `states` get its state (D, E) behind each row.
-    fn run(&self, rows: &HeadRows, n: usize, mut states: Option<&mut Vec<f32>>) -> Vec<f32> {
+    fn run(&self, rows: &DeltaHeads, n: usize, mut states: Option<&mut Vec<f32>>) -> Vec<f32> {
         let (d, e) = (self.shape.head_dim, self.shape.value_dim);
         let (mut out, mut state) = (vec![0.0; n * e], vec![0.0; d * e]);
         for t in 0..n {
@@ -355,14 +355,14 @@ impl DeltaLayer<'_> {
     }
 
     /// The update by row `t`: b (v - p).
-    fn delta(&self, rows: &HeadRows, t: usize, p: &[f32]) -> Vec<f32> {
+    fn delta(&self, rows: &DeltaHeads, t: usize, p: &[f32]) -> Vec<f32> {
         let e = self.shape.value_dim;
         let v = rows.v[t * e..][..e].iter().zip(p);
         v.map(|(v, p)| rows.b[t] * (v - p)).collect()
     }
 
     /// d read (n, E) -> the gradients of a head's rows.
-    fn run_back(&self, rows: &HeadRows, n: usize, d_out: &[f32]) -> HeadGradients {
+    fn run_back(&self, rows: &DeltaHeads, n: usize, d_out: &[f32]) -> HeadGradients {
         let (d, e) = (self.shape.head_dim, self.shape.value_dim);
         let mut states = Vec::with_capacity(n * d * e);
         self.run(rows, n, Some(&mut states));

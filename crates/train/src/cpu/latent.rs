@@ -14,8 +14,8 @@ use paceline_model::{Latent, LayerShape};
 use paceline_tensor::RopePairs;
 
 use super::{Cpu, KEY, QUERY, VALUE};
-use crate::engine::LeafRows;
 use crate::ops;
+use crate::rows::BlockRows;
 use crate::weights::{LatentWeights, LayerWeights};
 
 /// Values that the forward pass leaves for the backward one.
@@ -27,13 +27,13 @@ pub(crate) struct LatentKept {
     latent: [Vec<f32>; 2],
 }
 
-/// A layer's latent attention over a leaf.
-#[derive(Clone, Copy)]
+/// A layer's latent attention over a block.
+#[derive(Clone)]
 pub(crate) struct LatentLayer<'a> {
     pub(crate) of: Latent,
     pub(crate) shape: LayerShape,
     pub(crate) weights: (&'a LayerWeights, &'a LatentWeights),
-    pub(crate) rows: &'a LeafRows,
+    pub(crate) rows: BlockRows<'a>,
     pub(crate) pairs: RopePairs,
 }
 
@@ -54,7 +54,7 @@ impl Cpu<'_> {
     /// x (T, C) -> q, k (T, H (N + P)), v (T, H V)
     pub(super) fn latent(
         &self,
-        at: LatentLayer<'_>,
+        at: &LatentLayer<'_>,
         params: &[f32],
         x: &[f32],
     ) -> ([Vec<f32>; 3], LatentKept) {
@@ -89,7 +89,7 @@ impl Cpu<'_> {
     /// Gradients of q, k and v -> dx (T, C), at the input `x`.
     pub(super) fn latent_back(
         &self,
-        at: LatentLayer<'_>,
+        at: &LatentLayer<'_>,
         params: &[f32],
         (x, kept): (&[f32], &LatentKept),
         [mut dq, mut dk, dv]: [Vec<f32>; 3],
@@ -135,7 +135,7 @@ impl LatentLayer<'_> {
     /// Rotates the last P elements of every head, or turns them back.
     fn turn(&self, x: &mut [f32], back: bool) {
         let (heads, pairs) = (self.shape.heads, self.of.turned / 2);
-        let angles = &self.rows.angles[self.shape.rope];
+        let (angles, _) = self.rows.angles(self.shape.rope);
         let dim = self.of.query_dim();
         for (row, position) in x.chunks_mut(heads * dim).zip(self.rows.positions()) {
             let angles = &angles[position * pairs..(position + 1) * pairs];

@@ -107,6 +107,8 @@ impl<'a> RankWorker<'a> {
 
     fn listen(&mut self, epoch: u64, open: bool) -> Result<(), Error> {
         self.link = None;
+        // Of the connections and the step that failed: the next ones take memory of their own.
+        machine::give_back_free_memory();
         let (listener, addrs) = listen(open)?;
         self.listener = Some(listener);
         let step = self.state.as_ref().map(|state| state.step);

@@ -10,7 +10,7 @@ use paceline_tensor::{Kernels, RopePairs, storage};
 use paceline_weights::tensor::Tensor;
 
 use super::{
-    ATTENTION, AdapterFactors, DeltaWeights, ExpertWeights, FirstTensor, LatentWeights,
+    ATTENTION, AdapterFactors, DeltaWeights, EXPERTS, ExpertWeights, FirstTensor, LatentWeights,
     LayerWeights, Matrix, MatrixStorage, Method, Parts, StageWeights, VectorParameter,
     delta_channels, sizes, takes_adapter,
 };
@@ -437,10 +437,16 @@ impl WeightLoader<'_> {
         let Role::Layer(layer, part) = role else {
             return None;
         };
-        let nth = TARGETS.iter().position(|(of, _, _)| *of == part)?;
-        let is_target = self.targets.iter().any(|name| name == TARGETS[nth].2);
-        let can = takes_adapter(&self.config.layers[layer], nth) && layer >= self.adapted_from;
-        let is_adapted = self.method != Method::Full && is_target && can;
+        if self.method == Method::Full || layer < self.adapted_from {
+            return None;
+        }
+        let has = |target: &str| self.targets.iter().any(|name| name == target);
+        let shape = &self.config.layers[layer];
+        let Some(nth) = TARGETS.iter().position(|(of, _, _)| *of == part) else {
+            let number = expert_number(shape, part).filter(|_| has(EXPERTS))?;
+            return Some(FIRST_OF_EXPERTS + ((layer as u64) << 32) + number);
+        };
+        let is_adapted = has(TARGETS[nth].2) && takes_adapter(shape, nth);
         is_adapted.then_some((layer * TARGETS.len() + nth) as u64)
     }
 
@@ -525,6 +531,24 @@ impl WeightLoader<'_> {
         let range = self.layout.add(name, shape);
         range.start - self.part..range.end - self.part
     }
+}
+
+/// Numbers of adapters of experts begin here, behind those of any other matrices.
+const FIRST_OF_EXPERTS: u64 = 1 << 63;
+
+/// The number of an expert's matrix in its layer; the shared one is behind the others.
+fn expert_number(shape: &LayerShape, part: LayerRole) -> Option<u64> {
+    let shared = shape.experts?.count;
+    let (expert, kind) = match part {
+        LayerRole::ExpertGate(nth) => (nth.index, 0),
+        LayerRole::ExpertUp(nth) => (nth.index, 1),
+        LayerRole::ExpertDown(nth) => (nth.index, 2),
+        LayerRole::SharedGate => (shared, 0),
+        LayerRole::SharedUp => (shared, 1),
+        LayerRole::SharedDown => (shared, 2),
+        _ => return None,
+    };
+    Some((3 * expert + kind) as u64)
 }
 
 pub(crate) fn numbers(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {

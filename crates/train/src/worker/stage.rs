@@ -12,6 +12,7 @@
 //! Workers of the same stage have neighbouring leaves each.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -19,6 +20,7 @@ use paceline_base::tree::Stack;
 use paceline_comm::tcp::Listener;
 use paceline_model::adapter::files::tensors;
 
+use super::rows::{self, compute_rows};
 use super::{RunChannel, error_chain, unexpected};
 use crate::activity::Activity;
 use crate::dropout::Dropout;
@@ -45,6 +47,8 @@ pub(super) struct StageWorker<'a> {
     exchange: PathBuf,
     listener: Option<Listener>,
     seat: Option<Seat>,
+    /// This worker's rank, while it has a part of each row.
+    of_rows: Option<usize>,
     /// A step, and the values before it.
     values: (Option<u64>, Vec<f32>),
 }
@@ -77,6 +81,7 @@ impl<'a> StageWorker<'a> {
             exchange,
             listener: None,
             seat: None,
+            of_rows: None,
             values: (None, Vec::new()),
         }
     }
@@ -102,7 +107,12 @@ impl<'a> StageWorker<'a> {
                 let joined = Link::join(listener, (rank, &activity), &plan);
                 let of = plan.addrs.len();
                 let seated = joined.and_then(|link| {
-                    self.seat = Some(Seat { link, rank, of });
+                    if self.run.net.stage().of == 1 {
+                        self.of_rows = Some(rank);
+                        self.run.net.cut_rows(Some(rows::seat(link, rank, of)));
+                    } else {
+                        self.seat = Some(Seat { link, rank, of });
+                    }
                     Ok(self.channel.send(&FromWorker::Formed { epoch, step })?)
                 });
                 (epoch, seated)
@@ -114,7 +124,7 @@ impl<'a> StageWorker<'a> {
         };
         match done {
             Err(error @ (Error::Comm(_) | Error::Join(_))) => {
-                self.seat = None; // so that the other ranks notice
+                self.leave(); // so that the other ranks notice
                 let reason = error_chain(&error);
                 Ok(self.channel.send(&FromWorker::Broken { epoch, reason })?)
             }
@@ -122,8 +132,14 @@ impl<'a> StageWorker<'a> {
         }
     }
 
+    /// Leaves the group.
+    fn leave(&mut self) {
+        (self.seat, self.of_rows) = (None, None);
+        self.run.net.cut_rows(None);
+    }
+
     fn listen(&mut self, epoch: u64, open: bool) -> Result<(), Error> {
-        self.seat = None;
+        self.leave();
         let (listener, addrs) = listen(open)?;
         self.listener = Some(listener);
         let step = None;
@@ -139,10 +155,17 @@ impl<'a> StageWorker<'a> {
             let bytes = std::fs::read(&path).map_err(Error::file("read", &path))?;
             self.values = (Some(step), tensors::floats(&bytes));
         }
+        let all = self.run.leaves_of(set);
+        if let Some(rank) = self.of_rows {
+            let at = (rank, self.exchange.as_path());
+            let found = compute_rows(&self.run, at, &self.values.1, (step, set))?;
+            self.activity.measured();
+            let own = if rank == 0 { 0..all } else { all..all };
+            return self.tell((epoch, step), own, found);
+        }
         let Some(seat) = &self.seat else {
             return Err(unexpected(None, "Form before Pipe"));
         };
-        let all = self.run.leaves_of(set);
         let own = share(0..all, seat.rank / stage.of, seat.of / stage.of);
         let leaf = |at: usize| match set {
             LeafSet::Train => self.run.leaf(step, at),
@@ -162,12 +185,23 @@ impl<'a> StageWorker<'a> {
             }
         };
         line.finish()?;
+        self.tell((epoch, step), own, (losses, digest))
+    }
+
+    /// Reports losses and the digest of gradients of leaves.
+    fn tell(
+        &self,
+        (epoch, step): (u64, u64),
+        own: Range<usize>,
+        (losses, digest): (Vec<f64>, Option<String>),
+    ) -> Result<(), Error> {
+        let losses = losses.into_iter().take(own.len());
         let piped = FromWorker::Piped {
             epoch,
             step,
             start: own.start,
             end: own.end,
-            losses: losses.into_iter().map(f64::to_bits).collect(),
+            losses: losses.map(f64::to_bits).collect(),
             digest,
         };
         Ok(self.channel.send(&piped)?)
@@ -228,7 +262,8 @@ impl<'a> StageLine<'a> {
             match &mut self.outputs {
                 None => losses.extend(net.losses(&mut values, &[leaf], vec![x])?),
                 Some(outputs) => {
-                    let y = net.forward(&mut values, &[(leaf, None)], vec![x])?;
+                    let y =
+                        net.forward(&mut values, (&[(leaf, None)], &[net.rows(leaf)]), vec![x])?;
                     outputs.give(y.into_iter().flatten().collect())?;
                 }
             }

@@ -93,7 +93,7 @@ pub(crate) fn compute_together(
     }
     let mut grads = vec![0.0; parts.gradients[0].len()];
     for pass in &passes {
-        net.bottom(pass, &mut grads);
+        net.bottom(pass, &mut grads)?;
         sums.push(0, &grads);
         grads.fill(0.0);
     }

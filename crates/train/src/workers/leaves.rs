@@ -11,7 +11,8 @@ use paceline_cluster::Error as ClusterError;
 use super::{At, LOOK_EVERY, WorkerEvent, WorkerSet, publish, read_values};
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
-use crate::run::{TrainingProgress, TrainingRun};
+use crate::report::TrainingProgress;
+use crate::run::TrainingRun;
 use crate::weights::Parts;
 
 /// Results of workers for a step, by first leaf.

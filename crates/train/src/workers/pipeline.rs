@@ -1,6 +1,6 @@
-//! Leaves through workers that have a stage each, and exchange them directly: see
-//! [`worker::stage`](crate::worker). A worker that is lost breaks the group of all; it is formed
-//! again, and the step is repeated.
+//! Leaves through workers that have a stage each, or some blocks of each row, and exchange them
+//! directly: see [`worker::stage`](crate::worker) and [`rows`](crate::rows). A worker that is lost
+//! breaks the group of all; it is formed again, and the step is repeated.
 
 use std::ops::Range;
 
@@ -9,7 +9,8 @@ use paceline_base::tree::{self, TreeNode};
 use super::{At, WorkerSet, publish, read_values};
 use crate::error::Error;
 use crate::messages::{FromWorker, LeafSet, ToWorker, params_file, roots_file};
-use crate::run::{TrainingProgress, TrainingRun};
+use crate::report::TrainingProgress;
+use crate::run::TrainingRun;
 
 /// A worker's answer.
 #[derive(Clone, Debug, Default)]
@@ -67,16 +68,22 @@ impl WorkerSet {
         (step, set): (u64, LeafSet),
         watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<PipelineResults, Error> {
-        let ranges = run.stages(self.stages)?;
+        let ranges = match self.stages {
+            1 => Vec::from([Vec::from([0..params.len()])]),
+            stages => run.stages(stages)?,
+        };
         for (stage, ranges) in ranges.iter().enumerate() {
             let own = ranges.iter().flat_map(|range| &params[range.clone()]);
             let own: Vec<f32> = own.copied().collect();
             publish(&self.exchange, &params_file(step, stage), &own)?;
         }
-        let lens: Vec<usize> = ranges
-            .iter()
-            .map(|ranges| ranges.iter().map(Range::len).sum())
-            .collect();
+        let lens: Vec<usize> = match self.stages {
+            1 => Vec::from([run.net.parts().gradient_len()]),
+            _ => ranges
+                .iter()
+                .map(|ranges| ranges.iter().map(Range::len).sum())
+                .collect(),
+        };
         self.group().step = step;
         loop {
             self.form(run, None, watch)?;

@@ -21,7 +21,8 @@ use super::{LOOK_EVERY, WorkerEvent, WorkerSet};
 use crate::checkpoint::{Checkpoint, split};
 use crate::error::Error;
 use crate::messages::{FromWorker, RankUse, ShardSource, ToWorker};
-use crate::run::{TrainingProgress, TrainingRun};
+use crate::report::TrainingProgress;
+use crate::run::TrainingRun;
 use crate::shard::{GroupPlan, SecretKey, ShardCuts, ShardFile, ShardRole, Sharding};
 use crate::workers::FRUITLESS_MAX;
 
@@ -35,7 +36,7 @@ type Watch<'a> = dyn FnMut(TrainingProgress) + 'a;
 /// The group of a sharded run, as far as the parent knows.
 #[derive(Debug)]
 pub(super) struct RankGroup {
-    /// None where ranks have no state, but stages.
+    /// None of stages.
     sharding: Option<Sharding>,
     cuts: ShardCuts,
     /// Counts groups: messages about an earlier one are passed over.
@@ -72,6 +73,12 @@ impl RankGroup {
             step: 0,
             stepped: None,
         }
+    }
+
+    /// Whether the ranks have the state of the training.
+    pub(super) fn has_state(&self) -> bool {
+        self.sharding
+            .is_some_and(|sharding| sharding != Sharding::Rows)
     }
 }
 
@@ -263,7 +270,7 @@ impl WorkerSet {
                 |_, said| matches!(said, FromWorker::Formed { epoch: of, .. } if of == epoch),
             )?;
             self.group().is_formed = formed;
-            if self.group().sharding.is_some() {
+            if self.group().has_state() {
                 self.forget(step); // the files of shards
                 self.group().has_begun |= formed;
             }
@@ -281,7 +288,7 @@ impl WorkerSet {
         let (exchange, last) = (self.exchange.clone(), self.last.clone());
         let group = self.group();
         if !group.has_begun {
-            return match from.filter(|_| group.sharding.is_some()) {
+            return match from.filter(|_| group.has_state()) {
                 None => Ok((ShardSource::First, group.step)),
                 Some(checkpoint) => {
                     split(checkpoint, run, &group.cuts, &exchange)?;

@@ -1,0 +1,72 @@
+//! A worker that has some blocks of every row: see [`rows`](crate::rows). All workers have the
+//! whole model and all leaves; rank 0 has the sums.
+
+use std::path::Path;
+
+use crate::error::Error;
+use crate::messages::{LeafSet, roots_file};
+use crate::rows::{RowCalls, RowSeat};
+use crate::run::TrainingRun;
+use crate::shard::Link;
+use crate::workers::{compute, publish};
+
+/// Tags of blocks' gradients begin here.
+const GRADIENTS: u32 = 16;
+
+/// The group of ranks that compute rows together.
+#[derive(Debug)]
+struct RowLink(Link);
+
+impl RowCalls for RowLink {
+    fn gather(&self, own: Vec<f32>, counts: Vec<usize>) -> Result<Vec<f32>, Error> {
+        Ok(self.0.gather(own, counts).wait()?)
+    }
+
+    fn gather_losses(&self, own: Vec<f64>, counts: Vec<usize>) -> Result<Vec<f64>, Error> {
+        Ok(self.0.gather(own, counts).wait()?)
+    }
+
+    fn swap(&self, values: Vec<f32>, counts: [Vec<usize>; 2]) -> Result<Vec<f32>, Error> {
+        Ok(self.0.swap(values, counts).wait()?)
+    }
+
+    fn give(&self, values: Vec<f32>, block: usize) -> Result<(), Error> {
+        let sent = self.0.transmit(values, (0, GRADIENTS + block as u32));
+        Ok(sent.wait().map(drop)?)
+    }
+
+    fn get(&self, n: usize, rank: usize, block: usize) -> Result<Vec<f32>, Error> {
+        Ok(self.0.receive(n, (rank, GRADIENTS + block as u32)).wait()?)
+    }
+}
+
+/// The place of rank `rank` of `of` in a group.
+pub(super) fn seat(link: Link, rank: usize, of: usize) -> RowSeat {
+    let calls = Box::new(RowLink(link));
+    RowSeat { calls, rank, of }
+}
+
+/// Computes all leaves of a step, or rows that are held out, with the other ranks. Gives their
+/// losses, and the digest of the gradients' file, which rank 0 writes.
+pub(super) fn compute_rows(
+    run: &TrainingRun,
+    (rank, exchange): (usize, &Path),
+    params: &[f32],
+    (step, set): (u64, LeafSet),
+) -> Result<(Vec<f64>, Option<String>), Error> {
+    if set == LeafSet::Valid {
+        return Ok((run.losses(params)?, None));
+    }
+    let (leaves, parts) = (run.order.leaves(), run.net.parts());
+    let mut grads = vec![0.0; parts.gradient_len()];
+    let mut values = run.net.whole(params);
+    let losses = compute(run, &mut values, step, 0..leaves, &mut |part, roots| {
+        grads[parts.gradients[part].clone()].copy_from_slice(roots);
+        Ok(())
+    })?;
+    if rank > 0 {
+        return Ok((losses, None));
+    }
+    let file = roots_file(step, 0, leaves, 0);
+    Ok((losses, Some(publish(exchange, &file, &grads)?)))
+}
