@@ -1,18 +1,24 @@
 #!/usr/bin/env python3
-"""Bars of training: bar65_train.py PACELINE memory|stages|torch [--rows N] [--tokens N] [--layers N]
+"""Bars of training: bar65_train.py PACELINE memory|stages|rows|hang|torch [--rows N] [--tokens N]
+[--layers N]
 
 A llama of 30 million numbers (17 layers of width 384), trained whole, with `stages` by adapters.
-memory  most resident bytes of every rank, `--shard all`, 1 to 4 ranks; bytes sent over ZeRO's
+memory  most resident bytes of every rank, `--shard all`, 1 to 4 ranks, also with two kills; bytes
+        sent over ZeRO's
 stages  seconds of a step over two stages against one process, one thread each
+rows    the same of rows of 8,192 tokens that are cut over two ranks, 4 layers
+hang    a stage's main thread stops and its heartbeats go on: seconds until it is named, same bytes
 torch   processor seconds of a step against PyTorch's, one thread; needs torch and transformers
 Prints one JSON object. `memory` alone counts on a machine that does other things.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -109,14 +115,16 @@ class Peaks(threading.Thread):
             time.sleep(0.02)
 
 
-def train(paceline, home, model, data, steps, *more, method="full"):
+def train(paceline, home, model, data, steps, *more, method="full", watch=None):
     output = home / f"out-{time.monotonic_ns()}"
     command = [paceline, "train", model, "--data", data, "--output", output, "--method", method,
                "--lr", "1e-3", "--steps", str(steps), "--local", "--json", "--threads", "1", *more]
     child = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True,
+                             stderr=subprocess.PIPE if watch else None,
                              env={**os.environ, "PACELINE_HOME": str(home / "home")})
     peaks = Peaks(child.pid)
     peaks.start()
+    told = watch(child, output) if watch else None
     out = child.communicate()[0]
     peaks.over = True
     if child.returncode:
@@ -125,32 +133,80 @@ def train(paceline, home, model, data, steps, *more, method="full"):
     ranks = {pid: most for pid, most in peaks.most.items() if pid != child.pid}
     shutil.rmtree(output)
     return {"digest": json.loads(out).get("digest"), "own": peaks.most.get(child.pid),
-            "ranks": sorted(ranks.values()), "metrics": metrics}
+            "ranks": sorted(ranks.values()), "metrics": metrics, "told": told}
+
+
+def kill_two(child, output):
+    for step in (1, 3):
+        await_step(output, step)
+        os.kill(workers(child)[step], signal.SIGKILL)
+
+
+def await_step(output, step):
+    metrics = output / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        time.sleep(0.05)
+
+
+def workers(child):
+    named = (pid for pid in descendants(child.pid)
+             if b"train-worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(named)
 
 
 def memory(args, home, model, data, numbers):
     report = {}
-    for ranks in (1, 2, 3, 4):
+    for ranks, watch in ((1, None), (2, None), (3, None), (4, None), (4, kill_two)):
         more = ["--nodes", ranks, "--shard", "all"] if ranks > 1 else []
-        done = train(args.paceline, home, model, data, 4, "--batch", args.rows, *more)
+        done = train(args.paceline, home, model, data, 5, "--batch", args.rows, *more, watch=watch)
+        ranks = f"{ranks}, two killed" if watch else ranks
         most = max(done["ranks"], default=done["own"])
         report[ranks] = {"digest": done["digest"], "MiB": most >> 20,
                          "all_MiB": [bytes_ >> 20 for bytes_ in done["ranks"]]}
         report[ranks]["over_one"] = round(report[ranks]["MiB"] / report[1]["MiB"], 3)
-        if ranks > 1:
+        if ranks not in (1, "4, two killed"):
             sent = max(m["sent_bytes"] for m in done["metrics"] if m.get("sent_bytes"))
             report[ranks]["over_zero"] = round(sent / (12 * numbers * (ranks - 1) / ranks), 3)
     return report
 
 
-def stages(args, home, model, data, _):
+def stages(args, home, model, data, _, two=("--stages", 2), steps=6):
     report = {}
-    for name, more in (("one", []), ("two", ["--nodes", 2, "--stages", 2])):
-        done = train(args.paceline, home, model, data, 6, "--batch", args.rows, *more,
-                     method="lora")
+    for name, more in (("one", ()), ("two", ("--nodes", 2, *two))):
+        done = train(args.paceline, home, model, data, steps, "--batch", args.rows,
+                     "--max-tokens-per-row", 8192, *more, method="lora")
         times = [m["step_s"] for m in done["metrics"]][1:]
         report[name] = {"digest": done["digest"], "step_s": median(times)}
     report["times"] = round(report["one"]["step_s"] / report["two"]["step_s"], 3)
+    return report
+
+
+def rows(args, home, model, data, numbers):
+    return stages(args, home, model, data, numbers, two=("--shard", "rows"), steps=3)
+
+
+def hang(args, home, model, data, _):
+    libc = ctypes.CDLL(None, use_errno=True)
+    seize, interrupt = 0x4206, 0x4207
+
+    def stop_one(child, output):
+        await_step(output, 3)
+        worker = workers(child)[-1]
+        for request in (seize, interrupt):  # the main thread alone
+            if libc.ptrace(request, worker, None, None):
+                sys.exit(f"ptrace: {os.strerror(ctypes.get_errno())}")
+        began = time.monotonic()
+        for line in child.stderr:
+            if "hangs" in line:
+                return {"seconds": round(time.monotonic() - began, 1), "line": line.strip()}
+        return None
+
+    two = ["--batch", args.rows, "--nodes", 2]
+    report = {}
+    for how in (["--stages", 2], ["--shard", "all"]):
+        calm = train(args.paceline, home, model, data, 12, *two, *how)
+        rough = train(args.paceline, home, model, data, 12, *two, *how, watch=stop_one)
+        report[how[0]] = {**(rough["told"] or {}), "same": calm["digest"] == rough["digest"]}
     return report
 
 
@@ -189,19 +245,21 @@ def torch(args, home, model, data, _):
 def main():
     args = argparse.ArgumentParser(description=__doc__)
     args.add_argument("paceline")
-    args.add_argument("bar", choices=["memory", "stages", "torch"])
+    args.add_argument("bar", choices=["memory", "stages", "rows", "hang", "torch"])
     args.add_argument("--rows", type=int, help="rows of a step, a leaf each")
     args.add_argument("--tokens", type=int, help="words of a row")
-    args.add_argument("--layers", type=int, default=17)
+    args.add_argument("--layers", type=int, help="17 without it, 4 for rows")
     args = args.parse_args()
-    args.rows = args.rows or (8 if args.bar == "memory" else 4)
-    args.tokens = args.tokens or (4 if args.bar == "memory" else 80)
+    args.rows = args.rows or {"memory": 8, "rows": 1}.get(args.bar, 4)
+    args.tokens = args.tokens or {"memory": 4, "rows": 4000}.get(args.bar, 80)
+    args.layers = args.layers or (4 if args.bar == "rows" else 17)
     with tempfile.TemporaryDirectory() as home:
         home = Path(home)
         model, data = home / "model", home / "data.jsonl"
         numbers = make_model(model, args.layers)
         make_data(data, args.rows, args.tokens)
-        bar = {"memory": memory, "stages": stages, "torch": torch}[args.bar]
+        bar = {"memory": memory, "stages": stages, "rows": rows, "hang": hang,
+               "torch": torch}[args.bar]
         print(json.dumps({"numbers": numbers, args.bar: bar(args, home, model, data, numbers)}))
 
 
