@@ -13,6 +13,7 @@ use paceline_model::{
 use super::MlxModel;
 use super::device::Device;
 use super::pages::DevicePages;
+use super::step::RankStep;
 
 /// A model on MLX with a cache.
 #[derive(Debug)]
@@ -23,8 +24,8 @@ pub(super) struct OnMlx {
     pub(super) windows: Vec<WindowPool>,
     /// The plan of the step.
     pub(super) words: Vec<u32>,
-    /// `(R, vocabulary)`; at the leader.
-    pub(super) logits: Vec<f32>,
+    /// Results of the last step; at the leader.
+    pub(super) done: RankStep,
     /// Announced steps that are not computed yet.
     pub(super) announced: u64,
     pub(super) kept: PersistentCache,
@@ -35,12 +36,12 @@ impl OnMlx {
     fn step(&mut self) -> Result<Option<usize>, Error> {
         let (model, id) = (Arc::clone(&self.model), self.id);
         let words = std::mem::take(&mut self.words);
-        let mut logits = std::mem::take(&mut self.logits);
+        let mut out = std::mem::take(&mut self.done);
         let step = move |device: &mut Device| {
-            let done = device.step(&model, id, &words, &mut logits);
-            (done, words, logits)
+            let done = device.step(&model, id, &words, &mut out);
+            (done, words, out)
         };
-        let (done, words, logits) = self.model.host.call(step, || ())?;
+        let (done, words, out) = self.model.host.call(step, || ())?;
         if self.model.shares_steps() {
             let model = Arc::clone(&self.model);
             self.model
@@ -49,7 +50,7 @@ impl OnMlx {
         }
         let interrupted = matches!(&done, Err(error) if error.is_interrupted());
         self.model.interrupted.store(interrupted, Ordering::Relaxed);
-        (self.words, self.logits) = (words, logits);
+        (self.words, self.done) = (words, out);
         done
     }
 }
@@ -105,7 +106,11 @@ impl Compute for OnMlx {
 
     fn logits_mut(&mut self, i: usize) -> &mut [f32] {
         let vocab = self.model.config.vocab;
-        &mut self.logits[i * vocab..(i + 1) * vocab]
+        &mut self.done.logits[i * vocab..(i + 1) * vocab]
+    }
+
+    fn captured(&self) -> &[f32] {
+        &self.done.captured
     }
 
     fn idle(&mut self) -> Result<(), Error> {

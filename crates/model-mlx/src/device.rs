@@ -164,13 +164,13 @@ impl Device {
         model: &MlxModel,
         cache: u64,
         words: &[u32],
-        logits: &mut Vec<f32>,
+        out: &mut RankStep,
     ) -> Result<Option<usize>, Error> {
         let step = |on: &OnDevice<'_>, reserved: &mut Reserved, batch: &Batch<'_>| match model
             .shares_steps()
         {
-            true => on.step_of_ranks(reserved, (words, batch), logits),
-            false => on.step(reserved, (words, batch), logits),
+            true => on.step_of_ranks(reserved, (words, batch), out),
+            false => on.step(reserved, (words, batch), out),
         };
         self.with_plan(model, (cache, words, &[]), step)
     }
@@ -184,7 +184,7 @@ impl Device {
             return;
         };
         let step = |on: &OnDevice<'_>, reserved: &mut Reserved, batch: &Batch<'_>| {
-            on.rank_step(reserved, batch, Vec::new())
+            on.rank_step(reserved, batch, RankStep::default())
         };
         let step = self.with_plan(model, (cache, &words, &unknown), step);
         let step = step.and_then(|step| step.ok_or(Error::Gone));
@@ -269,7 +269,7 @@ impl<'a> OnDevice<'a> {
         &self,
         reserved: &mut Reserved,
         (words, batch): (&[u32], &Batch<'_>),
-        rows: &mut Vec<f32>,
+        out: &mut RankStep,
     ) -> Result<usize, Error> {
         let ahead = match reserved.ahead.take(words)? {
             Some(Results::Logits(logits)) => Some(*logits),
@@ -290,9 +290,8 @@ impl<'a> OnDevice<'a> {
             None => {
                 let mut step = self.graph(reserved, batch, None)?;
                 let Some(logits) = step.logits()? else {
-                    let done = step.finish(std::mem::take(rows))?;
-                    *rows = done.logits;
-                    return Ok(done.rows);
+                    *out = step.finish(std::mem::take(out))?;
+                    return Ok(out.rows);
                 };
                 match is_submitted {
                     true => step.submit(&logits)?,
@@ -315,7 +314,8 @@ impl<'a> OnDevice<'a> {
             let results = Results::Logits(Box::new(of_next));
             reserved.ahead.note(&next, &tokens, Some(results));
         }
-        let bytes = logits.read(self.stream, rows)?;
+        let bytes = logits.read(self.stream, &mut out.logits)?;
+        logits.read_captured(&mut out.captured)?;
         counters.logit_bytes.add(bytes);
         Ok(batch.logit_rows())
     }
@@ -326,32 +326,34 @@ impl<'a> OnDevice<'a> {
         &self,
         reserved: &mut Reserved,
         (words, batch): (&[u32], &Batch<'_>),
-        rows: &mut Vec<f32>,
+        out: &mut RankStep,
     ) -> Result<usize, Error> {
-        let done = match reserved.ahead.take(words)? {
+        *out = match reserved.ahead.take(words)? {
             Some(Results::Ranks(done)) => {
                 self.model.counters.steps_ahead.add(1);
+                reserved.cache.name_pages(&rows_in_cache(batch));
                 done
             }
-            _ => self.rank_step(reserved, batch, std::mem::take(rows))?,
+            _ => {
+                reserved.cache.end_lanes_before(UNKNOWN_PAGE);
+                self.rank_step(reserved, batch, std::mem::take(out))?
+            }
         };
-                reserved.cache.name_pages(&rows_in_cache(batch));
         let next = self.next(reserved, batch, out.may_begin);
         if let (Some(tokens), Some(next)) = (&out.tokens, next) {
             reserved.ahead.note(&next, tokens, None);
         }
-        *rows = done.logits;
-        Ok(done.rows)
+        Ok(out.rows)
     }
 
-    /// A step of several ranks; `rows` is memory for its logits.
+    /// A step of several ranks, with the memory of `done`.
     fn rank_step(
         &self,
         reserved: &mut Reserved,
         batch: &Batch<'_>,
-        rows: Vec<f32>,
+        done: RankStep,
     ) -> Result<RankStep, Error> {
-        self.graph(reserved, batch, None)?.finish(rows)
+        self.graph(reserved, batch, None)?.finish(done)
     }
 
     /// The step that probably follows `batch`. `None` where other stages compute too, and where it

@@ -315,7 +315,7 @@ impl Step<'_> {
             return graph.gather(stream, mine, columns.len());
         }
         let others = std::iter::once(&self.residual).chain(self.aside());
-        let submitted: Vec<Array> = others.cloned().collect();
+        let submitted: Vec<Array> = others.chain(self.captured()).cloned().collect();
         let all = mine.iter().chain(&submitted);
         let watch = self.parts.watch;
         watch.during_part(rows, || stream.submit(all))?;

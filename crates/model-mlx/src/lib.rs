@@ -73,7 +73,7 @@ use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_mlx::{Dtype, LibraryPaths};
-use paceline_model::backend::PersistentCache;
+use paceline_model::backend::{PersistentCache, ascending_captures};
 use paceline_model::{
     BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, LayerCache, LayerShape, Links,
     LoadedModel as Loaded, ModelSource, Rope, Shard, Split, WindowPool,
@@ -87,6 +87,7 @@ use counters::Counters;
 use device::{Device, Facts, Reserved, periods};
 use exchange::{Receive, Tally};
 use rank_bytes::cache_shape;
+use step::RankStep;
 
 pub use alone::{MlxForm, MlxMatrix, mlx_dtype};
 pub use counters::MlxCounts;
@@ -128,6 +129,8 @@ pub struct MlxModel {
     config: Config,
     shard: Shard,
     leader: Rank,
+    /// Layers whose input steps capture, in ascending order.
+    captures: Vec<usize>,
     links: Option<Arc<Links>>,
     class: KernelClass,
     dtype: Dtype,
@@ -195,6 +198,7 @@ impl MlxModel {
         } = host.call(load, hear)??;
         Ok(Self {
             leader: split.leader(),
+            captures: Vec::new(),
             links: None,
             interrupted: AtomicBool::new(false),
             last_cache: AtomicU64::new(0),
@@ -210,6 +214,23 @@ impl MlxModel {
             exchanged: Tally::default(),
             counters: Counters::default(),
         })
+    }
+
+    /// As [`Model::with_captures`](paceline_model::Model::with_captures).
+    #[must_use]
+    pub fn with_captures(mut self, layers: &[usize]) -> Self {
+        self.captures = ascending_captures(layers, &self.config);
+        self
+    }
+
+    /// Captures of the layers before `layer`.
+    fn captures_before(&self, layer: usize) -> usize {
+        self.captures.partition_point(|captured| *captured < layer)
+    }
+
+    /// Whether steps capture the rows after the output norm.
+    fn captures_last(&self) -> bool {
+        self.captures.last() == Some(&self.config.layers.len())
     }
 
     /// Counts since the model was loaded.
@@ -333,6 +354,10 @@ impl Loaded for MlxModel {
         self.links.as_ref()
     }
 
+    fn captures(&self) -> &[usize] {
+        &self.captures
+    }
+
     fn unlinked(self: Arc<Self>) -> Option<Arc<dyn Loaded>> {
         let mut own = Arc::into_inner(self)?;
         // A device that hangs ends this process soon.
@@ -392,7 +417,7 @@ impl Loaded for MlxModel {
             pages,
             windows,
             words: Vec::new(),
-            logits: Vec::new(),
+            done: RankStep::default(),
             announced: 0,
             kept: PersistentCache::default(),
             model: self,

@@ -27,6 +27,8 @@ pub(super) struct StepLogits {
     /// The rows whose tokens are drawn, in ascending order, as those of `others` are.
     drawn: Option<(Vec<usize>, DrawnTokens)>,
     others: Option<(Vec<usize>, Sent)>,
+    /// `(T, captures C)` in f32, of the same step.
+    captured: Option<Array>,
 }
 
 /// Arrays that go to the host.
@@ -81,14 +83,33 @@ impl StepLogits {
             Ok::<_, Error>((others, sent))
         });
         let (drawn, others) = (drawn.transpose()?, others.transpose()?);
-        Ok(Self { all, drawn, others })
+        Ok(Self {
+            all,
+            drawn,
+            others,
+            captured: None,
+        })
+    }
+
+    /// The same, with captured rows of its step.
+    pub(super) fn with_captured(self, captured: Option<Array>) -> Self {
+        Self { captured, ..self }
+    }
+
+    /// Copies evaluated captured rows into `out`.
+    pub(super) fn read_captured(&self, out: &mut Vec<f32>) -> Result<(), Error> {
+        out.clear();
+        if let Some(captured) = &self.captured {
+            out.extend_from_slice(captured.as_f32()?);
+        }
+        Ok(())
     }
 
     /// The arrays that [`read`](Self::read) reads once they are evaluated.
     pub(super) fn arrays(&self) -> Vec<&Array> {
         let drawn = self.drawn.iter().flat_map(|(_, drawn)| drawn.arrays());
         let others = self.others.iter().flat_map(|(_, sent)| sent.arrays());
-        drawn.chain(others).collect()
+        drawn.chain(others).chain(&self.captured).collect()
     }
 
     /// Tokens `(R, 1)` of the rows, where the device has those of all: drawn ones, or each that of

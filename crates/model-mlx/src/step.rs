@@ -96,6 +96,8 @@ pub(super) struct Step<'a> {
     aside: Option<Array>,
     /// `(T, layers held, P)`: what the layers' own embeddings give, where there are some.
     per_layer: Option<Array>,
+    /// `(T, C)` each: captured rows so far, of earlier stages too.
+    captured: Vec<Array>,
     /// Layer of the model.
     index: usize,
 }
@@ -124,7 +126,7 @@ impl Parts<'_> {
         let is_alone = |links: &std::sync::Arc<Links>| links.stage.size() == 1;
         let is_alone = model.links.as_ref().is_none_or(is_alone);
         match model.config.layers.len().checked_sub(1) {
-            Some(last) if self.weights.head.is_some() && is_alone => {
+            Some(last) if self.weights.head.is_some() && is_alone && !model.captures_last() => {
                 let has_keys = !matches!(model.config.layers[last].cache, LayerCache::Delta(_));
                 let kind = has_keys.then(|| constants.span_kinds[constants.span_kind_of[last]]);
                 OutputRows::new(self.stream, batch, (lanes, kind))
@@ -133,14 +135,21 @@ impl Parts<'_> {
         }
     }
 
-    /// The residual `(n, width)` from the stage before, which arrives when the step
-    /// [settles](Step::settle). So this stage makes its graph while that one computes.
-    fn residual_to_come(&mut self, links: &Links, n: usize) -> Result<Array, Error> {
+    /// The residual `(n, width)` from the stage before, and the rows captured there. They arrive
+    /// when the step [settles](Step::settle). So this stage makes its graph while that one
+    /// computes.
+    fn residual_to_come(&mut self, links: &Links, n: usize) -> Result<(Array, Vec<Array>), Error> {
         let (model, stream) = (self.model, self.stream);
-        let rows = self
-            .receive
-            .residual((stream, links), [n, model.config.width])?;
-        Ok(stream.astype(&rows, model.dtype)?)
+        let captures = model.captures_before(model.shard.layers.start);
+        let (n, width) = (n as i32, model.config.width as i32);
+        let shape = [(1 + captures) * n as usize, width as usize];
+        let rows = self.receive.residual((stream, links), shape)?;
+        let part = |nth| {
+            let part = stream.slice(&rows, &[nth * n, 0], &[(1 + nth) * n, width])?;
+            Ok::<_, Error>(stream.astype(&part, model.dtype)?)
+        };
+        let captured = (1..=captures as i32).map(part).collect::<Result<_, _>>()?;
+        Ok((part(0)?, captured))
     }
 }
 
@@ -189,9 +198,9 @@ impl<'a> Step<'a> {
         let decoded: Vec<RingRow<'_>> = decoded.collect();
         let fill = || parts.cache.fill_rings(stream, &decoded);
         parts.watch.during_part(batch.rows(), fill)?;
-        let residual = match &model.links {
+        let (residual, captured) = match &model.links {
             Some(links) if !model.shard.embeds() => parts.residual_to_come(links, batch.rows())?,
-            _ => embed(model, stream, weights, constants, &tokens)?,
+            _ => (embed(model, stream, weights, constants, &tokens)?, vec![]),
         };
         let mut step = Self {
             x: residual.clone(),
@@ -211,6 +220,7 @@ impl<'a> Step<'a> {
             hidden: None,
             aside: None,
             per_layer: None,
+            captured,
             index: 0,
             parts,
             batch,
@@ -242,14 +252,25 @@ impl<'a> Step<'a> {
         self.aside.as_ref()
     }
 
+    /// Captured rows so far.
+    pub(super) fn captured(&self) -> &[Array] {
+        &self.captured
+    }
+
     /// Runs all layers.
     pub(super) fn layers(&mut self) -> Result<(), Error> {
         let (weights, shard) = (self.parts.weights, &self.parts.model.shard);
         for (index, layer) in shard.layers.clone().zip(&weights.layers) {
             self.index = index;
+            if self.parts.model.captures.contains(&index) {
+                self.captured.push(self.residual.clone());
+            }
             self.parts.model.config.family.layer(self, layer, index)?;
         }
-        if weights.head.is_some() {
+        if let Some((norm, _)) = &weights.head {
+            if self.parts.model.captures_last() {
+                self.captured.push(self.normed(&self.residual, norm)?);
+            }
             let rows = self.residual.shape()[0] as u64;
             self.parts.model.counters.output_rows.add(rows);
         }

@@ -26,8 +26,9 @@ use paceline_tensor::{
     StoredMatrix, storage,
 };
 use paceline_weights::hf::HfFolder;
+use paceline_weights::tensor::Tensor;
 
-use crate::weights::{StoredTensor, WeightReader};
+use crate::weights::{StoredTensor, WeightReader, pack_error};
 use crate::{Config, DraftHead, DraftHeadCompute, Error, ModelSource, Role};
 
 pub use config::HeadConfig;
@@ -224,11 +225,7 @@ impl<'a> HeadReader<'a> {
         WeightReader { source, config }.as_stored(Role::TokenEmbedding, shape)
     }
 
-    pub(crate) fn tensor(
-        &self,
-        stem: &str,
-        shape: &[usize],
-    ) -> Result<paceline_weights::tensor::Tensor, Error> {
+    pub(crate) fn tensor(&self, stem: &str, shape: &[usize]) -> Result<Tensor, Error> {
         let tensor = self.folder.tensor(&format!("{stem}.weight"))?;
         crate::weights::check_shape(&tensor, shape)?;
         Ok(tensor)
@@ -240,28 +237,10 @@ impl<'a> HeadReader<'a> {
         rows: usize,
         cols: usize,
     ) -> Result<PackedMatrix, Error> {
-        let tensor = self.tensor(stem, &[rows, cols])?;
-        let bytes = tensor.bytes.arrived()?;
-        let bad = storage::not_finite(tensor.block_type, &bytes);
-        if let Some(got) = bad {
-            let name = tensor.name;
-            return Err(Error::NotFinite { name, got });
-        }
-        let stored = StoredMatrix {
-            block_type: tensor.block_type,
-            rows,
-            cols,
-            bytes: &bytes,
-        };
-        let options = PackOptions {
-            leaf_cols: 0,
-            as_f32: self.class == KernelClass::CpuF32,
-        };
-        let packed = PackedMatrix::new(stored, options, self.kernels.pool());
-        packed.map_err(|source| Error::Pack {
-            name: tensor.name,
-            source,
-        })
+        pack(
+            self.tensor(stem, &[rows, cols])?,
+            (self.class, self.kernels),
+        )
     }
 
     pub(crate) fn vector(&self, stem: &str, n: usize) -> Result<Vec<f32>, Error> {
@@ -305,6 +284,30 @@ impl<'a> HeadReader<'a> {
         };
         words.iter().enumerate().map(token).collect()
     }
+}
+
+/// Packs a matrix of a head.
+pub(crate) fn pack(
+    tensor: Tensor,
+    (class, kernels): (KernelClass, &Kernels),
+) -> Result<PackedMatrix, Error> {
+    let bytes = tensor.bytes.arrived()?;
+    let name = tensor.name;
+    if let Some(got) = storage::not_finite(tensor.block_type, &bytes) {
+        return Err(Error::NotFinite { name, got });
+    }
+    let stored = StoredMatrix {
+        block_type: tensor.block_type,
+        rows: tensor.shape[0],
+        cols: tensor.shape[1],
+        bytes: &bytes,
+    };
+    let options = PackOptions {
+        leaf_cols: 0,
+        as_f32: class == KernelClass::CpuF32,
+    };
+    let packed = PackedMatrix::new(stored, options, kernels.pool());
+    packed.map_err(|source| pack_error(&name, source))
 }
 
 #[cfg(test)]

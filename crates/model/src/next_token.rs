@@ -15,9 +15,10 @@
 use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass};
-use paceline_tensor::{Activations, Kernels, KvCache, PackOptions, PackedMatrix, Product};
+use paceline_tensor::{Activations, Kernels, KvCache, PackedMatrix, Product};
 use paceline_weights::tensor::Tensor;
 
+use crate::eagle::pack;
 use crate::model::Model;
 use crate::step::{Batch, BatchSequence, BatchSize, Logits, Workspace, embed_token};
 use crate::weights;
@@ -127,7 +128,10 @@ impl NextTokenHead {
             Ok::<_, Error>(norm)
         };
         let norm = |stem: &str| centred(&tensor(source, stem, &[c])?);
-        let pack = |stem: &str, rows, cols| pack(source, stem, [rows, cols], (class, &kernels));
+        let pack = |stem: &str, rows, cols| {
+            let matrix = tensor(source, stem, &[rows, cols])?;
+            pack(matrix, (class, &kernels))
+        };
         let (mix, token_norm) = (pack(&names.mix, c, 2 * c)?, norm(&names.token_norm)?);
         let feature_norm = norm(&names.feature_norm)?;
         let output_norm = match &names.output_norm {
@@ -148,28 +152,6 @@ impl NextTokenHead {
             captures: [at],
         }))
     }
-}
-
-fn pack(
-    source: &ModelSource,
-    stem: &str,
-    shape: [usize; 2],
-    (class, kernels): (KernelClass, &Kernels),
-) -> Result<PackedMatrix, Error> {
-    let tensor = tensor(source, stem, &shape)?;
-    let bytes = tensor.bytes.arrived()?;
-    let stored = paceline_tensor::StoredMatrix {
-        block_type: tensor.block_type,
-        rows: shape[0],
-        cols: shape[1],
-        bytes: &bytes,
-    };
-    let options = PackOptions {
-        leaf_cols: 0,
-        as_f32: class == KernelClass::CpuF32,
-    };
-    let packed = PackedMatrix::new(stored, options, kernels.pool());
-    packed.map_err(|source| weights::pack_error(&tensor.name, source))
 }
 
 impl DraftHead for NextTokenHead {

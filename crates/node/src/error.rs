@@ -22,12 +22,6 @@ pub enum Error {
         /// The unsupported part of the model.
         part: &'static str,
     },
-    /// Steps on MLX give out no rows between layers, which a head reads.
-    #[error(
-        "a draft head needs nodes that compute on the CPU, and MLX computes here; a draft model \
-         works there"
-    )]
-    DraftOnMlx,
     #[error(transparent)]
     Adapter(#[from] paceline_model::adapter::files::Error),
     /// Two adapters of one instance have one name.

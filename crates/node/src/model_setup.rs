@@ -348,8 +348,7 @@ impl PreparedModel {
     /// kept, because speeds then depend on the text. Reads both vocabularies.
     ///
     /// # Errors
-    /// [`Error::Engine`] for another vocabulary, [`Error::DraftOnMlx`] for a head on MLX, and
-    /// errors of the draft's files.
+    /// [`Error::Engine`] for another vocabulary, and errors of the draft's files.
     pub fn guess_with(&mut self, source: Arc<ModelSource>) -> Result<(), Error> {
         let identity = identity(&source).map_err(|source| Error::System {
             what: "read the draft model's files",
@@ -357,9 +356,6 @@ impl PreparedModel {
         })?;
         let is_own = self.identity()? == identity;
         let captures = draft_captures(&source, &self.config, is_own)?;
-        if captures.is_some() && !self.options.classes.on_cpu() {
-            return Err(Error::DraftOnMlx);
-        }
         let tokenizer = match captures {
             Some(_) => None,
             None => Some(check_draft_model(&source, &self.source)?),
@@ -376,15 +372,16 @@ impl PreparedModel {
         self.check_limit()
     }
 
-    /// Uses the multi-token prediction layer of the model's own files, if they have one. All ranks
-    /// must compute on the CPU, without a limit of memory. Returns whether it does; another draft
-    /// stays.
+    /// Uses the multi-token prediction layer of the model's own files, if they have one, without a
+    /// limit of memory. On MLX it does so only where drafts were asked for. Returns whether it
+    /// does; another draft stays.
     ///
     /// # Errors
     /// As [`guess_with`](Self::guess_with).
     pub fn guess_with_own_layer(&mut self) -> Result<bool, Error> {
         let is_free = self.draft.is_none() && self.memory.is_none();
-        let is_free = is_free && self.options.classes.on_cpu();
+        let is_wanted = self.options.classes.on_cpu() || self.engine.drafts > 0;
+        let is_free = is_free && is_wanted;
         if !is_free || !NextTokenHead::is_in(&self.source, &self.config) {
             return Ok(false);
         }
@@ -1089,24 +1086,21 @@ mod tests {
     }
 
     #[test]
-    fn a_prediction_layer_of_the_own_files_is_used_on_the_cpu() {
+    fn a_prediction_layer_of_the_own_files_is_used_unasked_on_the_cpu() {
         let layer = "glm4moe-bf16-mtp.gguf";
-        for (name, class, is_used) in [
-            (layer, KernelClass::Cpu, true),
-            ("qwen3next-bf16-mtp", KernelClass::CpuF32, true),
-            (layer, KernelClass::Mlx, false),
-            ("llama-rope3-sharded", KernelClass::Cpu, false),
+        for (name, (class, drafts), is_used) in [
+            (layer, (KernelClass::Cpu, 0), true),
+            ("qwen3next-bf16-mtp", (KernelClass::CpuF32, 0), true),
+            (layer, (KernelClass::Mlx, 0), false),
+            (layer, (KernelClass::Mlx, 3), true),
+            ("llama-rope3-sharded", (KernelClass::Cpu, 0), false),
         ] {
             let mut model = prepared(name, class, SplitKind::Pipeline).1;
-            assert_eq!(
-                model.guess_with_own_layer().unwrap(),
-                is_used,
-                "{name} {class}"
-            );
-            assert_eq!(
-                (model.has_draft(), model.engine.drafts > 0),
-                (is_used, is_used)
-            );
+            model.engine.drafts = drafts;
+            let got = model.guess_with_own_layer().unwrap();
+            assert_eq!(got, is_used, "{name} {class}");
+            assert_eq!(model.has_draft(), is_used);
+            assert_eq!(model.engine.drafts > 0, is_used);
         }
     }
 

@@ -75,7 +75,7 @@ pub struct ShardSpec<'a> {
     pub mlx: &'a MlxPlaces,
     /// Adapters of the model; not on MLX.
     pub adapters: &'a [Adapter],
-    /// Layers whose input a draft head reads; not on MLX.
+    /// Layers whose input a draft head reads.
     pub captures: &'a [usize],
     /// Where packed weights are kept; not on MLX.
     pub packed: Option<&'a PackedPlace>,
@@ -111,6 +111,7 @@ impl ShardSpec<'_> {
             };
             let source = Arc::clone(self.source);
             let model = MlxModel::load(source, split, rank, options, kernels, progress)?;
+            let model = model.with_captures(self.captures);
             for note in model.notes() {
                 warn!(rank = rank.0, "{note}");
             }

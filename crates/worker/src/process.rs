@@ -410,8 +410,9 @@ impl RankWorker<'_> {
 
     /// The kernels for an assignment; reuses the current ones if possible.
     fn kernels(&mut self, job: &RankAssignment, class: KernelClass) -> Result<Arc<Kernels>, Error> {
-        // With MLX, kernels only sample tokens.
-        let threads = if class.is_mlx() { 1 } else { job.threads };
+        // With MLX, kernels only sample tokens and compute a draft head.
+        let is_idle = class.is_mlx() && job.captures.is_empty();
+        let threads = if is_idle { 1 } else { job.threads };
         let first = job.first_core;
         let pinning = first.map_or(Pinning::Free, |first| Pinning::Cores { first });
         if let Some((of, at, kernels)) = &self.kernels

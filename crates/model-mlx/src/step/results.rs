@@ -14,12 +14,14 @@ pub(crate) struct RankStep {
     pub(crate) rows: usize,
     /// `(R, V)`; at the leader.
     pub(crate) logits: Vec<f32>,
-    /// The tokens of a greedy step, which all ranks of a tensor split have.
+    /// `(T, captures, C)`; at the leader.
+    pub(crate) captured: Vec<f32>,
+    /// The tokens of a step that chooses them, which all ranks of a tensor split have.
     pub(crate) tokens: Option<Vec<u32>>,
-}
-
     /// Whether each of these ranks computes the next step without pages.
     pub(crate) may_begin: bool,
+}
+
 impl Step<'_> {
     /// Submits `logits` and the cache to the device.
     pub(crate) fn submit(&mut self, logits: &StepLogits) -> Result<(), Error> {
@@ -37,8 +39,22 @@ impl Step<'_> {
         if model.shard.vocab().len() < model.config.vocab {
             return Ok(None);
         }
-        let of = |all| StepLogits::new(self.parts.stream, all, &self.batch.requests());
+        let captured = self.captured_rows()?;
+        let of = |all| {
+            let logits = StepLogits::new(self.parts.stream, all, &self.batch.requests())?;
+            Ok(logits.with_captured(captured))
+        };
         self.head_rows()?.map(of).transpose()
+    }
+
+    /// `(T, captures C)` in f32; at the leader of a model that captures rows.
+    fn captured_rows(&self) -> Result<Option<Array>, Error> {
+        let parts: Vec<&Array> = self.captured().iter().collect();
+        if parts.is_empty() || !self.parts.model.shard.leads() {
+            return Ok(None);
+        }
+        let stream = self.parts.stream;
+        Ok(Some(stream.rows_f32(&stream.concatenate(&parts, 1)?)?))
     }
 
     /// Evaluates `logits` and the cache.
@@ -114,14 +130,16 @@ impl Step<'_> {
         if chosen_by == Some(ChosenBy::Leader) {
             self.draw(&mut done)?;
         }
-        let leads = self.parts.model.shard.leads();
-        done.rows = if leads { self.batch.logit_rows() } else { 0 };
         Ok(done)
     }
 
     fn send_residual(&mut self) -> Result<(), Error> {
         let (model, stream) = (self.parts.model, self.parts.stream);
-        let rows = stream.rows_f32(&self.residual)?;
+        let all: Vec<&Array> = [&self.residual]
+            .into_iter()
+            .chain(self.captured())
+            .collect();
+        let rows = stream.rows_f32(&stream.concatenate(&all, 0)?)?;
         self.eval(&[&rows])?;
         let links = model.links.as_ref();
         let links = links.expect("an earlier stage has links");

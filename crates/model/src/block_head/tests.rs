@@ -12,7 +12,7 @@ use paceline_weights::safetensors::Safetensors;
 use serde_json::{Value, json};
 
 use super::{BlockConfig, BlockHead};
-use crate::eagle::tests::{check, golden, values};
+use crate::eagle::tests::{check, golden, tokens, values};
 use crate::{Config, DraftHead as _, DraftPlace, HeadRows, ModelSource, PassKind};
 
 const MODEL: &str = "llama-untied-bf16";
@@ -28,9 +28,7 @@ fn a_block_has_the_logits_of_speculators() {
         let file = golden(&format!("../heads/{name}.golden.safetensors"));
         let file = Safetensors::open(file).unwrap();
         let (captured, logits) = (values(&file, "captured"), values(&file, "logits"));
-        let token = file.bytes_of(file.info("token").unwrap())[0];
-        let token =
-            u32::from(token) + 256 * u32::from(file.bytes_of(file.info("token").unwrap())[1]);
+        let token = tokens(&file, "token")[0];
         let n = head.config.shape.draft_vocab;
         let (places, first, drafts) = (
             head.tokens.clone(),

@@ -37,8 +37,8 @@ pub(crate) fn values(file: &Safetensors, name: &str) -> Vec<f32> {
     bytes.map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
-pub(crate) fn tokens(file: &Safetensors) -> Vec<u32> {
-    let words = file.bytes_of(file.info("tokens").unwrap());
+pub(crate) fn tokens(file: &Safetensors, name: &str) -> Vec<u32> {
+    let words = file.bytes_of(file.info(name).unwrap());
     let words = words.as_chunks::<8>().0.iter();
     words.map(|word| i64::from_le_bytes(*word) as u32).collect()
 }
@@ -62,11 +62,7 @@ fn a_head_gives_the_logits_of_speculators() {
     let head = EagleHead::load(&head, &source, KernelClass::CpuF32, kernels).unwrap();
     let file = Safetensors::open(golden("../heads/eagle3.golden.safetensors")).unwrap();
     let (captured, logits) = (values(&file, "captured"), values(&file, "logits"));
-    let words = file.bytes_of(file.info("tokens").unwrap());
-    let tokens = words.as_chunks::<8>().0.iter();
-    let tokens: Vec<u32> = tokens
-        .map(|word| i64::from_le_bytes(*word) as u32)
-        .collect();
+    let tokens = tokens(&file, "tokens");
     let (rows, n) = (tokens.len() - 1, head.config.draft_vocab);
     let (width, vocab) = (captured.len() / rows, Config::read(&source).unwrap().vocab);
     let places = head.tokens.clone();

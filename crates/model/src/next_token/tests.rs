@@ -31,7 +31,7 @@ fn prediction_layers_give_the_logits_of_transformers() {
         let file = golden(&format!("{name}-mtp.golden.safetensors"));
         let file = Safetensors::open(file).unwrap();
         let (captured, logits) = (values(&file, "captured"), values(&file, "logits"));
-        let tokens = tokens(&file);
+        let tokens = tokens(&file, "tokens");
         let (rows, c, vocab) = (tokens.len() - 1, config.width, config.vocab);
         let mut compute = Arc::new(head).reserve(rows, 1, 128).unwrap();
         let pass = HeadPass {
