@@ -7,6 +7,8 @@
     random  [--runs 6]       text that the head does not know: decode over plain
     stages  [--runs 6]       four stages with 25 ms one way (root, TAP: delay_net.py; --ms): decode over plain
     equal   [--requests 500] random requests, several at once: greedy, sampled, grammars, stop texts, penalties, logprobs
+    machines                 a small head trained here, then over two machines (root): the same bytes, also with a worker killed
+    mlx     [--requests 100] greedy requests on MLX (--kernels): equal tokens but where two logits are within 1e-3, twice the same
 
 The kind of text: a Python class with three fields. Prompts of train and of the others differ.
 """
@@ -91,8 +93,8 @@ def chat(text, **more):
     return {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": a.tokens or 160, **more}
 
 
-def one_node():
-    common = ["--threads", a.threads, "--parallel", 4, "--context", 2048, "--prefix-cache", "off"]
+def one_node(*more):
+    common = ["--threads", a.threads, "--parallel", 4, "--context", 2048, "--prefix-cache", "off", *more]
     return {"plain": Up(SMOLLM2, *common, "--drafts", 0), "head": Up(SMOLLM2, *common, "--drafter", head())}
 
 
@@ -179,7 +181,7 @@ def drawn_request(draw, text):
 def equal():
     servers, draw = one_node(), random.Random(500)
     known = held_out(40)
-    texts = [draw.choice(known if draw.random() < 0.7 else RANDOM) for _ in range(a.requests)]
+    texts = [draw.choice(known if draw.random() < 0.7 else RANDOM) for _ in range(a.requests or 500)]
     bodies = [drawn_request(draw, text) for text in texts]
     differ, right, checked = [], 0, 0
 
@@ -201,7 +203,76 @@ def equal():
     [server.end() for server in servers.values()]
 
 
-BARS = {"train": (train, 5500), "speed": (speed, 900), "random": (random_text, 900), "stages": (stages, 1800), "equal": (equal, 1800)}
-parser = arguments(__doc__, runs=0, ms=25.0, tokens=0, requests=500, minutes=90.0, steps=150, threads=2, out="/tmp/drafter-61")
-a = chosen.parsed(parser, BARS, ["stages"])
+def machines():
+    from delay_net import DelayNet
+    here, net, both, every = folder(), DelayNet(2, 1.0), [], prompts()
+    data = f"{here}/prompts.jsonl"
+    with open(data, "w") as file:
+        file.writelines(json.dumps({"prompt": next(every), "completion": "."}) + "\n" for _ in range(40))
+
+    def command(out, *more):
+        return ["train", SMOLLM2, "--drafter", "--data", data, "--output", f"{here}/{out}", "--max-tokens-per-row", 80, "--json",
+                "--draft-vocab", 500, "--batch", 4, "--lr", 1e-3, "--steps", a.steps if a.steps < 150 else 6, "--threads", 1, *more]
+
+    def weights(out):
+        with open(f"{here}/{out}/model.safetensors", "rb") as file:
+            return file.read()
+    try:
+        told("machines, seconds of one process", json.loads(run(*command("one")))["train_s"])
+        both = [common31.Machine(BINARY, net, n) for n in range(2)]
+        [machine.up() for machine in both]
+        common31.form(both)
+        for out, is_killed in (("two", False), ("killed", True)):
+            child = subprocess.Popen([str(word) for word in both[0].command(*command(out, "--nodes", 2))], env=both[0].env,
+                                     cwd=both[0].home, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            if is_killed:
+                until("the head is trained", lambda: os.path.exists(f"{here}/killed/.exchange/answers.jsonl"), 600)
+                time.sleep(3)
+                far = subprocess.run(["ip", "netns", "pids", net.hosts[1]], capture_output=True, text=True).stdout.split()
+                far = [pid for pid in far if b"train-worker" in open(f"/proc/{pid}/cmdline", "rb").read()]
+                [os.kill(int(pid), signal.SIGKILL) for pid in far]
+                told("machines, workers killed on the other machine", len(far))
+            said, errors = child.communicate(timeout=1200)
+            print("  " + "\n  ".join((said + errors).splitlines()[-6:]), flush=True)
+            bar(f"machines, {out}: the bytes of one process", int(weights(out) == weights("one")), "", 1)
+    finally:
+        [machine.end() for machine in both]
+        net.end()
+
+
+def first_difference(one, other):
+    """How far apart the two likeliest tokens were where two answers part; None for equal ones."""
+    for of, there in zip(*[answer["choices"][0]["logprobs"]["content"] for answer in (one, other)]):
+        if of["token"] != there["token"]:
+            first, second = [top["logprob"] for top in of["top_logprobs"][:2]]
+            return first - second if there["token"] in [top["token"] for top in of["top_logprobs"]] else float("inf")
+    return None if one["choices"][0]["message"] == other["choices"][0]["message"] else float("inf")
+
+
+def mlx():
+    servers, draw = one_node("--engine", "mlx", "--class", a.kernels), random.Random(100)
+    known = (a.requests or 100) * 3 // 4
+    texts = held_out(known) + [draw.choice(RANDOM) for _ in range((a.requests or 100) - known)]
+    parted, again, right, steps = [], 0, 0, 0
+    for n, text in enumerate(texts):
+        body = chat(text, max_tokens=a.tokens or 48, logprobs=True, top_logprobs=2)
+        one, other = [servers[way].call("POST", "/v1/chat/completions", {"model": servers[way].model, **body}) for way in servers]
+        of = other["usage"]["completion_tokens_details"].get("accepted_prediction_tokens", 0)
+        right, steps = right + of, steps + other["usage"]["completion_tokens"] - of
+        gap = first_difference(one, other)
+        parted += [gap] if gap is not None else []
+        if n % 10 == 0:
+            same = servers["head"].call("POST", "/v1/chat/completions", {"model": servers["head"].model, **body})
+            again += same["choices"] != other["choices"]
+    told("mlx, accepted drafts a step", right / max(steps, 1))
+    told("mlx, answers that part at a near tie", sum(gap <= 1e-3 for gap in parted))
+    bar("mlx, answers that part elsewhere", sum(gap > 1e-3 for gap in parted), "", 0, at_least=False)
+    bar("mlx, of every tenth request, those that differ the second time", again, "", 0, at_least=False)
+    [server.end() for server in servers.values()]
+
+
+BARS = {"train": (train, 5500), "speed": (speed, 900), "random": (random_text, 900), "stages": (stages, 1800), "equal": (equal, 1800),
+        "mlx": (mlx, 1800), "machines": (machines, 3600)}
+parser = arguments(__doc__, runs=0, ms=25.0, tokens=0, requests=0, kernels="mlx-f32", minutes=90.0, steps=150, threads=2, out="/tmp/drafter-61")
+a = chosen.parsed(parser, BARS, ["stages", "machines"])
 chosen.play(a.bars, BARS)

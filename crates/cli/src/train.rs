@@ -13,8 +13,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
-    Lora, Means, Method, OptimiserOptions, Report, Rule, RunFigures, RunInfo, RunOptions, Schedule,
-    Sharding, StepReporter, TrainOn, Trained, TrainingClass, TrainingJob, TrainingRun,
+    Lora, Means, Method, OptimiserOptions, Post, Report, Rule, RunFigures, RunInfo, RunOptions,
+    Schedule, Sharding, StepReporter, TrainOn, Trained, TrainingClass, TrainingJob, TrainingRun,
     TrainingWorkers, WorkerOptions, measured_flops, read_metrics, svg, targets,
 };
 use serde_json::json;
@@ -67,9 +67,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "HOW", default_value = "lora", value_parser = of_name::<Method>)]
     method: Method,
     /// Train a draft head (EAGLE-3) from the model's own answers to the prompts of --data, for
-    /// `run --drafter` and `load --drafter`; here alone
+    /// `run --drafter` and `load --drafter`
     #[arg(long, conflicts_with_all = ["from_mlx_lm", "method", "class", "rank", "alpha", "targets",
-          "layers", "dropout", "epochs", "pack", "train_on", "leaf", "nodes", "hosts", "stages"])]
+          "layers", "dropout", "epochs", "pack", "train_on", "leaf", "stages", "shard"])]
     drafter: bool,
     /// Most tokens that a draft head can propose: the most frequent ones of the answers
     #[arg(
@@ -344,7 +344,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let name = mlx_lm::needed(args.model.as_ref(), "MODEL")?;
     let found = pull::ensure(name, signals)?;
     if args.drafter {
-        return drafter::run(args, &found.path, signals);
+        return drafter::run(args, (name, &found.path), signals);
     }
     let base = match args.method {
         Method::Lora | Method::Qlora => name_of_base(&found)?,
@@ -406,20 +406,7 @@ fn train(
     let nodes = posts.len().max(1);
     let mut crew = match posts.is_empty() {
         true => TrainingWorkers::here(),
-        false => TrainingWorkers::start(
-            WorkerOptions {
-                program: process::own_program().context("cannot find this program's own file")?,
-                posts,
-                env: match args.hosts.is_empty() {
-                    true => process::worker_env(),
-                    false => process::ssh_env(),
-                },
-                stages: args.stages as usize,
-                sharding: args.shard.map(|shard| shard.for_method(args.method)),
-                exchange: std::path::absolute(output.join(".exchange"))?,
-            },
-            &run,
-        )?,
+        false => TrainingWorkers::start(processes(args, posts, output)?, &run)?,
     };
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let options = RunOptions {
@@ -450,6 +437,21 @@ fn train(
         print_err(format_args!("{} workers were lost on the way", report.lost));
     }
     Ok((report, (nodes, told)))
+}
+
+/// The worker processes of a training.
+fn processes(args: &Args, posts: Vec<Post>, output: &Path) -> anyhow::Result<WorkerOptions> {
+    Ok(WorkerOptions {
+        program: process::own_program().context("cannot find this program's own file")?,
+        posts,
+        env: match args.hosts.is_empty() {
+            true => process::worker_env(),
+            false => process::ssh_env(),
+        },
+        stages: args.stages as usize,
+        sharding: args.shard.map(|shard| shard.for_method(args.method)),
+        exchange: std::path::absolute(output.join(".exchange"))?,
+    })
 }
 
 /// Nodes, and threads of each, if known.

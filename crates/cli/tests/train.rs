@@ -289,8 +289,8 @@ fn a_plan_of_a_training_has_energy_and_what_would_fit() {
     assert!(would.contains("--row"), "{would}");
 }
 
-/// A head from the model's own answers. A killed run gives the same bytes. No answer changes, on
-/// one node and over the stages of a pipeline.
+/// A head from the model's own answers. Any number of nodes and a killed run give the same bytes. No
+/// answer changes, on one node and over the stages of a pipeline.
 #[test]
 fn a_draft_head_is_trained_and_changes_no_answer() {
     let world = TestHome::new();
@@ -331,13 +331,15 @@ fn a_draft_head_is_trained_and_changes_no_answer() {
     assert!(loss(1) < loss(0), "{report}");
     assert!(report["accepted"].as_f64() > Some(0.3), "{report}");
     let folder = |output: &str| world.path("models").join(output);
-    let mut killed = world.paceline(args("killed", &[])).spawn().unwrap();
+    let nodes = ["--nodes", "2", "--threads", "1"];
+    let mut killed = world.paceline(args("killed", &nodes)).spawn().unwrap();
     until("a checkpoint", || {
         folder("killed/step-0000004").exists() || killed.try_wait().unwrap().is_some()
     });
     let _ = killed.kill();
     killed.wait().unwrap();
-    object(&finish(&mut world.paceline(args("killed", &["--resume"]))));
+    let more = ["--resume", "--nodes", "3", "--threads", "1"];
+    object(&finish(&mut world.paceline(args("killed", &more))));
     let weights = |output: &str| fs::read(folder(output).join("model.safetensors")).unwrap();
     assert!(weights("head") == weights("killed"));
 
@@ -357,5 +359,5 @@ fn a_draft_head_is_trained_and_changes_no_answer() {
         text(&output.stderr)
     };
     assert!(refused(&["--draft-vocab", "0"]).contains("--draft-vocab is 0, expected 1 or more"));
-    assert!(refused(&["--nodes", "2"]).contains("--nodes"));
+    assert!(refused(&["--leaf", "2"]).contains("--leaf"));
 }

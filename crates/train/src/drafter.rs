@@ -10,19 +10,23 @@
 //!    applies the gradient of [`network`].
 //! 4. The report has the accepted draft tokens per position of held-out answers.
 //!
-//! Both phases continue after a stop with the same bits. One process computes; workers of other
-//! machines are not used.
+//! Both phases continue after a stop with the same bits. Workers, here or on other machines, answer
+//! prompts and compute leaves of one answer each: any number of them gives the same bits.
 
 mod answers;
 mod attention;
 mod capture;
 mod network;
 mod save;
+mod worker;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use paceline_base::hex;
+use paceline_base::tree::Stack;
 use paceline_model::{
     Config, HeadConfig, LayerCache, LayerShape, LoadOptions, Model, ModelSource, Role,
 };
@@ -30,22 +34,34 @@ use paceline_tensor::{Kernels, storage};
 use paceline_weights::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use sha2::{Digest, Sha256};
 
 use crate::checkpoint::{Checkpoint, State};
 use crate::data::{ExampleReader, TrainOn};
 use crate::error::Error;
+use crate::fingerprint::fingerprint;
+use crate::messages::FromWorker;
 use crate::optimiser::{Optimiser, OptimiserOptions};
 use crate::options::RunOptions;
 use crate::order::ExampleOrder;
-use answers::{Answer, Answers};
+use crate::report::TrainingProgress;
+use crate::weights::Parts;
+use crate::workers::{LeafModel, PartSink, TrainingWorkers};
+use answers::{Answering, Answers};
 use capture::Captures;
 use network::{DraftRows, HeadNetwork, HeadShape};
+
+pub(crate) use answers::{Answer, group};
+pub(crate) use worker::work;
 
 /// Draft tokens of a position that the head is trained on.
 const TRAINED_DEPTH: usize = 4;
 
 /// Draft tokens of a position that the report judges: as many as a step verifies by default.
 pub const JUDGED_DEPTH: usize = 8;
+
+/// File of answers in the output folder.
+const ANSWERS: &str = "answers.jsonl";
 
 /// Without a file of held-out prompts, one in this many prompts is held out.
 const HELD_OUT_EVERY: usize = 20;
@@ -97,6 +113,8 @@ pub enum DrafterProgress {
         /// Tokens of answers, without prompts, a second.
         tok_s: f64,
     },
+    /// A worker was lost, and others do its work.
+    Lost { why: String },
     /// Held-out answers were judged after a step.
     Accepted {
         step: u64,
@@ -182,13 +200,47 @@ impl DrafterRun {
         })
     }
 
+    /// The job.
+    pub(crate) const fn job(&self) -> &DrafterJob {
+        &self.job
+    }
+
+    /// Fingerprints of the model and of the prompts.
+    ///
+    /// # Errors
+    /// Errors of the files.
+    pub(crate) fn fingerprints(&self) -> Result<(String, String), Error> {
+        let mut hash = Sha256::new();
+        for prompt in self.prompts()?.0 {
+            hash.update(prompt.len().to_le_bytes());
+            prompt.iter().for_each(|t| hash.update(t.to_le_bytes()));
+        }
+        Ok((fingerprint(&self.source)?, hex(&hash.finalize())))
+    }
+
+    /// What a worker says once it has the model.
+    ///
+    /// # Errors
+    /// As [`fingerprints`](Self::fingerprints).
+    pub(crate) fn ready(&self) -> Result<FromWorker, Error> {
+        let (model, data) = self.fingerprints()?;
+        Ok(FromWorker::Ready {
+            model,
+            data,
+            engine: "cpu".to_owned(),
+            notes: Vec::new(),
+        })
+    }
+
     /// Answers, trains, and writes the head to the folder of `options`.
     ///
     /// # Errors
     /// [`Error::RunThere`], [`Error::OtherRun`]; errors of the data; [`Error::Diverged`];
-    /// [`Error::Stopped`] after a request to stop; [`Error::Files`].
+    /// [`Error::Lost`] when no worker is left; [`Error::Stopped`] after a request to stop;
+    /// [`Error::Files`].
     pub fn train(
         &self,
+        crew: &mut TrainingWorkers,
         options: RunOptions<'_>,
         watch: &mut dyn FnMut(DrafterProgress),
     ) -> Result<DrafterReport, Error> {
@@ -196,28 +248,20 @@ impl DrafterRun {
         std::fs::create_dir_all(output).map_err(Error::file("make", output))?;
         self.claim(output, options.resume)?;
         let began = (options.clock)();
-        let (train, valid) = self.answers(&options, watch)?;
+        let (train, valid) = self.answers(crew, &options, watch)?;
         let answered = (options.clock)();
-        let vocabulary = vocabulary(&train, self.job.draft_vocab);
-        let network = HeadNetwork::new(&self.kernels, self.shape(vocabulary.len()));
-        let mut training = Training {
-            run: self,
-            network: &network,
-            captures: Captures::new(&self.model, self.job.tokens_max)?,
-            table: Table::new(&self.source, self.model.config(), Role::TokenEmbedding)?,
-            places: places(&vocabulary),
-            vocabulary,
-        };
-        let (state, loss) = training.steps((&train, &valid), options, watch)?;
+        crew.learn(&output.join(ANSWERS))?;
+        let mut training = self.training(train)?;
+        let (state, loss) = training.steps(crew, &valid, options, watch)?;
         let (accepted, judged) = training.judge(&state.params, &valid)?;
         let bytes = save::write(output, &training, &state.params)?;
-        let all = train.iter().chain(&valid);
+        let all = training.train.iter().chain(&valid);
         Ok(DrafterReport {
             steps: state.step,
             loss,
             accepted,
             judged,
-            answers: train.len() + valid.len(),
+            answers: training.train.len() + valid.len(),
             answer_tokens: all.map(Answer::own_tokens).sum(),
             draft_vocab: training.vocabulary.len(),
             answer_s: answered - began,
@@ -226,12 +270,30 @@ impl DrafterRun {
         })
     }
 
-    /// Answers to train on, and held-out ones.
-    fn answers(
-        &self,
-        options: &RunOptions<'_>,
-        watch: &mut dyn FnMut(DrafterProgress),
-    ) -> Result<(Vec<Answer>, Vec<Answer>), Error> {
+    /// A training on these answers.
+    fn training(&self, train: Vec<Answer>) -> Result<Training<'_>, Error> {
+        let vocabulary = vocabulary(&train, self.job.draft_vocab);
+        let network = HeadNetwork::new(&self.kernels, self.shape(vocabulary.len()));
+        Ok(Training {
+            parts: Parts::new(&[0, network.layout.len()], false),
+            order: ExampleOrder {
+                seed: self.job.seed,
+                examples: train.len(),
+                batch: self.job.batch,
+                leaf: 1,
+            },
+            run: self,
+            network,
+            captures: Captures::new(&self.model, self.job.tokens_max)?,
+            table: Table::new(&self.source, self.model.config(), Role::TokenEmbedding)?,
+            places: places(&vocabulary),
+            vocabulary,
+            train: train.into(),
+        })
+    }
+
+    /// All prompts, held-out ones last, and the number of the others.
+    fn prompts(&self) -> Result<(Vec<Vec<u32>>, usize), Error> {
         let mut prompts = self.reader.read(&self.job.data, "train")?.prompts();
         let held_out = match &self.job.valid {
             Some(path) => self.reader.read(path, "valid")?.prompts(),
@@ -246,22 +308,62 @@ impl DrafterRun {
         };
         let n = prompts.len();
         prompts.extend(held_out);
-        let mut answers = Answers::open(
-            &options.output.join("answers.jsonl"),
-            prompts,
-            self.job.tokens_max,
-        )?;
-        answers.complete((&self.model, self.reader.tokenizer()), options.stop, watch)?;
-        let mut train = answers.into_answers();
-        let mut valid = train.split_off(n);
-        for answers in [&mut train, &mut valid] {
-            answers.retain(|answer| answer.own_tokens() > 1);
-        }
+        // Room for two tokens at least: one is read, one is predicted.
+        let longest = self.job.tokens_max - 2;
+        prompts
+            .iter_mut()
+            .for_each(|prompt| prompt.truncate(longest));
+        Ok((prompts, n))
+    }
+
+    /// Answers to train on, and held-out ones, as far as the file `path` has them.
+    fn known_answers(&self, path: &Path) -> Result<(Answers, usize), Error> {
+        let (prompts, n) = self.prompts()?;
+        let answers = Answers::open(path, prompts, self.job.tokens_max)?;
+        Ok((answers, n))
+    }
+
+    /// Answers to train on, and held-out ones, made here or by workers.
+    fn answers(
+        &self,
+        crew: &mut TrainingWorkers,
+        options: &RunOptions<'_>,
+        watch: &mut dyn FnMut(DrafterProgress),
+    ) -> Result<(Vec<Answer>, Vec<Answer>), Error> {
+        let (mut answers, n) = self.known_answers(&options.output.join(ANSWERS))?;
+        let (clock, groups) = (options.clock, crew.groups());
+        let watch = std::cell::RefCell::new(watch);
+        let mut here = None;
+        let answering = |first: usize, prompts: &[Vec<u32>]| {
+            let lost = &mut |progress| lost(progress, &mut **watch.borrow_mut());
+            if let Some(made) = crew.answer((first, prompts), clock, lost)? {
+                return Ok(made);
+            }
+            let here = match &mut here {
+                Some(here) => here,
+                none => none.insert(self.answering()?),
+            };
+            here.answer(prompts)
+        };
+        let mut progress = |answers: &[Answer], of| {
+            (*watch.borrow_mut())(DrafterProgress::Answers {
+                done: answers.len(),
+                of,
+                tokens: answers.iter().map(Answer::own_tokens).sum(),
+            });
+        };
+        answers.complete(answering, groups, options.stop, &mut progress)?;
+        let (train, valid) = split(answers.into_answers(), n);
         if train.is_empty() || valid.is_empty() {
             let path = self.job.data.clone();
             return Err(Error::NoExamples { path });
         }
         Ok((train, valid))
+    }
+
+    fn answering(&self) -> Result<Answering, Error> {
+        let of = (&self.model, self.reader.tokenizer());
+        Answering::new(of, self.job.tokens_max)
     }
 
     fn shape(&self, draft_vocab: usize) -> HeadShape {
@@ -311,6 +413,22 @@ impl DrafterRun {
                 here: value.to_string(),
             }),
         }
+    }
+}
+
+/// Cuts answers after the first `n`, without those that are too short to learn from.
+fn split(mut answers: Vec<Answer>, n: usize) -> (Vec<Answer>, Vec<Answer>) {
+    let mut rest = answers.split_off(n);
+    for answers in [&mut answers, &mut rest] {
+        answers.retain(|answer| answer.own_tokens() > 1);
+    }
+    (answers, rest)
+}
+
+/// Reports workers that were lost.
+fn lost(progress: TrainingProgress, watch: &mut dyn FnMut(DrafterProgress)) {
+    if let TrainingProgress::Lost { why } = progress {
+        watch(DrafterProgress::Lost { why });
     }
 }
 
@@ -379,11 +497,43 @@ impl Table {
 /// A training under way.
 struct Training<'a> {
     run: &'a DrafterRun,
-    network: &'a HeadNetwork<'a>,
+    network: HeadNetwork<'a>,
+    /// One: all numbers of the head.
+    parts: Parts,
+    train: Arc<[Answer]>,
+    order: ExampleOrder,
     captures: Captures,
     table: Table,
     vocabulary: Vec<u32>,
     places: BTreeMap<u32, u32>,
+}
+
+impl LeafModel for Training<'_> {
+    fn shape(&self) -> (usize, &Parts) {
+        (self.order.leaves(), &self.parts)
+    }
+
+    fn compute(
+        &mut self,
+        params: &[f32],
+        (step, leaves): (u64, Range<usize>),
+        done: &mut PartSink<'_>,
+    ) -> Result<Vec<f64>, Error> {
+        let (train, judged) = (Arc::clone(&self.train), self.judged(step));
+        let (places, n) = (self.order.step(step), self.network.layout.len());
+        let mut roots = Stack::new(self.order.leaves(), n);
+        roots.reset(leaves.start);
+        let mut losses = Vec::with_capacity(leaves.len());
+        for leaf in leaves {
+            let rows = self.rows(&train[places[leaf]])?;
+            let mut grads = vec![0.0; n];
+            let at = (TRAINED_DEPTH, judged);
+            losses.push(self.network.gradient(params, &rows, at, &mut grads));
+            roots.push(&grads);
+        }
+        done(0, roots.values())?;
+        Ok(losses)
+    }
 }
 
 impl Training<'_> {
@@ -391,42 +541,32 @@ impl Training<'_> {
     /// step.
     fn steps(
         &mut self,
-        (train, valid): (&[Answer], &[Answer]),
+        crew: &mut TrainingWorkers,
+        valid: &[Answer],
         options: RunOptions<'_>,
         watch: &mut dyn FnMut(DrafterProgress),
     ) -> Result<(State, [f64; 2]), Error> {
-        let (output, job, network) = (options.output, &self.run.job, self.network);
+        let (output, job) = (options.output, &self.run.job);
         let mut state = self.state(output)?;
         watch(self.begun(state.step, valid));
-        let order = ExampleOrder {
-            seed: job.seed,
-            examples: train.len(),
-            batch: job.batch,
-            leaf: job.batch,
-        };
         let mut losses = [f64::NAN; 2];
         while state.step < job.optimiser.steps {
             if (options.stop)() {
-                state.save(output, &network.layout)?;
+                state.save(output, &self.network.layout)?;
                 let step = state.step + 1;
                 return Err(Error::Stopped { step });
             }
             let began = (options.clock)();
-            let answers: Vec<&Answer> = order
-                .step(state.step)
-                .into_iter()
-                .map(|i| &train[i])
-                .collect();
-            let tokens: usize = answers.iter().map(|answer| answer.own_tokens()).sum();
-            let rows = self.rows(&answers)?;
-            let mut grads = vec![0.0; network.layout.len()];
-            let loss = network.gradient(&state.params, &rows, (TRAINED_DEPTH, tokens), &mut grads);
+            let tokens = self.judged(state.step);
+            let at = (&state.params[..], state.step);
+            let lost = &mut |progress| lost(progress, &mut *watch);
+            let (loss, mut grads) = crew.step_of_head(self, at, options.clock, lost)?;
             let step = state.step + 1;
             if !loss.is_finite() {
                 return Err(Error::Diverged { step, loss });
             }
             let (params, optimiser) = (&mut state.params, &mut state.optimiser);
-            optimiser.apply(state.step, &network.layout, &mut grads, params);
+            optimiser.apply(state.step, &self.network.layout, &mut grads, params);
             state.step = step;
             losses = [if losses[0].is_nan() { loss } else { losses[0] }, loss];
             let tok_s = tokens as f64 / ((options.clock)() - began).max(1e-9);
@@ -436,15 +576,21 @@ impl Training<'_> {
                 watch(DrafterProgress::Accepted { step, accepted });
             }
             if step.is_multiple_of(options.save_every.max(1)) || step == job.optimiser.steps {
-                state.save(output, &network.layout)?;
+                state.save(output, &self.network.layout)?;
             }
         }
         Ok((state, losses))
     }
 
+    /// Tokens of the answers of a step.
+    fn judged(&self, step: u64) -> usize {
+        let answers = self.order.step(step).into_iter();
+        answers.map(|i| self.train[i].own_tokens()).sum()
+    }
+
     /// The newest checkpoint, or the values before the first step.
     fn state(&self, output: &Path) -> Result<State, Error> {
-        let (run, network) = (self.run, self.network);
+        let (run, network) = (self.run, &self.network);
         let fresh = Optimiser::new(run.job.optimiser, network.layout.len());
         if let Some(checkpoint) = Checkpoint::newest(output)? {
             return State::of(&checkpoint, &network.layout, fresh);
@@ -480,23 +626,19 @@ impl Training<'_> {
         }
     }
 
-    /// The rows of answers. The last token of each is only a target.
-    fn rows(&mut self, answers: &[&Answer]) -> Result<DraftRows, Error> {
-        let mut rows = DraftRows::default();
-        for answer in answers {
-            let n = answer.tokens.len() - 1;
-            rows.captured
-                .extend(self.captures.rows(&answer.tokens[..n])?);
-            rows.tokens.extend(&answer.tokens[..n]);
-            let target = |i: usize| {
-                let place = || self.places.get(&answer.tokens[i + 1]).copied();
-                (i + 1 >= answer.prompt).then(place)
-            };
-            rows.targets.extend((0..n).map(target));
-            rows.lengths.push(n);
-        }
-        rows.embedded = self.table.rows(&rows.tokens);
-        Ok(rows)
+    /// The rows of an answer. Its last token is only a target.
+    fn rows(&mut self, answer: &Answer) -> Result<DraftRows, Error> {
+        let n = answer.tokens.len() - 1;
+        let target = |i: usize| {
+            let place = || self.places.get(&answer.tokens[i + 1]).copied();
+            (i + 1 >= answer.prompt).then(place)
+        };
+        Ok(DraftRows {
+            targets: (0..n).map(target).collect(),
+            captured: self.captures.rows(&answer.tokens[..n])?,
+            embedded: self.table.rows(&answer.tokens[..n]),
+            tokens: answer.tokens[..n].to_vec(),
+        })
     }
 
     /// Mean draft tokens that are right in a row after a position of these answers, and the number
@@ -504,7 +646,7 @@ impl Training<'_> {
     fn judge(&mut self, params: &[f32], answers: &[Answer]) -> Result<(f64, usize), Error> {
         let (mut right, mut judged) = (0, 0);
         for answer in answers {
-            let rows = self.rows(&[answer])?;
+            let rows = self.rows(answer)?;
             let accepted = self.network.accepted(params, &rows, JUDGED_DEPTH);
             right += accepted.iter().sum::<usize>();
             judged += accepted.len();

@@ -6,15 +6,43 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::drafter::{Answer, DrafterJob};
 use crate::run::TrainingJob;
 use crate::shard::{GroupPlan, ShardFile, ShardRole};
 use crate::stage::ModelStage;
+
+/// All answers that a draft head is trained on, in the folder of exchanged files.
+pub(crate) const ANSWERS_FILE: &str = "answers.jsonl";
+
+/// The job of a run's workers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum WorkerJob {
+    Model(TrainingJob),
+    Drafter(DrafterJob),
+}
+
+/// Paths of a job, which differ between machines.
+pub(crate) struct JobFiles<'a> {
+    pub(crate) model: &'a mut PathBuf,
+    pub(crate) data: &'a mut PathBuf,
+    pub(crate) valid: &'a mut Option<PathBuf>,
+}
+
+impl WorkerJob {
+    pub(crate) fn files(&mut self) -> JobFiles<'_> {
+        let (model, data, valid) = match self {
+            Self::Model(job) => (&mut job.trained.model, &mut job.data, &mut job.valid),
+            Self::Drafter(job) => (&mut job.model, &mut job.data, &mut job.valid),
+        };
+        JobFiles { model, data, valid }
+    }
+}
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum ToWorker {
     /// The job of the run. Sent once, first.
     Start {
-        job: Box<TrainingJob>,
+        job: Box<WorkerJob>,
         /// 0 for as many as there are cores.
         threads: usize,
         /// Folder of exchanged files.
@@ -26,6 +54,14 @@ pub(crate) enum ToWorker {
     },
     /// Leaves `start..end` of a step are to be computed, by one that has the whole model.
     Compute { step: u64, start: usize, end: usize },
+    /// Groups `start..end` of prompts are to be answered, of those from prompt `first` on.
+    Answer {
+        first: usize,
+        start: usize,
+        end: usize,
+    },
+    /// A draft head is to be trained on the answers in [`ANSWERS_FILE`].
+    Learn,
     /// A stage's workers, or all that cut rows, are to compute their leaves: of a step, or all that
     /// is held out.
     Pipe { epoch: u64, step: u64, set: LeafSet },
@@ -106,6 +142,12 @@ pub(crate) enum FromWorker {
         /// Loss of each leaf, as bits: text would round.
         losses: Vec<u64>,
     },
+    /// Answers to the prompts of these groups, in order.
+    Answered {
+        start: usize,
+        end: usize,
+        answers: Vec<Answer>,
+    },
     /// A worker's leaves `start..end` went through its stage.
     Piped {
         epoch: u64,
@@ -179,6 +221,7 @@ impl ToWorker {
             Self::Compute { step, .. } | Self::Pipe { step, .. } => {
                 vec![params_file(*step, stage.index)]
             }
+            Self::Learn => vec![ANSWERS_FILE.to_owned()],
             _ => Vec::new(),
         }
     }

@@ -17,11 +17,12 @@ use paceline_model::adapter::files::tensors;
 
 use crate::activity::Activity;
 use crate::class::Means;
+use crate::drafter::{self, DrafterRun};
 use crate::error::Error;
-use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
+use crate::messages::{FromWorker, ToWorker, WorkerJob, params_file, roots_file};
 use crate::run::TrainingRun;
 use crate::shard::{RankWorker, Sharding};
-use crate::workers::{compute, publish};
+use crate::workers::{LeafModel, publish};
 use stage::StageWorker;
 
 /// Longest wait for the first message.
@@ -75,6 +76,16 @@ fn work<M: Into<Means>>(
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = if threads == 0 { cores } else { threads };
     let means = means(threads).map_err(|source| Error::Threads { threads, source })?;
+    let means: Means = means.into();
+    let job = match *job {
+        WorkerJob::Model(job) => job,
+        WorkerJob::Drafter(job) => {
+            let run = DrafterRun::open(&job, Arc::new(means.kernels))?;
+            channel.send(&run.ready()?)?;
+            *is_ready = true;
+            return drafter::work(channel, &run, exchange);
+        }
+    };
     let run = TrainingRun::open_stage(&job, means, stage)?;
     let engine = run.net.ready()?;
     channel.send(&FromWorker::Ready {
@@ -102,19 +113,7 @@ fn work<M: Into<Means>>(
             }
         }
     }
-    let mut worker = LeafWorker {
-        channel,
-        run,
-        exchange,
-        values: (None, Vec::new()),
-    };
-    loop {
-        match channel.recv(Duration::MAX)? {
-            Some(ToWorker::Compute { step, start, end }) => worker.compute(step, start..end)?,
-            None => {}
-            other => return Err(unexpected(other.as_ref(), "Compute")),
-        }
-    }
+    LeafWorker::new(channel, &run, exchange).serve()
 }
 
 /// The activity of a rank, which is watched from now on: the parent gets a message when it hangs.
@@ -127,15 +126,35 @@ fn watched(channel: &Arc<RunChannel>) -> Result<Arc<Activity>, Error> {
 }
 
 /// A worker that has loaded the model.
-struct LeafWorker<'a> {
+pub(crate) struct LeafWorker<'a, L> {
     channel: &'a RunChannel,
-    run: TrainingRun,
+    model: L,
     exchange: PathBuf,
     /// A step, and the values before it.
     values: (Option<u64>, Vec<f32>),
 }
 
-impl LeafWorker<'_> {
+impl<'a, L: LeafModel> LeafWorker<'a, L> {
+    pub(crate) const fn new(channel: &'a RunChannel, model: L, exchange: PathBuf) -> Self {
+        Self {
+            channel,
+            model,
+            exchange,
+            values: (None, Vec::new()),
+        }
+    }
+
+    /// Computes the leaves that the parent asks for. Returns only with an error.
+    pub(crate) fn serve(mut self) -> Result<Infallible, Error> {
+        loop {
+            match self.channel.recv(Duration::MAX)? {
+                Some(ToWorker::Compute { step, start, end }) => self.compute(step, start..end)?,
+                None => {}
+                other => return Err(unexpected(other.as_ref(), "Compute")),
+            }
+        }
+    }
+
     /// Reads the values before a step. False when the step is over: its leaves were others' before
     /// this process read the message about them.
     fn load_parameters(&mut self, step: u64) -> Result<bool, Error> {
@@ -171,8 +190,7 @@ impl LeafWorker<'_> {
             };
             Ok(channel.send(&part)?)
         };
-        let mut values = self.run.net.whole(&self.values.1);
-        let losses = compute(&self.run, &mut values, step, leaves, &mut tell)?;
+        let losses = (self.model).compute(&self.values.1, (step, leaves), &mut tell)?;
         let done = FromWorker::Done {
             step,
             start,
@@ -187,6 +205,8 @@ pub(crate) const fn unexpected(message: Option<&ToWorker>, expected: &'static st
     let got = match message {
         Some(ToWorker::Start { .. }) => "Start",
         Some(ToWorker::Compute { .. }) => "Compute",
+        Some(ToWorker::Answer { .. }) => "Answer",
+        Some(ToWorker::Learn) => "Learn",
         Some(ToWorker::Pipe { .. }) => "Pipe",
         Some(ToWorker::Listen { .. }) => "Listen",
         Some(ToWorker::Form { .. }) => "Form",

@@ -5,6 +5,7 @@
 //! compute those. The sum is the same, because a leaf depends on no worker and the tree on no
 //! distribution of leaves. A replacement is started and joins when it has loaded the model.
 
+mod answers;
 mod compute;
 mod deadline;
 mod leaves;
@@ -27,13 +28,13 @@ use sha2::{Digest, Sha256};
 use crate::checkpoint::{self, Checkpoint};
 use crate::error::Error;
 use crate::hashed::Hashed;
-use crate::messages::{FromWorker, ToWorker};
+use crate::messages::{FromWorker, ToWorker, WorkerJob};
 use crate::report::TrainingProgress;
-use crate::run::{TrainingJob, TrainingRun};
+use crate::run::TrainingRun;
 use crate::shard::Sharding;
 use crate::stage::ModelStage;
 use compute::alone;
-pub(crate) use compute::{Sums, compute, compute_together};
+pub(crate) use compute::{LeafModel, PartSink, Sums, compute_together};
 use deadline::{Deadlines, Overdue};
 use shards::{RankGroup, Stepped};
 
@@ -123,6 +124,26 @@ impl TrainingWorkers {
         }
         let has_group = sharding.is_some() || stages > 1;
         let group = has_group.then(|| RankGroup::new(run, sharding, count));
+        let expected = (
+            run.net.fingerprint().to_owned(),
+            run.examples.digest.clone(),
+        );
+        Self::spawn(
+            processes,
+            WorkerJob::Model(run.job.clone()),
+            expected,
+            group,
+        )
+    }
+
+    /// Starts workers. `expected`: fingerprints of the model and the data.
+    fn spawn(
+        processes: WorkerOptions,
+        job: WorkerJob,
+        expected: (String, String),
+        group: Option<RankGroup>,
+    ) -> Result<Self, Error> {
+        let (count, sharding) = (processes.posts.len(), processes.sharding);
         let exchange = processes.exchange;
         let _ = std::fs::remove_dir_all(&exchange); // of a run that was killed
         std::fs::create_dir_all(&exchange).map_err(Error::file("make", &exchange))?;
@@ -147,20 +168,18 @@ impl TrainingWorkers {
             workers: Workers::spawn(spec)?,
             members: (0..count).map(|_| TrainingWorker::default()).collect(),
             deadlines: Deadlines::new(count),
-            stages,
+            stages: processes.stages.max(1),
             group,
+            is_learning: false,
             lost: 0,
             fruitless: 0,
             last: String::new(),
             untold: Vec::new(),
             engine: None,
             notes: Vec::new(),
-            job: run.job.clone(),
+            job,
             posts: processes.posts,
-            expected: (
-                run.net.fingerprint().to_owned(),
-                run.examples.digest.clone(),
-            ),
+            expected,
             exchange,
         };
         for rank in 0..count {
@@ -206,8 +225,10 @@ impl TrainingWorkers {
     ) -> Result<(f64, Vec<f32>), Error> {
         let at = At { step, clock };
         match &mut self.team {
-            None => alone(run, params, step),
-            Some(team) if !team.is_line() => team.leaves(run, params, &at, watch),
+            None => alone(&mut { run }, params, step),
+            Some(team) if !team.is_line() => {
+                team.leaves((run.order.leaves(), run.net.parts()), params, &at, watch)
+            }
             Some(team) => team.trained(run, params, &at, watch),
         }
     }
@@ -308,6 +329,8 @@ struct WorkerSet {
     stages: usize,
     /// Of a sharded run, and of stages.
     group: Option<RankGroup>,
+    /// The workers have the answers that a draft head is trained on.
+    is_learning: bool,
     lost: u32,
     fruitless: u32,
     /// Reason for the last loss of a worker.
@@ -318,7 +341,7 @@ struct WorkerSet {
     engine: Option<String>,
     /// Notes about the engine so far.
     notes: Vec<String>,
-    job: TrainingJob,
+    job: WorkerJob,
     posts: Vec<Post>,
     /// Fingerprints of the model and the data.
     expected: (String, String),
@@ -462,6 +485,9 @@ impl WorkerSet {
         };
         // A worker that does not read will be reported as ended.
         let _ = self.workers.send(Rank(rank), &message);
+        if self.is_learning {
+            let _ = self.workers.send(Rank(rank), &ToWorker::Learn);
+        }
         self.members[rank as usize].is_there = true;
     }
 

@@ -7,9 +7,9 @@ use std::time::Instant;
 use paceline_train::drafter::{
     DrafterJob, DrafterProgress, DrafterReport, DrafterRun, JUDGED_DEPTH,
 };
-use paceline_train::{OptimiserOptions, RunFigures, RunOptions};
+use paceline_train::{OptimiserOptions, RunFigures, RunOptions, TrainingWorkers};
 
-use super::{Args, mlx_lm};
+use super::{Args, mlx_lm, placement, processes};
 use crate::interrupt::Signals;
 use crate::load;
 use crate::output::{counted, print, print_err};
@@ -21,12 +21,23 @@ const LINES_EVERY: u64 = 10;
 ///
 /// # Errors
 /// Invalid model, data or options; a signal.
-pub(super) fn run(args: &Args, model: &Path, signals: &Signals) -> anyhow::Result<()> {
+pub(super) fn run(
+    args: &Args,
+    (name, model): (&str, &Path),
+    signals: &Signals,
+) -> anyhow::Result<()> {
     let output = mlx_lm::needed(args.output.as_ref(), "--output")?;
+    let data = std::path::absolute(mlx_lm::needed(args.data.as_ref(), "--data")?)?;
+    let beside = Some(data.join("valid.jsonl")).filter(|path| path.is_file());
     let job = DrafterJob {
         model: std::path::absolute(model)?,
-        data: std::path::absolute(mlx_lm::needed(args.data.as_ref(), "--data")?)?,
-        valid: args.valid.as_ref().map(std::path::absolute).transpose()?,
+        valid: args
+            .valid
+            .as_ref()
+            .map(std::path::absolute)
+            .transpose()?
+            .or(beside),
+        data,
         tokens_max: args.max_tokens_per_row,
         batch: args.batch,
         seed: args.seed,
@@ -43,7 +54,14 @@ pub(super) fn run(args: &Args, model: &Path, signals: &Signals) -> anyhow::Resul
         },
     };
     let report = signals.orderly(|cancel| {
-        let run = DrafterRun::open(&job, Arc::new(load::free_kernels(args.threads(1))?))?;
+        let posts = placement::posts(args, name)?;
+        let here = posts.iter().filter(|post| post.place.is_empty()).count();
+        let kernels = Arc::new(load::free_kernels(args.threads(here.max(1)))?);
+        let run = DrafterRun::open(&job, kernels)?;
+        let mut crew = match posts.is_empty() {
+            true => TrainingWorkers::here(),
+            false => TrainingWorkers::start_drafter(processes(args, posts, output)?, &run)?,
+        };
         let start = Instant::now();
         let clock = || start.elapsed().as_secs_f64();
         let options = RunOptions {
@@ -55,7 +73,7 @@ pub(super) fn run(args: &Args, model: &Path, signals: &Signals) -> anyhow::Resul
             stop: &|| cancel.is_cancelled(),
             figures: RunFigures::UNKNOWN,
         };
-        Ok::<_, anyhow::Error>(run.train(options, &mut |progress| {
+        Ok::<_, anyhow::Error>(run.train(&mut crew, options, &mut |progress| {
             line(&progress).iter().for_each(print_err);
         })?)
     })?;
@@ -96,6 +114,7 @@ fn line(progress: &DrafterProgress) -> Option<String> {
         )),
         DrafterProgress::Step { step, loss, tok_s } => (step % LINES_EVERY == 1)
             .then(|| format!("step {step}: loss {loss:.4}, {tok_s:.0} tokens/s")),
+        DrafterProgress::Lost { ref why } => Some(format!("{why}; others do its work")),
         DrafterProgress::Accepted { step, accepted } => Some(format!(
             "step {step}: {accepted:.2} of {JUDGED_DEPTH} draft tokens accepted"
         )),

@@ -12,7 +12,6 @@ use paceline_tensor::PAGE;
 use paceline_text::tokenizer::Tokenizer;
 use serde::{Deserialize, Serialize};
 
-use super::DrafterProgress;
 use super::network::largest;
 use crate::error::Error;
 
@@ -25,7 +24,7 @@ const PROMPT_ROWS: usize = 256;
 
 /// A prompt with the model's answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Answer {
+pub(crate) struct Answer {
     /// Tokens of the prompt.
     pub(super) prompt: usize,
     /// Prompt and answer.
@@ -37,6 +36,16 @@ impl Answer {
     pub(super) fn own_tokens(&self) -> usize {
         self.tokens.len() - self.prompt
     }
+
+    /// Whether it answers this prompt.
+    pub(crate) fn is_to(&self, prompt: &[u32]) -> bool {
+        self.prompt == prompt.len() && self.tokens.starts_with(prompt)
+    }
+}
+
+/// The prompts that are answered together as group `nth`; empty behind the last one.
+pub(crate) fn group(prompts: &[Vec<u32>], nth: usize) -> &[Vec<u32>] {
+    prompts.chunks(STREAMS).nth(nth).unwrap_or_default()
 }
 
 /// The prompts of a run, and the answers so far.
@@ -45,8 +54,6 @@ pub(super) struct Answers {
     path: PathBuf,
     prompts: Vec<Vec<u32>>,
     answers: Vec<Answer>,
-    /// Longest prompt with its answer.
-    tokens_max: usize,
 }
 
 impl Answers {
@@ -56,13 +63,9 @@ impl Answers {
     /// [`Error::Files`]; a line that is not of its prompt is malformed.
     pub(super) fn open(
         path: &Path,
-        mut prompts: Vec<Vec<u32>>,
+        prompts: Vec<Vec<u32>>,
         tokens_max: usize,
     ) -> Result<Self, Error> {
-        // Room for two tokens at least: one is read, one is predicted.
-        prompts
-            .iter_mut()
-            .for_each(|prompt| prompt.truncate(tokens_max - 2));
         let text = match std::fs::read_to_string(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             text => text.map_err(Error::file("read", path))?,
@@ -73,8 +76,7 @@ impl Answers {
         for (line, prompt) in whole.lines().zip(&prompts) {
             let answer: Answer =
                 serde_json::from_str(line).map_err(|e| Error::malformed(path, e))?;
-            let fits = answer.prompt == prompt.len() && answer.tokens.starts_with(prompt);
-            if !fits || answer.tokens.len() > tokens_max {
+            if !answer.is_to(prompt) || answer.tokens.len() > tokens_max {
                 let reason = format!("line {} is not of its prompt", answers.len() + 1);
                 return Err(Error::malformed(path, reason));
             }
@@ -87,28 +89,22 @@ impl Answers {
             path: path.to_owned(),
             prompts,
             answers,
-            tokens_max,
         })
     }
 
-    /// Makes the answers that are missing. Blocks for a forward pass a token of each group.
+    /// Makes the answers that are missing, here or by the workers. Blocks for a forward pass a
+    /// token of each group.
     ///
     /// # Errors
-    /// [`Error::Model`]; [`Error::Files`]; [`Error::Stopped`] when `stop` says so.
+    /// [`Error::Model`]; [`Error::Files`]; [`Error::Lost`] when no worker is left;
+    /// [`Error::Stopped`] when `stop` says so.
     pub(super) fn complete(
         &mut self,
-        (model, tokenizer): (&Arc<Model>, &Tokenizer),
+        mut answering: impl FnMut(usize, &[Vec<u32>]) -> Result<Vec<Answer>, Error>,
+        groups: usize,
         stop: &dyn Fn() -> bool,
-        watch: &mut dyn FnMut(DrafterProgress),
+        progress: &mut dyn FnMut(&[Answer], usize),
     ) -> Result<(), Error> {
-        let pages = self.tokens_max.div_ceil(PAGE);
-        let size = BatchSize {
-            rows: PROMPT_ROWS,
-            logit_rows: STREAMS,
-            sequences: STREAMS,
-            context: self.tokens_max,
-        };
-        let mut compute = Arc::clone(model).reserve(size, STREAMS * pages * PAGE)?;
         let mut file = std::fs::OpenOptions::new()
             .append(true)
             .create(true)
@@ -119,24 +115,13 @@ impl Answers {
                 return Err(Error::Stopped { step: 1 });
             }
             let from = self.answers.len();
-            let to = (from + STREAMS).min(self.prompts.len());
-            let mut group = Group {
-                compute: &mut *compute,
-                vocab: model.config().vocab,
-                pages,
-                tokens_max: self.tokens_max,
-            };
-            let made = group.answer(&self.prompts[from..to], tokenizer.end_of_generation())?;
-            for answer in made {
+            let to = (from + groups * STREAMS).min(self.prompts.len());
+            for answer in answering(from, &self.prompts[from..to])? {
                 let line = serde_json::to_string(&answer).unwrap_or_default();
                 writeln!(file, "{line}").map_err(Error::file("write", &self.path))?;
                 self.answers.push(answer);
             }
-            watch(DrafterProgress::Answers {
-                done: self.answers.len(),
-                of: self.prompts.len(),
-                tokens: self.answers.iter().map(Answer::own_tokens).sum(),
-            });
+            progress(&self.answers, self.prompts.len());
         }
         Ok(())
     }
@@ -146,17 +131,47 @@ impl Answers {
     }
 }
 
-/// Answers prompts together, each in its own pages.
-struct Group<'a> {
-    compute: &'a mut dyn Compute,
+/// Answers the prompts of a group together, each in its own pages.
+#[derive(Debug)]
+pub(super) struct Answering {
+    compute: Box<dyn Compute>,
     vocab: usize,
+    /// Tokens that end an answer.
+    ends: Vec<u32>,
     /// Pages of each stream.
     pages: usize,
+    /// Longest prompt with its answer.
     tokens_max: usize,
 }
 
-impl Group<'_> {
-    fn answer(&mut self, prompts: &[Vec<u32>], ends: &[u32]) -> Result<Vec<Answer>, Error> {
+impl Answering {
+    /// # Errors
+    /// [`Error::Model`] if the memory cannot be reserved.
+    pub(super) fn new(
+        (model, tokenizer): (&Arc<Model>, &Tokenizer),
+        tokens_max: usize,
+    ) -> Result<Self, Error> {
+        let pages = tokens_max.div_ceil(PAGE);
+        let size = BatchSize {
+            rows: PROMPT_ROWS,
+            logit_rows: STREAMS,
+            sequences: STREAMS,
+            context: tokens_max,
+        };
+        Ok(Self {
+            compute: Arc::clone(model).reserve(size, STREAMS * pages * PAGE)?,
+            vocab: model.config().vocab,
+            ends: tokenizer.end_of_generation().to_vec(),
+            pages,
+            tokens_max,
+        })
+    }
+
+    /// The answers to the prompts of a [`group`]. Blocks for a forward pass a token.
+    ///
+    /// # Errors
+    /// [`Error::Model`] of the model.
+    pub(super) fn answer(&mut self, prompts: &[Vec<u32>]) -> Result<Vec<Answer>, Error> {
         let mut answers = Vec::with_capacity(prompts.len());
         for (stream, prompt) in prompts.iter().enumerate() {
             answers.push(Answer {
@@ -179,7 +194,8 @@ impl Group<'_> {
         loop {
             let is_open = |answer: &Answer| {
                 let last = answer.tokens.last();
-                answer.tokens.len() < self.tokens_max && last.is_some_and(|t| !ends.contains(t))
+                answer.tokens.len() < self.tokens_max
+                    && last.is_some_and(|t| !self.ends.contains(t))
             };
             let open: Vec<usize> = (0..answers.len())
                 .filter(|i| is_open(&answers[*i]))

@@ -1,10 +1,10 @@
 //! Attention of drafts, and its gradients.
 //!
 //! A row begins one draft. In step k of the draft it attends to two kinds of keys. These are the
-//! keys of step 1 of its sequence up to its own row, and its own keys of the steps 2 to k.
+//! keys of step 1 up to its own row, and its own keys of the steps 2 to k.
 //!
 //! ```text
-//! keys of step 1, rows 0..=i of the sequence | keys of row i, steps 2..=k
+//! keys of step 1, rows 0..=i | keys of row i, steps 2..=k
 //! ```
 
 use paceline_tensor::Kernels;
@@ -12,77 +12,58 @@ use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 
 use crate::{ops, pool};
 
-/// Heads and sequences of a leaf. T rows, H query heads, K key and value heads of D elements.
+/// Heads of a sequence. T rows, H query heads, K key and value heads of D elements.
 pub(super) struct DraftAttention<'a> {
     pub(super) kernels: &'a Kernels,
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     pub(super) head_dim: usize,
-    /// Rows of each sequence.
-    pub(super) lengths: &'a [usize],
+    /// T
+    pub(super) rows: usize,
 }
 
 /// Keys and values of a step, or their gradients.
 pub(super) type KeyAndValue = (Vec<f32>, Vec<f32>);
 
-/// A sequence's rows under one query head.
-#[derive(Clone, Copy)]
-struct HeadTask {
-    first: usize,
-    n: usize,
-    head: usize,
-}
-
 /// Keys and values of the steps so far, `(T, K D)` each.
 pub(super) type StepKeys<'a> = [(&'a [f32], &'a [f32])];
 
-/// Gradients of one head: queries `(n, D)`, then keys and values of each step.
+/// Gradients of one head: queries `(T, D)`, then keys and values of each step.
 struct HeadGradient {
     query: Vec<f32>,
     keys: Vec<KeyAndValue>,
 }
 
 impl DraftAttention<'_> {
-    fn tasks(&self) -> Vec<HeadTask> {
-        let mut first = 0;
-        let mut tasks = Vec::new();
-        for &n in self.lengths {
-            tasks.extend((0..self.heads).map(|head| HeadTask { first, n, head }));
-            first += n;
-        }
-        tasks
-    }
-
     fn scale(&self) -> f32 {
         1.0 / libm::sqrtf(self.head_dim as f32)
     }
 
     /// q (T, H D) of the last of the steps -> (T, H D)
     pub(super) fn forward(&self, query: &[f32], keys: &StepKeys<'_>) -> Vec<f32> {
-        let tasks = self.tasks();
-        let parts = pool::map(self.kernels.pool(), tasks.len(), |i| {
-            self.head(tasks[i], query, keys)
+        let parts = pool::map(self.kernels.pool(), self.heads, |head| {
+            self.head(head, query, keys)
         });
         let mut out = vec![0.0; query.len()];
-        for (task, part) in tasks.iter().zip(&parts) {
-            self.add(&mut out, *task, (task.head, self.heads), part);
+        for (head, part) in parts.iter().enumerate() {
+            self.add(&mut out, (head, self.heads), part);
         }
         out
     }
 
-    fn head(&self, task: HeadTask, query: &[f32], keys: &StepKeys<'_>) -> Vec<f32> {
-        let (n, d) = (task.n, self.head_dim);
-        let (p, more) = self.probabilities(task, query, keys);
+    fn head(&self, head: usize, query: &[f32], keys: &StepKeys<'_>) -> Vec<f32> {
+        let (n, d) = (self.rows, self.head_dim);
+        let (p, more) = self.probabilities(head, query, keys);
         let mut out = vec![0.0; n * d];
         let sizes = Sizes { m: n, n: d, k: n };
-        let values = self.of_kv(task, keys[0].1);
+        let values = self.of_kv(head, keys[0].1);
         let rows = ProductOutput::rows(&mut out, d);
         self.kernels
             .chains_here(sizes, Strided::rows(&p, n), values, rows);
         for (step, (_, values)) in keys.iter().enumerate().skip(1) {
             for (i, out) in out.chunks_mut(d).enumerate() {
                 let p = more[i * (keys.len() - 1) + step - 1];
-                let value = self.kv_row(task, i, values);
+                let value = self.kv_row(head, i, values);
                 out.iter_mut().zip(value).for_each(|(o, v)| *o += p * v);
             }
         }
@@ -97,17 +78,16 @@ impl DraftAttention<'_> {
         d_out: &[f32],
         d_keys: &mut [KeyAndValue],
     ) -> Vec<f32> {
-        let tasks = self.tasks();
-        let parts = pool::map(self.kernels.pool(), tasks.len(), |i| {
-            self.head_back(tasks[i], query, keys, d_out)
+        let parts = pool::map(self.kernels.pool(), self.heads, |head| {
+            self.head_back(head, query, keys, d_out)
         });
         let mut d_query = vec![0.0; query.len()];
-        for (task, part) in tasks.iter().zip(&parts) {
-            let shared = (task.head / (self.heads / self.kv_heads), self.kv_heads);
-            self.add(&mut d_query, *task, (task.head, self.heads), &part.query);
+        for (head, part) in parts.iter().enumerate() {
+            let shared = (self.shared(head), self.kv_heads);
+            self.add(&mut d_query, (head, self.heads), &part.query);
             for (to, (key, value)) in d_keys.iter_mut().zip(&part.keys) {
-                self.add(&mut to.0, *task, shared, key);
-                self.add(&mut to.1, *task, shared, value);
+                self.add(&mut to.0, shared, key);
+                self.add(&mut to.1, shared, value);
             }
         }
         d_query
@@ -115,14 +95,14 @@ impl DraftAttention<'_> {
 
     fn head_back(
         &self,
-        task: HeadTask,
+        head: usize,
         query: &[f32],
         keys: &StepKeys<'_>,
         d_out: &[f32],
     ) -> HeadGradient {
-        let (n, d, steps) = (task.n, self.head_dim, keys.len() - 1);
-        let (p, more) = self.probabilities(task, query, keys);
-        let d_rows = self.of_query(task, d_out);
+        let (n, d, steps) = (self.rows, self.head_dim, keys.len() - 1);
+        let (p, more) = self.probabilities(head, query, keys);
+        let d_rows = self.of_query(head, d_out);
         let product = |sizes: Sizes, a, b| {
             let mut out = vec![0.0; sizes.m * sizes.n];
             let rows = ProductOutput::rows(&mut out, sizes.n);
@@ -131,13 +111,13 @@ impl DraftAttention<'_> {
         };
         let (inner, square) = (Sizes { m: n, n: d, k: n }, Sizes { m: n, n, k: d });
         let d_value = product(inner, Strided::rows(&p, n).t(), d_rows);
-        let mut ds = product(square, d_rows, self.of_kv(task, keys[0].1).t());
+        let mut ds = product(square, d_rows, self.of_kv(head, keys[0].1).t());
         let mut d_more = vec![0.0; n * steps];
         for i in 0..n {
-            let d_out = self.query_row(task, i, d_out);
+            let d_out = self.query_row(head, i, d_out);
             let own = &mut d_more[i * steps..(i + 1) * steps];
             for (to, (_, values)) in own.iter_mut().zip(&keys[1..]) {
-                *to = ops::dot(d_out, self.kv_row(task, i, values));
+                *to = ops::dot(d_out, self.kv_row(head, i, values));
             }
             let (p, more) = (&p[i * n..=i * n + i], &more[i * steps..(i + 1) * steps]);
             let (seen, unseen) = ds[i * n..(i + 1) * n].split_at_mut(i + 1);
@@ -148,17 +128,17 @@ impl DraftAttention<'_> {
             unseen.fill(0.0);
         }
         let rows = Strided::rows(&ds, n);
-        let mut d_query = product(inner, rows, self.of_kv(task, keys[0].0));
-        let d_key = product(inner, rows.t(), self.of_query(task, query));
+        let mut d_query = product(inner, rows, self.of_kv(head, keys[0].0));
+        let d_key = product(inner, rows.t(), self.of_query(head, query));
         let mut d_keys = vec![(d_key, d_value)];
         for (step, (key, _)) in keys.iter().enumerate().skip(1) {
             let (mut dk, mut dv) = (vec![0.0; n * d], vec![0.0; n * d]);
             for i in 0..n {
                 let (ds, p) = (d_more[i * steps + step - 1], more[i * steps + step - 1]);
                 let at = i * d..(i + 1) * d;
-                add_scaled(&mut d_query[at.clone()], ds, self.kv_row(task, i, key));
-                add_scaled(&mut dk[at.clone()], ds, self.query_row(task, i, query));
-                add_scaled(&mut dv[at], p, self.query_row(task, i, d_out));
+                add_scaled(&mut d_query[at.clone()], ds, self.kv_row(head, i, key));
+                add_scaled(&mut dk[at.clone()], ds, self.query_row(head, i, query));
+                add_scaled(&mut dv[at], p, self.query_row(head, i, d_out));
             }
             d_keys.push((dk, dv));
         }
@@ -172,24 +152,24 @@ impl DraftAttention<'_> {
     /// scores of a row's own later keys are (n, steps - 1).
     fn probabilities(
         &self,
-        task: HeadTask,
+        head: usize,
         query: &[f32],
         keys: &StepKeys<'_>,
     ) -> (Vec<f32>, Vec<f32>) {
-        let (n, d, steps) = (task.n, self.head_dim, keys.len() - 1);
+        let (n, d, steps) = (self.rows, self.head_dim, keys.len() - 1);
         let mut p = vec![0.0; n * n];
-        let (q, k) = (self.of_query(task, query), self.of_kv(task, keys[0].0).t());
+        let (q, k) = (self.of_query(head, query), self.of_kv(head, keys[0].0).t());
         let rows = ProductOutput::rows(&mut p, n);
         self.kernels
             .chains_here(Sizes { m: n, n, k: d }, q, k, rows);
         let mut more = vec![0.0; n * steps];
         let mut scores = Vec::with_capacity(n + steps);
         for (i, row) in p.chunks_mut(n).enumerate() {
-            let query = self.query_row(task, i, query);
+            let query = self.query_row(head, i, query);
             scores.clear();
             scores.extend_from_slice(&row[..=i]);
             let later = keys[1..].iter();
-            scores.extend(later.map(|(key, _)| ops::dot(query, self.kv_row(task, i, key))));
+            scores.extend(later.map(|(key, _)| ops::dot(query, self.kv_row(head, i, key))));
             ops::softmax(&mut scores, self.scale());
             row[..=i].copy_from_slice(&scores[..=i]);
             row[i + 1..].fill(0.0);
@@ -198,44 +178,40 @@ impl DraftAttention<'_> {
         (p, more)
     }
 
-    fn query_row<'b>(&self, task: HeadTask, i: usize, x: &'b [f32]) -> &'b [f32] {
-        let d = self.head_dim;
-        &x[((task.first + i) * self.heads + task.head) * d..][..d]
+    /// The key and value head of a query head.
+    const fn shared(&self, head: usize) -> usize {
+        head / (self.heads / self.kv_heads)
     }
 
-    fn kv_row<'b>(&self, task: HeadTask, i: usize, x: &'b [f32]) -> &'b [f32] {
-        let (d, shared) = (self.head_dim, task.head / (self.heads / self.kv_heads));
-        &x[((task.first + i) * self.kv_heads + shared) * d..][..d]
+    fn query_row<'b>(&self, head: usize, i: usize, x: &'b [f32]) -> &'b [f32] {
+        &x[(i * self.heads + head) * self.head_dim..][..self.head_dim]
     }
 
-    fn of_query<'b>(&self, task: HeadTask, x: &'b [f32]) -> Strided<'b> {
-        self.of(x, task, task.head, self.heads)
+    fn kv_row<'b>(&self, head: usize, i: usize, x: &'b [f32]) -> &'b [f32] {
+        &x[(i * self.kv_heads + self.shared(head)) * self.head_dim..][..self.head_dim]
     }
 
-    fn of_kv<'b>(&self, task: HeadTask, x: &'b [f32]) -> Strided<'b> {
-        let shared = task.head / (self.heads / self.kv_heads);
-        self.of(x, task, shared, self.kv_heads)
+    fn of_query<'b>(&self, head: usize, x: &'b [f32]) -> Strided<'b> {
+        self.columns(x, (head, self.heads))
     }
 
-    fn of<'b>(&self, x: &'b [f32], task: HeadTask, head: usize, heads: usize) -> Strided<'b> {
-        let d = self.head_dim;
+    fn of_kv<'b>(&self, head: usize, x: &'b [f32]) -> Strided<'b> {
+        self.columns(x, (self.shared(head), self.kv_heads))
+    }
+
+    fn columns<'b>(&self, x: &'b [f32], (head, heads): (usize, usize)) -> Strided<'b> {
         Strided {
-            values: &x[task.first * heads * d + head * d..],
-            row: heads * d,
+            values: &x[head * self.head_dim..],
+            row: heads * self.head_dim,
             col: 1,
         }
     }
 
-    /// Adds (n, D) to a head's columns.
-    fn add(&self, out: &mut [f32], task: HeadTask, (head, heads): (usize, usize), part: &[f32]) {
+    /// Adds (T, D) to a head's columns.
+    fn add(&self, out: &mut [f32], (head, heads): (usize, usize), part: &[f32]) {
         let d = self.head_dim;
-        for (i, row) in part.chunks(d).enumerate() {
-            let at = ((task.first + i) * heads + head) * d;
-            out[at..at + d]
-                .iter_mut()
-                .zip(row)
-                .for_each(|(o, x)| *o += x);
-        }
+        let rows = out.chunks_mut(heads * d).zip(part.chunks(d));
+        rows.for_each(|(row, part)| add_scaled(&mut row[head * d..(head + 1) * d], 1.0, part));
     }
 }
 

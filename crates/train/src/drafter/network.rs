@@ -67,14 +67,13 @@ pub(super) struct HeadNetwork<'a> {
     slots: Slots,
 }
 
-/// Sequences for a pass, one after the other.
+/// A sequence for a pass.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DraftRows {
     /// (T,)
     pub(super) tokens: Vec<u32>,
     /// (T,): the draft token that follows each token; `None` where it does not count.
     pub(super) targets: Vec<Option<Target>>,
-    pub(super) lengths: Vec<usize>,
     /// (T, n C)
     pub(super) captured: Vec<f32>,
     /// (T, C): rows of the tokens in the model's embedding.
@@ -218,21 +217,9 @@ impl<'a> HeadNetwork<'a> {
 
     /// The targets of step `k`, from 0, of each row.
     fn targets(&self, rows: &DraftRows, k: usize) -> Vec<Option<Target>> {
-        self.shifted(rows, k)
-            .map(|at| at.and_then(|at| rows.targets[at]))
-            .collect()
-    }
-
-    /// The row of the token that each row reads in step `k`, from 0; `None` behind the sequence.
-    fn shifted(&self, rows: &DraftRows, k: usize) -> impl Iterator<Item = Option<usize>> {
-        let mut first = 0;
-        let mut all = Vec::with_capacity(rows.tokens.len());
-        for &n in &rows.lengths {
-            let at = |i: usize| (i + k + 1 < n).then_some(first + i + k + 1);
-            all.extend((0..n).map(at));
-            first += n;
-        }
-        all.into_iter()
+        let n = rows.targets.len();
+        let read = rows.targets.iter().skip(k + 1).copied();
+        read.chain(std::iter::repeat(None)).take(n).collect()
     }
 
     fn forward(&self, params: &[f32], rows: &DraftRows, depth: usize) -> Vec<Step> {
@@ -255,12 +242,10 @@ impl<'a> HeadNetwork<'a> {
         before: &[Step],
     ) -> Step {
         let (c, s) = (self.shape.width, &self.slots);
-        let mut embedded = vec![0.0; feature.len()];
-        for (out, at) in embedded.chunks_mut(c).zip(self.shifted(rows, k)) {
-            if let Some(at) = at {
-                out.copy_from_slice(&rows.embedded[at * c..(at + 1) * c]);
-            }
-        }
+        // Row i reads token i + k + 1; zeros behind the sequence.
+        let read = rows.embedded.get((k + 1) * c..).unwrap_or_default();
+        let mut embedded = read.to_vec();
+        embedded.resize(feature.len(), 0.0);
         let mut input = vec![0.0; 2 * feature.len()];
         let (token, normed) = (
             self.norm(params, &s.token_norm),
@@ -275,7 +260,7 @@ impl<'a> HeadNetwork<'a> {
         let mut query = self.linear(params, &s.query, of_input);
         let mut key = self.linear(params, &s.key, of_input);
         let value = self.linear(params, &s.value, of_input);
-        self.rotate(rows, k, [&mut query, &mut key], false);
+        self.rotate(k, [&mut query, &mut key], false);
         let mut keys: Vec<(&[f32], &[f32])> = before
             .iter()
             .map(|step| (&step.key[..], &step.value[..]))
@@ -347,7 +332,7 @@ impl<'a> HeadNetwork<'a> {
         let attention = self.attention(rows);
         let mut dq = attention.backward(&step.query, &keys, &d_attended, &mut d_keys[..=k]);
         let (dk, dv) = &mut d_keys[k];
-        self.rotate(rows, k, [&mut dq, dk], true);
+        self.rotate(k, [&mut dq, dk], true);
         let mut d_input = vec![0.0; step.input.len()];
         for (slot, d) in [(&s.query, &dq), (&s.key, &*dk), (&s.value, &*dv)] {
             let at = (slot, (&step.input[..], 2 * c));
@@ -469,27 +454,26 @@ impl<'a> HeadNetwork<'a> {
         }
     }
 
-    fn attention<'b>(&'b self, rows: &'b DraftRows) -> DraftAttention<'b> {
+    fn attention(&self, rows: &DraftRows) -> DraftAttention<'_> {
         DraftAttention {
             kernels: self.kernels,
             heads: self.shape.heads,
             kv_heads: self.shape.kv_heads,
             head_dim: self.shape.head_dim,
-            lengths: &rows.lengths,
+            rows: rows.tokens.len(),
         }
     }
 
     /// Turns queries and keys of step `k`, from 0, by their positions, or back.
-    fn rotate(&self, rows: &DraftRows, k: usize, [query, key]: [&mut Vec<f32>; 2], back: bool) {
+    fn rotate(&self, k: usize, [query, key]: [&mut Vec<f32>; 2], back: bool) {
         let d = self.shape.head_dim;
         let rope = Rope::new(RopePairs::Halves, d, ROPE_BASE, 1.0);
-        let most = rows.lengths.iter().max().copied().unwrap_or(0);
+        let rows = query.len() / (self.shape.heads * d);
         let mut angles = Vec::new();
-        rope.angles(0..most + k, &mut angles);
-        let positions: Vec<usize> = rows.lengths.iter().flat_map(|n| k..k + n).collect();
+        rope.angles(k..k + rows, &mut angles);
         for (x, heads) in [(query, self.shape.heads), (key, self.shape.kv_heads)] {
             pool::chunks(self.kernels.pool(), x, heads * d, |row, x| {
-                let angles = &angles[positions[row] * d / 2..][..d / 2];
+                let angles = &angles[row * d / 2..][..d / 2];
                 x.chunks_mut(d)
                     .for_each(|head| ops::rotate(head, angles, back));
             });
@@ -570,7 +554,7 @@ mod tests {
         (0..n as u64).map(of).collect()
     }
 
-    /// Every tensor's gradient against differences of the loss, over two sequences and three steps.
+    /// Every tensor's gradient against differences of the loss, over three steps.
     #[test]
     fn gradients_are_the_slopes_of_the_loss() {
         let kernels = Kernels::new(2).unwrap();
@@ -590,7 +574,6 @@ mod tests {
             targets: (0..12)
                 .map(|i| (i % 5 != 1).then_some(Some(i % 20)))
                 .collect(),
-            lengths: vec![7, 5],
             captured: noise(1, 12 * 64),
             embedded: noise(2, 12 * 32),
         };

@@ -15,8 +15,7 @@ use paceline_process::Program;
 use super::frames::{FileReceiver, FrameConnection, FrameSender, broken};
 use crate::data::file_of;
 use crate::error::Error;
-use crate::messages::{FromWorker, ToWorker};
-use crate::run::TrainingJob;
+use crate::messages::{FromWorker, ToWorker, WorkerJob};
 use crate::shard::ShardRole;
 use crate::stage::ModelStage;
 
@@ -47,7 +46,7 @@ pub fn forward_to_worker(
     }
     let first = channel.recv(START_LIMIT)?;
     let Some(ToWorker::Start {
-        job,
+        mut job,
         threads,
         exchange,
         stage,
@@ -62,7 +61,7 @@ pub fn forward_to_worker(
         channel: Arc::clone(&channel),
         out: line.out(),
         name: model.to_owned(),
-        model: job.trained.model.clone(),
+        model: job.files().model.clone(),
         folder: exchange.clone(),
         stage,
         shard,
@@ -120,7 +119,7 @@ struct FrameForwarder {
 }
 
 impl FrameForwarder {
-    fn run(mut self, job: TrainingJob, threads: usize) -> Result<Infallible, Error> {
+    fn run(mut self, job: WorkerJob, threads: usize) -> Result<Infallible, Error> {
         self.out.send(b's', self.name.as_bytes())?;
         self.send_data(job, threads)?;
         loop {
@@ -135,19 +134,16 @@ impl FrameForwarder {
     }
 
     /// Sends the data, and the job with paths below the other end's folder.
-    fn send_data(&self, mut job: TrainingJob, threads: usize) -> Result<(), Error> {
-        let valid = job
-            .valid
-            .clone()
-            .unwrap_or_else(|| job.data.join("valid.jsonl"));
-        let valid = file_of(&valid, "valid");
-        let train = file_of(&job.data, "train");
+    fn send_data(&self, mut job: WorkerJob, threads: usize) -> Result<(), Error> {
+        let files = job.files();
+        let beside = || files.data.join("valid.jsonl");
+        let valid = file_of(&files.valid.take().unwrap_or_else(beside), "valid");
+        let train = file_of(files.data, "train");
         self.out.send_file(&train, "data/train.jsonl")?;
-        job.data = "data/train.jsonl".into();
-        job.valid = None;
+        *files.data = "data/train.jsonl".into();
         if valid.is_file() {
             self.out.send_file(&valid, "data/valid.jsonl")?;
-            job.valid = Some("data/valid.jsonl".into());
+            *files.valid = Some("data/valid.jsonl".into());
         }
         let start = ToWorker::Start {
             job: Box::new(job),

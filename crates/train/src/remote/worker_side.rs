@@ -128,11 +128,11 @@ impl Far<'_> {
     }
 
     /// Starts the worker, or requests its model first.
-    fn start(&mut self, line: &FrameConnection, start: ToWorker) -> Result<(), Error> {
-        let ToWorker::Start { job, .. } = &start else {
+    fn start(&mut self, line: &FrameConnection, mut start: ToWorker) -> Result<(), Error> {
+        let ToWorker::Start { job, .. } = &mut start else {
             return Err(broken("a message that is no start"));
         };
-        match (self.spec.find)(&self.name, &job.trained.model) {
+        match (self.spec.find)(&self.name, job.files().model) {
             Some(model) => self.spawn(start, &model),
             None => {
                 self.waiting = Some(start);
@@ -153,9 +153,11 @@ impl Far<'_> {
             return Err(broken("a message that is no start"));
         };
         let folder = self.files.folder();
-        job.trained.model = model.to_owned();
-        job.data = folder.join("data/train.jsonl");
-        job.valid = job.valid.map(|_| folder.join("data/valid.jsonl"));
+        let files = job.files();
+        *files.model = model.to_owned();
+        *files.data = folder.join("data/train.jsonl");
+        let valid = files.valid.iter_mut();
+        valid.for_each(|valid| *valid = folder.join("data/valid.jsonl"));
         let exchange = folder.to_owned();
         let mut spec = WorkerSpec::new(self.spec.program.clone(), vec![self.spec.args.clone()]);
         (spec.env, spec.env_alone) = (self.spec.env.clone(), true);

@@ -8,7 +8,7 @@ use crate::messages::{LeafSet, roots_file};
 use crate::rows::{RowCalls, RowSeat};
 use crate::run::TrainingRun;
 use crate::shard::Link;
-use crate::workers::{compute, publish};
+use crate::workers::{LeafModel, publish};
 
 /// Tags of blocks' gradients begin here.
 const GRADIENTS: u32 = 16;
@@ -59,8 +59,8 @@ pub(super) fn compute_rows(
     }
     let (leaves, parts) = (run.order.leaves(), run.net.parts());
     let mut grads = vec![0.0; parts.gradient_len()];
-    let mut values = run.net.whole(params);
-    let losses = compute(run, &mut values, step, 0..leaves, &mut |part, roots| {
+    let mut model = run;
+    let losses = model.compute(params, (step, 0..leaves), &mut |part, roots| {
         grads[parts.gradients[part].clone()].copy_from_slice(roots);
         Ok(())
     })?;

@@ -9,17 +9,46 @@ use crate::run::TrainingRun;
 use crate::values::PartValues;
 use crate::weights::Parts;
 
+/// What leaves are computed with, by one process: a model, or a draft head.
+pub(crate) trait LeafModel {
+    /// Leaves of a step, and the parts of what is trained.
+    fn shape(&self) -> (usize, &Parts);
+
+    /// Losses of leaves of a step; `done` receives the roots of the leaves' range.
+    fn compute(
+        &mut self,
+        params: &[f32],
+        at: (u64, Range<usize>),
+        done: &mut PartSink<'_>,
+    ) -> Result<Vec<f64>, Error>;
+}
+
+impl LeafModel for &TrainingRun {
+    fn shape(&self) -> (usize, &Parts) {
+        (self.order.leaves(), self.net.parts())
+    }
+
+    fn compute(
+        &mut self,
+        params: &[f32],
+        (step, leaves): (u64, Range<usize>),
+        done: &mut PartSink<'_>,
+    ) -> Result<Vec<f64>, Error> {
+        let mut values = self.net.whole(params);
+        compute(self, &mut values, step, leaves, done)
+    }
+}
+
 /// A step in this process.
 pub(super) fn alone(
-    run: &TrainingRun,
+    model: &mut impl LeafModel,
     params: &[f32],
     step: u64,
 ) -> Result<(f64, Vec<f32>), Error> {
-    let parts = run.net.parts();
+    let (leaves, parts) = model.shape();
+    let parts = parts.clone();
     let mut grads = vec![0.0; parts.gradient_len()];
-    let mut values = run.net.whole(params);
-    let leaves = 0..run.order.leaves();
-    let losses = compute(run, &mut values, step, leaves, &mut |part, roots| {
+    let losses = model.compute(params, (step, 0..leaves), &mut |part, roots| {
         grads[parts.gradients[part].clone()].copy_from_slice(roots);
         Ok(())
     })?;
@@ -33,7 +62,7 @@ pub(crate) type PartSink<'a> = dyn FnMut(usize, &[f32]) -> Result<(), Error> + '
 /// Losses of leaves. `done` receives the number of each trained part and the values of the roots of
 /// the leaves' range, as soon as they are computed. The last layer's arrive while the one before is
 /// computed.
-pub(crate) fn compute(
+fn compute(
     run: &TrainingRun,
     values: &mut dyn PartValues,
     step: u64,

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
 
 use paceline_base::Rank;
 use paceline_base::tree;
@@ -12,7 +13,6 @@ use super::{At, LOOK_EVERY, WorkerEvent, WorkerSet, publish, read_values};
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
 use crate::report::TrainingProgress;
-use crate::run::TrainingRun;
 use crate::weights::Parts;
 
 /// Results of workers for a step, by first leaf.
@@ -24,8 +24,48 @@ struct LeafResults {
 }
 
 impl LeafResults {
-    fn leaves(&self) -> usize {
-        self.done.values().map(|(_, losses)| losses.len()).sum()
+    /// Takes a message of a worker that `has` these leaves: see [`LeafWork::take`].
+    fn take(
+        &mut self,
+        message: FromWorker,
+        (step, has): (u64, &[Range<usize>]),
+        (leaves, parts, exchange): (usize, &Parts, &Path),
+    ) -> Result<Option<Range<usize>>, &'static str> {
+        let parts = &parts.gradients;
+        let is_mine = |of: u64, range: Range<usize>| of == step && has.contains(&range);
+        match message {
+            FromWorker::Part {
+                step,
+                start,
+                end,
+                part,
+                digest,
+            } if is_mine(step, start..end) => {
+                let width = parts.get(part).map_or(0, Range::len);
+                let n = tree::roots(start..end, leaves).len() * width;
+                let file = exchange.join(roots_file(step, start, end, part));
+                let roots = read_values(&file, n, Some(&digest));
+                let roots = roots.ok_or("wrote other roots than it says")?;
+                self.roots.insert((start, end, part), roots);
+                Ok(None)
+            }
+            FromWorker::Done {
+                step,
+                start,
+                end,
+                losses,
+            } if is_mine(step, start..end) => {
+                let told = |part: usize| self.roots.contains_key(&(start, end, part));
+                let whole = (0..parts.len()).all(|part| parts[part].is_empty() || told(part));
+                if !whole || losses.len() != end - start {
+                    return Err("says it is done, but it is not");
+                }
+                let losses = losses.into_iter().map(f64::from_bits).collect();
+                self.done.insert(start, (end, losses));
+                Ok(Some(start..end))
+            }
+            _ => Ok(None),
+        }
     }
 
     /// Adds up everything, the losses leaf by leaf.
@@ -51,24 +91,62 @@ impl LeafResults {
     }
 }
 
+/// Work that is cut into leaves.
+pub(super) struct LeafWork<'a> {
+    pub(super) leaves: usize,
+    /// The message that asks for leaves.
+    pub(super) message: &'a dyn Fn(Range<usize>) -> ToWorker,
+    /// Takes a message of a worker that has these leaves. Returns the leaves that are done by it,
+    /// or why it is invalid.
+    pub(super) take: &'a mut TakeLeaves<'a>,
+}
+
+/// See [`LeafWork::take`].
+pub(super) type TakeLeaves<'a> =
+    dyn FnMut(FromWorker, &[Range<usize>]) -> Result<Option<Range<usize>>, &'static str> + 'a;
+
 impl WorkerSet {
-    /// The loss and the gradient of a step.
+    /// The loss and the gradient of a step of a model with these leaves and parts.
     pub(super) fn leaves(
         &mut self,
-        run: &TrainingRun,
+        (leaves, parts): (usize, &Parts),
         params: &[f32],
         at: &At<'_>,
         watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<(f64, Vec<f32>), Error> {
         publish(&self.exchange, &params_file(at.step, 0), params)?;
-        let (leaves, parts) = (run.order.leaves(), run.net.parts());
-        let all = &parts.gradients;
-        let mut open: Vec<Range<usize>> = std::iter::once(0..leaves).collect();
-        let mut given = LeafResults::default();
-        while given.leaves() < leaves {
+        let (mut given, exchange) = (LeafResults::default(), self.exchange.clone());
+        let message = |range: Range<usize>| ToWorker::Compute {
+            step: at.step,
+            start: range.start,
+            end: range.end,
+        };
+        let mut take = |message: FromWorker, has: &[Range<usize>]| {
+            given.take(message, (at.step, has), (leaves, parts, &exchange))
+        };
+        let work = LeafWork {
+            leaves,
+            message: &message,
+            take: &mut take,
+        };
+        self.share_out(work, at, watch)?;
+        self.forget(at.step);
+        Ok(given.sum(leaves, parts))
+    }
+
+    /// Has all leaves computed.
+    pub(super) fn share_out(
+        &mut self,
+        work: LeafWork<'_>,
+        at: &At<'_>,
+        watch: &mut dyn FnMut(TrainingProgress),
+    ) -> Result<(), Error> {
+        let mut open: Vec<Range<usize>> = std::iter::once(0..work.leaves).collect();
+        let mut done = 0;
+        while done < work.leaves {
             if self.is_ready() {
                 for range in std::mem::take(&mut open) {
-                    open.extend(self.lease(range, at));
+                    open.extend(self.lease(range, work.message, at));
                 }
             } else {
                 self.check_alive()?;
@@ -78,10 +156,16 @@ impl WorkerSet {
                     WorkerEvent::Nothing => {}
                     WorkerEvent::Lost(has) => open.extend(has.leaves),
                     WorkerEvent::Said(rank, message) => {
-                        let wrong =
-                            self.record_results(rank, message, (at, leaves, all), &mut given);
-                        if let Some(why) = wrong {
-                            open.extend(self.lose(rank, why).leaves);
+                        let has = &self.members[rank as usize].has.leaves;
+                        match (work.take)(message, has) {
+                            Ok(None) => {} // leaves that are others' by now, or not all of it
+                            Ok(Some(range)) => {
+                                done += range.len();
+                                self.record(rank as usize, &range, at);
+                            }
+                            Err(why) => {
+                                open.extend(self.lose(rank, format!("rank {rank} {why}")).leaves);
+                            }
                         }
                     }
                 }
@@ -89,8 +173,7 @@ impl WorkerSet {
             open.extend(self.lose_hung(at).into_iter().flat_map(|has| has.leaves));
             self.report_progress(watch);
         }
-        self.forget(at.step);
-        Ok(given.sum(leaves, parts))
+        Ok(())
     }
 
     /// Whether leaves can be given out. Workers that load the model are waited for only before
@@ -106,7 +189,12 @@ impl WorkerSet {
     }
 
     /// Cuts leaves among the ready workers, by their speed. Gives back leaves that no worker took.
-    fn lease(&mut self, leaves: Range<usize>, at: &At<'_>) -> Vec<Range<usize>> {
+    fn lease(
+        &mut self,
+        leaves: Range<usize>,
+        message: &dyn Fn(Range<usize>) -> ToWorker,
+        at: &At<'_>,
+    ) -> Vec<Range<usize>> {
         let ready: Vec<usize> = (0..self.members.len())
             .filter(|rank| self.members[*rank].is_ready)
             .collect();
@@ -116,11 +204,7 @@ impl WorkerSet {
             if range.is_empty() {
                 continue;
             }
-            let message = ToWorker::Compute {
-                step: at.step,
-                start: range.start,
-                end: range.end,
-            };
+            let message = message(range.clone());
             let member = &mut self.members[rank];
             if member.has.leaves.is_empty() {
                 member.since = (at.clock)();
@@ -137,57 +221,15 @@ impl WorkerSet {
         back
     }
 
-    /// Records a worker's result. Returns the reason if it is invalid.
-    fn record_results(
-        &mut self,
-        rank: u32,
-        message: FromWorker,
-        (at, leaves, parts): (&At<'_>, usize, &[Range<usize>]),
-        given: &mut LeafResults,
-    ) -> Option<String> {
-        let member = &mut self.members[rank as usize];
-        let is_mine =
-            |step: u64, range: Range<usize>| step == at.step && member.has.leaves.contains(&range);
-        match message {
-            FromWorker::Part {
-                step,
-                start,
-                end,
-                part,
-                digest,
-            } if is_mine(step, start..end) => {
-                let width = parts.get(part).map_or(0, Range::len);
-                let n = tree::roots(start..end, leaves).len() * width;
-                let file = self.exchange.join(roots_file(step, start, end, part));
-                let Some(roots) = read_values(&file, n, Some(&digest)) else {
-                    return Some(format!("rank {rank} wrote other roots than it says"));
-                };
-                given.roots.insert((start, end, part), roots);
-            }
-            FromWorker::Done {
-                step,
-                start,
-                end,
-                losses,
-            } if is_mine(step, start..end) => {
-                let told = |part: usize| given.roots.contains_key(&(start, end, part));
-                let whole = (0..parts.len()).all(|part| parts[part].is_empty() || told(part));
-                if !whole || losses.len() != end - start {
-                    return Some(format!("rank {rank} says it is done, but it is not"));
-                }
-                let now = (at.clock)();
-                member.has.leaves.retain(|range| *range != (start..end));
-                member.speed = (end - start) as f64 / (now - member.since).max(1e-6);
-                member.since = now;
-                let next = member.has.leaves.first().map_or(0, Range::len);
-                self.deadlines.end(rank as usize, next);
-                self.fruitless = 0;
-                let losses = losses.into_iter().map(f64::from_bits).collect();
-                given.done.insert(start, (end, losses));
-            }
-            _ => {} // leaves that are others' by now
-        }
-        None
+    /// Notes that a worker is done with some of its leaves.
+    fn record(&mut self, rank: usize, range: &Range<usize>, at: &At<'_>) {
+        let (member, now) = (&mut self.members[rank], (at.clock)());
+        member.has.leaves.retain(|has| has != range);
+        member.speed = range.len() as f64 / (now - member.since).max(1e-6);
+        member.since = now;
+        let next = member.has.leaves.first().map_or(0, Range::len);
+        self.deadlines.end(rank, next);
+        self.fruitless = 0;
     }
 }
 
