@@ -269,45 +269,22 @@ impl Config {
 
 /// Entries that change nothing here: mlx-lm's default, and the reason.
 fn without_effect() -> [(&'static str, YamlValue, &'static str); 9] {
-    let no_test = "no test set is read; held-out data is --valid";
+    use YamlValue::{Bool, Integer, Null};
+    let (no_test, curves) = (
+        "no test set is read; held-out data is --valid",
+        "curves are written for TensorBoard",
+    );
+    let again = "activations beyond an eighth of the free memory are computed again";
     [
-        (
-            "clear_cache_threshold",
-            YamlValue::Integer(0),
-            "MLX's cache is kept",
-        ),
-        (
-            "grad_checkpoint",
-            YamlValue::Bool(false),
-            "activations beyond an eighth of the free memory are computed again",
-        ),
-        (
-            "project_name",
-            YamlValue::Null,
-            "curves are written for TensorBoard",
-        ),
-        (
-            "report_to",
-            YamlValue::Null,
-            "curves are written for TensorBoard",
-        ),
-        (
-            "steps_per_report",
-            YamlValue::Integer(10),
-            "every step is in metrics.jsonl",
-        ),
-        ("test", YamlValue::Bool(false), no_test),
-        ("test_batches", YamlValue::Integer(500), no_test),
-        (
-            "trust_remote_code",
-            YamlValue::Bool(false),
-            "no code of a model is run",
-        ),
-        (
-            "val_batches",
-            YamlValue::Integer(25),
-            "all held-out rows are evaluated",
-        ),
+        ("clear_cache_threshold", Integer(0), "MLX's cache is kept"),
+        ("grad_checkpoint", Bool(false), again),
+        ("project_name", Null, curves),
+        ("report_to", Null, curves),
+        ("steps_per_report", Integer(10), "every step is in metrics"),
+        ("test", Bool(false), no_test),
+        ("test_batches", Integer(500), no_test),
+        ("trust_remote_code", Bool(false), "no model's code is run"),
+        ("val_batches", Integer(25), "all held-out rows are judged"),
     ]
 }
 

@@ -6,6 +6,7 @@
 //! embedding and head has two sums over leaves, which are added last.
 
 mod checks;
+mod memory;
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -27,10 +28,11 @@ use crate::params::{Layout, Lora, first_values};
 use crate::rows::{LeafRows, RowSeat};
 use crate::stage::ModelStage;
 use crate::values::{PartValues, WholeValues};
-use crate::weights::{EXPERTS, Method, Parts, StageWeights, WeightLoader, delta_channels, numbers};
+use crate::weights::{EXPERTS, Method, Parts, StageWeights, WeightLoader, numbers};
 
 pub use checks::FAMILIES;
 use checks::{check_experts, check_family, option};
+pub(crate) use memory::{kept_bytes, layer_bytes};
 
 /// `(T, C)` of each leaf, as the stage before gave it; the first stage has none.
 type StageInputs = Vec<Option<Vec<f32>>>;
@@ -74,13 +76,6 @@ impl Leaf {
     pub fn judged(&self) -> u64 {
         self.targets.iter().flatten().count() as u64
     }
-}
-
-/// Bytes of activations that the leaves under way may keep for their backward pass. They are an
-/// eighth of the free memory, since a machine may have several processes, and at least 512 MiB.
-pub(crate) fn kept_bytes(available: Option<u64>) -> usize {
-    let share = available.map_or(0, |bytes| usize::try_from(bytes / 8).unwrap_or(0));
-    share.max(512 << 20)
 }
 
 /// A model that can be trained, or a stage of one.
@@ -594,28 +589,3 @@ fn own_tokens(leaf: &Leaf, rows: &LeafRows) -> Vec<u32> {
 
 /// Bytes of inputs of layers of all leaves that go layer by layer together.
 const INPUT_BYTES: usize = 1 << 30;
-
-/// Bytes that a layer's activations take.
-pub(crate) fn layer_bytes(width: usize, layers: &[LayerShape], tokens: usize) -> usize {
-    let of = |l: &LayerShape| {
-        let heads = match l.latent {
-            None if matches!(l.cache, LayerCache::Delta(_)) => {
-                2 * delta_channels(l) + 3 * l.heads * l.value_dim
-            }
-            None => (if l.gated { 5 } else { 3 } * l.heads + 2 * l.kv_heads) * l.head_dim,
-            Some(of) => {
-                let compressed = 2 * (of.rank + of.query_rank.unwrap_or(0));
-                compressed + 2 * l.heads * (of.query_dim() + of.value_dim)
-            }
-        };
-        let ffn = match l.experts {
-            None => 3 * l.ffn,
-            Some(of) => {
-                let shared = 3 * of.shared + usize::from(of.shared > 0) * 2 * width;
-                2 * of.count + of.used * (3 * of.width + 2 * width) + shared
-            }
-        };
-        heads + ffn + 5 * width
-    };
-    layers.iter().map(of).max().unwrap_or(0) * tokens * size_of::<f32>()
-}

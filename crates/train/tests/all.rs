@@ -4,4 +4,5 @@
 
 mod gradients;
 mod ranks;
+mod rows_of_data;
 mod runs;

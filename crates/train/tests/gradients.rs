@@ -299,36 +299,6 @@ fn even_routers_have_pytorchs_gradients() {
     }
 }
 
-/// The slope of the loss along the gradient is the gradient's length.
-#[test]
-fn gradients_are_slopes_of_the_loss() {
-    // Of the others a step of a difference crosses corners of clamps, and choices of experts.
-    for model in MODELS.into_iter().take(DENSE + 2) {
-        for method in [Method::Lora, Method::Full] {
-            let net = net(model, method, Kernels::new(1).unwrap());
-            let (leaf, at) = (both(), values(&net, method));
-            let grads = net.gradient(&at, &leaf, leaf.judged()).unwrap().1;
-            let length = grads
-                .iter()
-                .map(|g| f64::from(*g).powi(2))
-                .sum::<f64>()
-                .sqrt();
-            let h = 2e-3;
-            let loss = |sign: f64| {
-                let moved = at.iter().zip(&grads);
-                let moved = moved.map(|(x, g)| x + (sign * h / length) as f32 * g);
-                net.loss(&moved.collect::<Vec<_>>(), &leaf).unwrap() / leaf.judged() as f64
-            };
-            let slope = (loss(1.0) - loss(-1.0)) / (2.0 * h);
-            let off = (slope - length).abs() / length;
-            assert!(
-                off < 5e-3,
-                "{model} {method:?}: slope {slope}, length {length}"
-            );
-        }
-    }
-}
-
 #[test]
 fn bits_depend_on_no_instruction_set_and_no_threads() {
     for model in ["qwen3-bf16", "gemma3-linear-bf16"] {

@@ -72,13 +72,12 @@ pub const FAMILIES: [ModelFamily; 11] = [
     ModelFamily::Qwen35Moe,
 ];
 
-/// Whether experts can have adapters.
+/// Whether there are experts, which adapters are asked for.
 pub(super) fn check_experts(config: &Config) -> Result<(), Error> {
-    let has_experts = config.layers.iter().any(|layer| layer.experts.is_some());
-    if has_experts && config.family != ModelFamily::GptOss {
+    if config.layers.iter().any(|layer| layer.experts.is_some()) {
         return Ok(());
     }
-    let expected = "experts in a model that has some, with matrices apart: not gpt-oss";
+    let expected = "others: the model has no experts";
     option("--targets", EXPERTS, expected.to_owned())
 }
 
