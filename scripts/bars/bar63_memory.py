@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Issue 63: models larger than memory, on Linux, as root (cgroups; drop_caches).
 
-    bar63_memory.py PACELINE [--work /tmp/bar63] [--layers 17] [--memory 2G] [--only moe,two,dense,faults,start]
+    bar63_memory.py PACELINE [--work /tmp/bar63] [--layers 17] [--memory 2G] [--only moe,two,cluster,dense,..]
 
 moe     Qwen3-30B-A3B's shape (17 layers: 6 GB) under --memory in a cgroup of that size: the whole
         model's answer, most resident memory, tokens/s over rate / missed bytes a token, and the
         bytes that a prompt of 512 tokens reads over those of all experts
 two     the same over two workers, each in a cgroup of half of it
+cluster `load --memory` over two nodes in namespaces, each in a cgroup of --machine: the whole's answer
 dense   a dense model of 4 GB under 1 GB: the same answer
 faults  kill -9 while packing, a full disk, a file cut while it is read by a server
 start   the second start of a packed model over the time to read its file
@@ -14,6 +15,7 @@ Needs numpy and gguf for the models (PYTHON=...). Disk: two and a half times the
 """
 import argparse, json, os, re, shutil, signal, subprocess, sys, threading, time
 
+import common31
 from common import MLX_PYTHON, SMOLLM2, Server
 
 PIECE = 1 << 20
@@ -182,6 +184,43 @@ def two(args):
             workers=2)
 
 
+def cluster(args):
+    model, words = make(args, "qwen3-30b", args.layers), "The disk reads what memory does not hold"
+    whole = Run(args.binary, f"{args.work}/home", model, words, 24, "--context", "2048")
+
+    class Limited(common31.Machine):
+        def command(self, *more):
+            group, up = f"{GROUPS}/bar63-{self.name}", more[0] == "up"
+            if up:
+                os.makedirs(group, exist_ok=True)
+                open(f"{group}/{LIMIT}", "w").write(str(size_of(args.machine)))
+            enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+            return [*(enter if up else []), *super().command(*more)]
+    net = common31.Net(2)
+    machines = [Limited(args.binary, net, n) for n in range(2)]
+    try:
+        [machine.up("--discovery", "all") for machine in machines]
+        common31.form(machines)
+        owner = machines[0]
+        owner.told("load", model, "--nodes", 2, "--split", "pipeline", "--context", 2048, "--memory", args.node_memory)
+        name = owner.get("/v1/models")["data"][0]["id"]
+        ask = {"model": name, "prompt": words, "max_tokens": 24, "temperature": 0}
+        curl = ["curl", "-s", "-m", "300", "-d", json.dumps(ask), "-H", "Content-Type: application/json",
+                "http://127.0.0.1:52415/v1/completions"]
+        began = time.perf_counter()
+        done = subprocess.run(["ip", "netns", "exec", owner.ns, *curl], capture_output=True, text=True)
+        took = time.perf_counter() - began
+        text = json.loads(done.stdout)["choices"][0]["text"]
+        peak = f"{GROUPS}/bar63-%s/" + ("memory.max_usage_in_bytes" if LIMIT != "memory.max" else "memory.peak")
+        most = [int(open(peak % machine.name).read()) / size_of(args.machine) for machine in machines]
+        print(json.dumps({"cluster": args.node_memory, "machine": args.machine, "seconds": round(took, 1),
+                          "equal": text.strip() == whole.text.decode().strip(),
+                          "peak_over_machine": [round(share, 3) for share in most]}), flush=True)
+    finally:
+        [machine.end() for machine in machines]
+        net.end()
+
+
 def dense(args):
     answers(args, make(args, "qwen3-dense", args.dense_layers), args.dense_memory, tokens=8)
 
@@ -247,6 +286,8 @@ def main():
     parser.add_argument("--work", default="/tmp/bar63")
     parser.add_argument("--layers", type=int, default=17)
     parser.add_argument("--memory", default="2G")
+    parser.add_argument("--machine", default="1G")
+    parser.add_argument("--node-memory", default="700M")
     parser.add_argument("--dense-layers", type=int, default=76)
     parser.add_argument("--dense-memory", default="1G")
     parser.add_argument("--only", default="moe,two,dense,faults,start")
