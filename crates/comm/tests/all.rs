@@ -3,6 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers outside of test functions")]
 
+mod deaths;
 mod faults;
-mod tcp;
 mod worker;

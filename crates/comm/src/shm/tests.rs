@@ -1,4 +1,4 @@
-//! Groups of threads for the conformance suite, and of processes that are killed and stopped.
+//! Groups of threads for the conformance suite, and of processes that leave nothing behind.
 //!
 //! For the latter the test binary runs itself. Each child is one rank, set by its environment, and
 //! prints one line for each event.
@@ -11,11 +11,9 @@ use std::net::SocketAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
-
 use super::*;
 use crate::{Reduce, RegisteredMemory, tcp, testing};
-use worker::{NEVER_SILENT, WorkerProcess, harm, now};
+use worker::{NEVER_SILENT, WorkerProcess};
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
@@ -310,118 +308,31 @@ fn a_rank_that_leaves_when_it_has_all_is_not_missed() {
     }
 }
 
-/// Sends all addresses to all ranks and waits until they are a group.
-fn introduce(workers: &mut [WorkerProcess]) {
-    let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
-    for (rank, worker) in workers.iter_mut().enumerate() {
-        worker.tell(&format!("{rank} {}", addrs.join(" ")));
-    }
-    for worker in workers {
-        worker.expect("joined");
-    }
-}
-
-/// Starts `size` ranks that have joined one group.
-fn start(size: u32, role: &str, silence: Duration) -> Vec<WorkerProcess> {
-    let start = |rank: u32| {
-        let env = [
-            ("COMM_SHM_RANK", &rank.to_string()[..]),
-            ("COMM_SHM_ROLE", role),
-            ("COMM_SHM_SILENCE", &silence.as_millis().to_string()),
-        ];
-        WorkerProcess::start("shm::tests::worker", &env)
+/// Not a test: the body of a child process, which makes calls and leaves.
+#[test]
+fn worker() {
+    let Ok(rank) = std::env::var("COMM_SHM_RANK") else {
+        return;
     };
-    let mut workers: Vec<WorkerProcess> = (0..size).map(start).collect();
-    introduce(&mut workers);
-    workers
-}
-
-/// Joins the group that the parent announced.
-fn join_told() -> Shm {
+    let held = ProcessResources::count();
     let listener = listen();
     println!("@addr {}", listener.addr());
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
-    let mut words = line.split_whitespace();
-    let rank = Rank(words.next().unwrap().parse().unwrap());
-    let addrs: Vec<SocketAddr> = words.map(|addr| addr.parse().unwrap()).collect();
-    let silence = std::env::var("COMM_SHM_SILENCE").unwrap();
+    let addrs = line.split_whitespace().map(|addr| addr.parse().unwrap());
+    let addrs: Vec<SocketAddr> = addrs.collect();
     let config = Config {
-        silence: Duration::from_millis(silence.parse().unwrap()),
+        silence: NEVER_SILENT,
         ..Config::default()
     };
+    let rank = Rank(rank.parse().unwrap());
     let id = GroupId([7; 16]);
     let group = join_with(listener, rank, &addrs, id, config, soon(60)).unwrap();
-    println!("@joined -");
-    group
-}
-
-/// Not a test: the body of a child process.
-#[test]
-fn worker() {
-    let Ok(role) = std::env::var("COMM_SHM_ROLE") else {
-        return;
-    };
-    let held = ProcessResources::count();
-    let group = join_told();
-    let error = match role.as_str() {
-        "steps" => {
-            testing::run_rank(&group, 0x5eed_0005, 250).unwrap();
-            map_and_forget(&group);
-            (&group as &dyn Group).barrier(soon(60)).unwrap();
-            drop(group);
-            println!("@left {}", ProcessResources::count() == held);
-            return;
-        }
-        "reduce" | "rejoin" => reduce_forever(&group),
-        "memory" | "rejoin-memory" => reduce_memory_forever(&group),
-        "idle" => {
-            thread::sleep(Duration::from_millis(1000));
-            reduce_forever(&group)
-        }
-        "receive" => {
-            let next = Rank((group.rank().0 + 1) % group.size());
-            (&group as &dyn Group)
-                .recv(&mut [0_u8], next, 3, soon(3600))
-                .unwrap_err()
-        }
-        role => panic!("no role {role}"),
-    };
-    println!("@error {} {error:?}", now());
-    if role.starts_with("rejoin") {
-        drop(group);
-        let group = join_told();
-        testing::run_rank(&group, 0x5eed_0006, 20).unwrap();
-        (&group as &dyn Group).barrier(soon(60)).unwrap();
-        drop(group);
-        println!("@left {}", ProcessResources::count() == held);
-    }
-}
-
-/// Sums small and large buffers alternately, with a distant deadline.
-fn reduce_forever(group: &dyn Group) -> Error {
-    reduce_each_forever(group, [&mut vec![1.0; 1000], &mut vec![1.0; 300_000]])
-}
-
-/// The same in memory of the group, which peers map.
-fn reduce_memory_forever(group: &dyn Group) -> Error {
-    let mut memory = [1000, 300_000].map(|length| RegisteredMemory::new(Some(group), length));
-    let lends = cfg!(target_os = "linux");
-    assert_eq!(memory[1].is_registered(), lends);
-    let [small, large] = &mut memory;
-    reduce_each_forever(group, [small, large])
-}
-
-fn reduce_each_forever(group: &dyn Group, mut each: [&mut [f32]; 2]) -> Error {
-    loop {
-        for data in &mut each {
-            data.fill(1.0);
-            if let Err(error) = group.all_reduce(data, Reduce::Sum, soon(3600)) {
-                return error;
-            }
-            assert!(data.iter().all(|sum| *sum == group.size() as f32));
-        }
-    }
+    testing::run_rank(&group, 0x5eed_0005, 250).unwrap();
+    map_and_forget(&group);
+    (&group as &dyn Group).barrier(soon(60)).unwrap();
+    drop(group);
+    println!("@left {}", ProcessResources::count() == held);
 }
 
 /// System resources of a process.
@@ -466,70 +377,17 @@ fn map_and_forget(group: &dyn Group) {
 #[test]
 fn processes_compute_the_same_and_leave_nothing() {
     for size in [2, 4] {
-        for mut worker in start(size, "steps", NEVER_SILENT) {
-            assert_eq!(worker.expect("left"), "true", "{size} ranks");
+        let start = |rank: u32| {
+            let rank = ("COMM_SHM_RANK", rank.to_string());
+            WorkerProcess::start("shm::tests::worker", &[rank])
+        };
+        let mut workers: Vec<WorkerProcess> = (0..size).map(start).collect();
+        let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
+        for worker in &workers {
+            worker.tell(&addrs.join(" "));
         }
-    }
-}
-
-/// Named POSIX shared memory objects of this crate.
-fn names_left() -> Vec<String> {
-    let names = std::fs::read_dir("/dev/shm").into_iter().flatten();
-    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
-    names
-        .map(|entry| name(entry).to_string_lossy().into_owned())
-        .filter(|name| name.contains("paceline"))
-        .collect()
-}
-
-#[test]
-fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
-    for (size, role, victim) in [
-        (2, "reduce", 0),
-        (4, "reduce", 0),
-        (4, "reduce", 2),
-        (2, "memory", 0),
-        (4, "memory", 3),
-        (3, "idle", 0),
-        (3, "receive", 1),
-    ] {
-        let mut workers = start(size, role, NEVER_SILENT);
-        harm(&mut workers, victim, Signal::KILL, "PeerLost");
-    }
-    assert!(names_left().is_empty(), "{:?}", names_left());
-}
-
-/// Two in parallel, since most of the time passes waiting for the silence limit.
-#[test]
-fn stopped_ranks_are_named_by_all_in_time() {
-    let stop = |(size, role, victim)| {
-        let mut workers = start(size, role, tcp::SILENCE);
-        harm(&mut workers, victim, Signal::STOP, "Silent");
-    };
-    for [one, two] in [
-        [(2, "reduce", 0), (4, "reduce", 3)],
-        [(2, "memory", 0), (4, "memory", 1)],
-        [(3, "idle", 0), (3, "receive", 1)],
-    ] {
-        thread::scope(|scope| {
-            scope.spawn(move || stop(one));
-            stop(two);
-        });
-    }
-}
-
-#[test]
-fn survivors_make_a_smaller_group_in_the_same_processes() {
-    for (signal, variant, role, silence) in [
-        (Signal::KILL, "PeerLost", "rejoin", NEVER_SILENT),
-        (Signal::STOP, "Silent", "rejoin-memory", tcp::SILENCE),
-    ] {
-        let mut workers = start(3, role, silence);
-        harm(&mut workers, 0, signal, variant);
-        workers.remove(0);
-        introduce(&mut workers);
-        for worker in &mut workers {
-            assert_eq!(worker.expect("left"), "true", "after {signal:?}");
+        for mut worker in workers {
+            assert_eq!(worker.expect("left"), "true", "{size} ranks");
         }
     }
 }

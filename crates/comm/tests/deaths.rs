@@ -1,4 +1,4 @@
-//! Ranks as processes that are killed, stopped or disconnected.
+//! Ranks as processes that are killed or stopped, over TCP and shared memory.
 //!
 //! The test binary runs itself. Each child is one rank, set by its environment, and prints one line
 //! for each event.
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use crate::worker::{NEVER_SILENT, WorkerProcess, harm, now};
 use paceline_base::Rank;
-use paceline_comm::{Deadline, Error, Group, Reduce, tcp};
+use paceline_comm::{Deadline, Error, Group, Reduce, RegisteredMemory, shm, tcp};
 use rustix::process::Signal;
 
 fn soon(seconds: u64) -> Deadline {
@@ -24,14 +24,15 @@ fn soon(seconds: u64) -> Deadline {
 }
 
 /// Starts `size` ranks that have joined one group.
-fn start(size: u32, role: &str, silence: Duration) -> Vec<WorkerProcess> {
+fn start(size: u32, transport: &str, role: &str, silence: Duration) -> Vec<WorkerProcess> {
     let start = |rank: u32| {
         let env = [
+            ("COMM_TEST_TRANSPORT", transport),
             ("COMM_TEST_RANK", &rank.to_string()[..]),
             ("COMM_TEST_ROLE", role),
             ("COMM_TEST_SILENCE", &silence.as_millis().to_string()),
         ];
-        WorkerProcess::start("tcp::worker", &env)
+        WorkerProcess::start("deaths::worker", &env)
     };
     let mut workers: Vec<WorkerProcess> = (0..size).map(start).collect();
     let addrs: Vec<String> = workers.iter_mut().map(|w| w.expect("addr")).collect();
@@ -65,32 +66,36 @@ fn worker() {
         .map(|a| a.parse().unwrap())
         .collect();
     let id = tcp::GroupId([7; 16]);
-    let group = tcp::join_with(listener, rank, &addrs, id, config, soon(30)).unwrap();
+    let by = soon(30);
+    let group: Box<dyn Group> = match std::env::var("COMM_TEST_TRANSPORT").as_deref() {
+        Ok("shm") => Box::new(shm::join_with(listener, rank, &addrs, id, config, by).unwrap()),
+        _ => Box::new(tcp::join_with(listener, rank, &addrs, id, config, by).unwrap()),
+    };
     println!("@joined -");
-    let role = std::env::var("COMM_TEST_ROLE").unwrap();
-    let error = match role.as_str() {
-        "reduce" => reduce_forever(&group),
-        "idle" => idle(&group),
-        "receive" => (&group as &dyn Group)
-            .recv(
-                &mut [0_u8],
-                Rank((rank.0 + 1) % group.size()),
-                3,
-                soon(3600),
-            )
-            .unwrap_err(),
-        role => panic!("no role {role}"),
+    let next = Rank((rank.0 + 1) % group.size());
+    let error = match std::env::var("COMM_TEST_ROLE").as_deref() {
+        Ok("reduce") => reduce_forever(&*group, [&mut vec![1.0; 1000], &mut vec![1.0; 300_000]]),
+        Ok("memory") => reduce_memory_forever(&*group),
+        Ok("idle") => idle(&*group),
+        Ok("receive") => group.recv(&mut [0_u8], next, 3, soon(3600)).unwrap_err(),
+        role => panic!("no role {role:?}"),
     };
     println!("@error {} {error:?}", now());
 }
 
+/// The same in memory of the group, which peers map.
+fn reduce_memory_forever(group: &dyn Group) -> Error {
+    let mut memory = [1000, 300_000].map(|length| RegisteredMemory::new(Some(group), length));
+    assert_eq!(memory[1].is_registered(), cfg!(target_os = "linux"));
+    let [small, large] = &mut memory;
+    reduce_forever(group, [small, large])
+}
+
 /// Sums small and large buffers alternately, with a distant deadline.
-fn reduce_forever(group: &dyn Group) -> Error {
-    let (mut small, mut large) = (vec![1.0_f32; 1000], vec![1.0_f32; 300_000]);
+fn reduce_forever(group: &dyn Group, mut each: [&mut [f32]; 2]) -> Error {
     loop {
-        small.fill(1.0);
-        large.fill(1.0);
-        for data in [&mut small, &mut large] {
+        for data in &mut each {
+            data.fill(1.0);
             if let Err(error) = group.all_reduce(data, Reduce::Sum, soon(3600)) {
                 return error;
             }
@@ -110,29 +115,43 @@ fn idle(group: &dyn Group) -> Error {
 }
 
 #[test]
-fn killed_ranks_are_named_by_all_at_once() {
-    for (size, role, victim) in [
-        (2, "reduce", 0),
-        (4, "reduce", 0),
-        (4, "reduce", 2),
-        (3, "idle", 0),
-        (3, "receive", 1),
+fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
+    for (size, transport, role, victim) in [
+        (2, "tcp", "reduce", 0),
+        (4, "tcp", "reduce", 0),
+        (4, "tcp", "reduce", 2),
+        (3, "tcp", "idle", 0),
+        (3, "tcp", "receive", 1),
+        (2, "shm", "reduce", 0),
+        (4, "shm", "reduce", 0),
+        (4, "shm", "reduce", 2),
+        (2, "shm", "memory", 0),
+        (4, "shm", "memory", 3),
+        (3, "shm", "idle", 0),
+        (3, "shm", "receive", 1),
     ] {
-        let mut workers = start(size, role, NEVER_SILENT);
+        let mut workers = start(size, transport, role, NEVER_SILENT);
         harm(&mut workers, victim, Signal::KILL, "PeerLost");
     }
+    let named = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    let named: Vec<_> = named.map(|entry| entry.file_name()).collect();
+    let ours = |name: &std::ffi::OsString| name.to_string_lossy().contains("paceline");
+    assert!(!named.iter().any(ours), "shared memory is left: {named:?}");
 }
 
 /// Two in parallel, since most of the time passes waiting for the silence limit.
 #[test]
 fn stopped_ranks_are_named_by_all_in_time() {
-    let stop = |(size, role, victim)| {
-        let mut workers = start(size, role, tcp::SILENCE);
+    let stop = |(size, transport, role, victim)| {
+        let mut workers = start(size, transport, role, tcp::SILENCE);
         harm(&mut workers, victim, Signal::STOP, "Silent");
     };
     for [one, two] in [
-        [(2, "reduce", 0), (4, "reduce", 3)],
-        [(3, "idle", 0), (3, "receive", 1)],
+        [(2, "tcp", "reduce", 0), (4, "tcp", "reduce", 3)],
+        [(3, "tcp", "idle", 0), (3, "tcp", "receive", 1)],
+        [(2, "shm", "reduce", 0), (4, "shm", "reduce", 3)],
+        [(2, "shm", "memory", 0), (4, "shm", "memory", 1)],
+        [(3, "shm", "idle", 0), (3, "shm", "receive", 1)],
     ] {
         thread::scope(|scope| {
             scope.spawn(move || stop(one));
@@ -178,7 +197,7 @@ fn group() {
 /// resume, none is declared lost for the suspended time.
 #[test]
 fn ranks_that_are_suspended_together_accuse_nobody() {
-    let mut all = WorkerProcess::start("tcp::group", &[("COMM_TEST_GROUP", "1")]);
+    let mut all = WorkerProcess::start("deaths::group", &[("COMM_TEST_GROUP", "1")]);
     all.expect("up");
     thread::sleep(Duration::from_millis(200));
     for _ in 0..2 {
