@@ -4,15 +4,15 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use paceline_base::{Bytes, Rank};
+use paceline_base::Rank;
 use paceline_comm::provider::{
     JoinRecord, LaunchedProvider, MonitoredGroup, MonitoredLinks, Provider, SplitMember,
     TransportGroup, allowed, connect, gather, members,
 };
 use paceline_comm::tcp::{Addrs, GroupId, JoinError, Listener};
 use paceline_comm::{
-    Algorithm, Backend, Collective, CopyStats, Data, DataMut, Deadline, Error, Group, InitError,
-    JoinParams, MemoryRegistration, Pages, Plaintext, RegisteredMemory, Site, Traffic, Tuning,
+    Algorithm, Backend, CopyStats, Deadline, Error, Group, InitError, JoinParams,
+    MemoryRegistration, Pages, Plaintext, RegisteredMemory,
 };
 
 use super::cabling::{Cabling, Config};
@@ -269,58 +269,7 @@ impl fmt::Debug for Rdma {
 }
 
 impl Group for Rdma {
-    fn rank(&self) -> Rank {
-        self.keeping.linked().rank()
-    }
-
-    fn size(&self) -> u32 {
-        self.keeping.linked().size()
-    }
-
-    fn run_at(
-        &self,
-        site: Site,
-        collective: Collective<'_>,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
-        self.keeping.linked().run_at(site, collective, deadline)
-    }
-
-    fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
-        self.keeping.linked().run(collective, deadline)
-    }
-
-    fn mark(&self, number: u64) {
-        self.keeping.linked().mark(number);
-    }
-
-    fn send_data(
-        &self,
-        message: Data<'_>,
-        to: Rank,
-        tag: u32,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
-        self.keeping.linked().send(message, to, tag, deadline)
-    }
-
-    fn recv_data(
-        &self,
-        into: DataMut<'_>,
-        from: Rank,
-        tag: u32,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
-        self.keeping.linked().recv(into, from, tag, deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.keeping.linked().traffic()
-    }
-
-    fn sent_to(&self) -> Vec<Bytes> {
-        self.keeping.linked().sent_to()
-    }
+    paceline_comm::group_methods!(keeping.linked());
 
     fn copies(&self) -> CopyStats {
         self.keeping.linked().copies()
@@ -328,10 +277,6 @@ impl Group for Rdma {
 
     fn register_pages(&self, pages: &Arc<Pages>) -> Option<MemoryRegistration> {
         self.keeping.linked().register_pages(pages)
-    }
-
-    fn tuning(&self) -> Tuning {
-        self.keeping.linked().tuning()
     }
 
     fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use paceline_base::{Bytes, Rank};
+use paceline_base::Rank;
 
 use crate::locks::lock;
 use crate::shared_rings::{FailureNotifier, Segment, SharedRings};
@@ -15,7 +15,7 @@ use crate::split::{SplitMember, members};
 use crate::status::GroupStatus;
 use crate::transport::SpinPolicy;
 use crate::transport_group::TransportGroup;
-use crate::{Collective, Data, DataMut, Deadline, Error, Group, Site, Traffic, Tuning};
+use crate::{Deadline, Error, Group, Tuning};
 
 /// Polls of the rings, with a pause instruction between them, before a rank yields its core: some
 /// µs.
@@ -162,62 +162,7 @@ impl Drop for Local {
 }
 
 impl Group for Local {
-    fn rank(&self) -> Rank {
-        self.linked.rank()
-    }
-
-    fn size(&self) -> u32 {
-        self.linked.size()
-    }
-
-    fn run_at(
-        &self,
-        site: Site,
-        collective: Collective<'_>,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
-        self.linked.run_at(site, collective, deadline)
-    }
-
-    fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
-        self.linked.run(collective, deadline)
-    }
-
-    fn mark(&self, number: u64) {
-        self.linked.mark(number);
-    }
-
-    fn send_data(
-        &self,
-        message: Data<'_>,
-        to: Rank,
-        tag: u32,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
-        self.linked.send(message, to, tag, deadline)
-    }
-
-    fn recv_data(
-        &self,
-        into: DataMut<'_>,
-        from: Rank,
-        tag: u32,
-        deadline: Deadline,
-    ) -> Result<(), Error> {
-        self.linked.recv(into, from, tag, deadline)
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.linked.traffic()
-    }
-
-    fn sent_to(&self) -> Vec<Bytes> {
-        self.linked.sent_to()
-    }
-
-    fn tuning(&self) -> Tuning {
-        self.linked.tuning()
-    }
+    crate::group_methods!(linked);
 
     fn split(&self, color: u32, key: u32, deadline: Deadline) -> Result<Box<dyn Group>, Error> {
         let SplitMember { rank, ranks, .. } = members(self, color, key, deadline)?;

@@ -21,7 +21,7 @@ use crate::sockets::connect;
 use crate::split::{SplitMember, members};
 use crate::sync::Ordering;
 use crate::transport_group::TransportGroup;
-use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning, local, process};
+use crate::{Deadline, Error, Group, local, process};
 
 /// Bytes of a rank's announcement: a check word, its address in that process, then the file's name,
 /// padded with zeros.

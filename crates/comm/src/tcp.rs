@@ -39,7 +39,7 @@ pub use crate::join::{
 use crate::sockets::{self, Sockets};
 use crate::split::{SplitMember, members};
 use crate::transport_group::TransportGroup;
-use crate::{Collective, Data, DataMut, Deadline, Error, Group, Traffic, Tuning};
+use crate::{Deadline, Error, Group};
 
 /// A rank of a group over TCP. Dropping it ends the group for the others.
 pub struct Tcp(MonitoredGroup<Sockets>);

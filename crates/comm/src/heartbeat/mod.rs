@@ -170,62 +170,80 @@ pub fn gather<T: MonitoredLinks, E: crate::Element>(
     )
 }
 
+/// The methods of [`Group`] that a [`TransportGroup`] has too, for a type that has one at this path
+/// behind `self`.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! group_methods {
+    ($($linked:tt)+) => {
+        fn rank(&self) -> ::paceline_base::Rank {
+            self.$($linked)+.rank()
+        }
+
+        fn size(&self) -> u32 {
+            self.$($linked)+.size()
+        }
+
+        fn run_at(
+            &self,
+            site: $crate::Site,
+            collective: $crate::Collective<'_>,
+            deadline: $crate::Deadline,
+        ) -> Result<(), $crate::Error> {
+            self.$($linked)+.run_at(site, collective, deadline)
+        }
+
+        fn run(
+            &self,
+            collective: $crate::Collective<'_>,
+            deadline: $crate::Deadline,
+        ) -> Result<(), $crate::Error> {
+            self.$($linked)+.run(collective, deadline)
+        }
+
+        fn mark(&self, number: u64) {
+            self.$($linked)+.mark(number);
+        }
+
+        fn send_data(
+            &self,
+            message: $crate::Data<'_>,
+            to: ::paceline_base::Rank,
+            tag: u32,
+            deadline: $crate::Deadline,
+        ) -> Result<(), $crate::Error> {
+            self.$($linked)+.send(message, to, tag, deadline)
+        }
+
+        fn recv_data(
+            &self,
+            into: $crate::DataMut<'_>,
+            from: ::paceline_base::Rank,
+            tag: u32,
+            deadline: $crate::Deadline,
+        ) -> Result<(), $crate::Error> {
+            self.$($linked)+.recv(into, from, tag, deadline)
+        }
+
+        fn traffic(&self) -> $crate::Traffic {
+            self.$($linked)+.traffic()
+        }
+
+        fn sent_to(&self) -> Vec<::paceline_base::Bytes> {
+            self.$($linked)+.sent_to()
+        }
+
+        fn tuning(&self) -> $crate::Tuning {
+            self.$($linked)+.tuning()
+        }
+    };
+}
+
 /// The trait `Group` for a public type around [`MonitoredGroup`].
 macro_rules! keeping_group {
     ($type:ident, $join:path) => {
         impl Group for $type {
-            fn rank(&self) -> Rank {
-                self.0.linked.rank()
-            }
-
-            fn size(&self) -> u32 {
-                self.0.linked.size()
-            }
-
-            fn run_at(
-                &self,
-                site: $crate::Site,
-                collective: Collective<'_>,
-                deadline: Deadline,
-            ) -> Result<(), Error> {
-                self.0.linked.run_at(site, collective, deadline)
-            }
-
-            fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
-                self.0.linked.run(collective, deadline)
-            }
-
-            fn mark(&self, number: u64) {
-                self.0.linked.mark(number);
-            }
-
-            fn send_data(
-                &self,
-                message: Data<'_>,
-                to: Rank,
-                tag: u32,
-                deadline: Deadline,
-            ) -> Result<(), Error> {
-                self.0.linked.send(message, to, tag, deadline)
-            }
-
-            fn recv_data(
-                &self,
-                into: DataMut<'_>,
-                from: Rank,
-                tag: u32,
-                deadline: Deadline,
-            ) -> Result<(), Error> {
-                self.0.linked.recv(into, from, tag, deadline)
-            }
-
-            fn traffic(&self) -> Traffic {
-                self.0.linked.traffic()
-            }
-
-            fn sent_to(&self) -> Vec<paceline_base::Bytes> {
-                self.0.linked.sent_to()
-            }
+            $crate::group_methods!(0.linked);
 
             fn copies(&self) -> $crate::CopyStats {
                 self.0.linked.copies()
@@ -236,10 +254,6 @@ macro_rules! keeping_group {
                 pages: &std::sync::Arc<$crate::Pages>,
             ) -> Option<$crate::MemoryRegistration> {
                 self.0.linked.register_pages(pages)
-            }
-
-            fn tuning(&self) -> Tuning {
-                self.0.linked.tuning()
             }
 
             fn split(
