@@ -13,6 +13,7 @@
 //! - [`printable`]: untrusted text without terminal control characters.
 //! - [`hex`], [`unhex`]: bytes as hexadecimal digits.
 //! - [`median`], [`upper_median`]: medians of measurements.
+//! - [`named_enum!`]: enums whose variants have names.
 //! - [`e4m3`], [`ue4m3`], [`e8m0`]: floats of 8 bits.
 //! - [`exact`]: sums that are exact in any order.
 //! - [`tree`]: the one order of additions that every split sum follows.
@@ -29,6 +30,7 @@ mod hex;
 mod kernel_class;
 mod locks;
 mod median;
+mod named;
 mod pages;
 mod printable;
 mod random;

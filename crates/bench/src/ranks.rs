@@ -33,68 +33,33 @@ use crate::comm::{CollectiveSpec, Report, measure, sums};
 /// Time limit of the whole measurement.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// A library to compare with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RivalLibrary {
-    /// MLX's ring.
-    Mlx,
-    /// Open MPI.
-    Mpi,
-}
-
-impl RivalLibrary {
-    /// Its name on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Mlx => "mlx",
-            Self::Mpi => "mpi",
-        }
+paceline_base::named_enum! {
+    /// A library to compare with.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum RivalLibrary {
+        /// MLX's ring.
+        Mlx = "mlx",
+        /// Open MPI.
+        Mpi = "mpi",
     }
 }
 
-/// An algorithm that is forced wherever an operation has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Force {
-    OneShot,
-    TwoShot,
-    Ring,
-    Halving,
-    Doubling,
-    Tree,
+paceline_base::named_enum! {
+    /// An algorithm that is forced wherever an operation has it.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    pub enum Force {
+        OneShot = "one-shot",
+        TwoShot = "two-shot",
+        Ring = "ring",
+        Halving = "halving",
+        Doubling = "doubling",
+        Tree = "tree",
+    }
 }
 
 impl Force {
-    /// All of them.
-    pub const ALL: [Self; 6] = [
-        Self::OneShot,
-        Self::TwoShot,
-        Self::Ring,
-        Self::Halving,
-        Self::Doubling,
-        Self::Tree,
-    ];
-
-    /// Its name on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::OneShot => "one-shot",
-            Self::TwoShot => "two-shot",
-            Self::Ring => "ring",
-            Self::Halving => "halving",
-            Self::Doubling => "doubling",
-            Self::Tree => "tree",
-        }
-    }
-
     fn algorithm(self) -> Algorithm {
-        match self {
-            Self::OneShot => Algorithm::OneShot,
-            Self::TwoShot => Algorithm::TwoShot,
-            Self::Ring => Algorithm::Ring,
-            Self::Halving => Algorithm::Halving,
-            Self::Doubling => Algorithm::Doubling,
-            Self::Tree => Algorithm::Tree,
-        }
+        Algorithm::from_name(self.name()).expect("each is an algorithm of comm")
     }
 }
 
@@ -103,7 +68,6 @@ impl Force {
 pub struct RankSettings {
     /// The program `paceline`.
     pub program: PathBuf,
-    /// Number of ranks.
     pub ranks: u32,
     /// The transport.
     pub backend: Backend,

@@ -10,7 +10,6 @@
 //! | `MLX_WORLD_SIZE`, `NCCL_HOST_IP` and `NCCL_PORT` | [`MlxPlace::nccl`] |
 //! | `MLX_IBV_DEVICES`, `MLX_JACCL_COORDINATOR`, `MLX_JACCL_RING` | [`MlxPlace::jaccl`], parsed |
 
-use std::fmt;
 use std::net::SocketAddr;
 use std::str::FromStr;
 
@@ -22,19 +21,21 @@ use paceline_comm::{Deadline, Group, InitError, Plaintext, Strict, local};
 use crate::nccl::{self, Libraries};
 use crate::{mlx_ring, mpi};
 
-/// MLX's backends, by its names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MlxBackend {
-    /// The first of nccl, ring, mpi and jaccl that is available and configured.
-    Any,
-    /// [`mlx_ring`].
-    Ring,
-    /// [`mpi`].
-    Mpi,
-    /// [`nccl`].
-    Nccl,
-    /// RDMA, with JACCL's configuration.
-    Jaccl,
+paceline_base::named_enum! {
+    /// MLX's backends, by its names.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum MlxBackend {
+        /// The first of nccl, ring, mpi and jaccl that is available and configured.
+        Any = "any",
+        /// [`mlx_ring`].
+        Ring = "ring",
+        /// [`mpi`].
+        Mpi = "mpi",
+        /// [`nccl`].
+        Nccl = "nccl",
+        /// RDMA, with JACCL's configuration.
+        Jaccl = "jaccl",
+    }
 }
 
 /// MLX's order of attempts.
@@ -45,25 +46,11 @@ const ORDER: [MlxBackend; 4] = [
     MlxBackend::Jaccl,
 ];
 
-impl fmt::Display for MlxBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Any => "any",
-            Self::Ring => "ring",
-            Self::Mpi => "mpi",
-            Self::Nccl => "nccl",
-            Self::Jaccl => "jaccl",
-        })
-    }
-}
-
 impl FromStr for MlxBackend {
     type Err = MlxError;
 
     fn from_str(name: &str) -> Result<Self, MlxError> {
-        let all = [Self::Any, Self::Ring, Self::Mpi, Self::Nccl, Self::Jaccl];
-        let found = all.into_iter().find(|backend| backend.to_string() == name);
-        found.ok_or_else(|| MlxError::Name { name: name.into() })
+        Self::from_name(name).ok_or_else(|| MlxError::Name { name: name.into() })
     }
 }
 
@@ -87,23 +74,14 @@ pub struct MlxPlace<'a> {
 #[derive(Debug, thiserror::Error)]
 pub enum MlxError {
     #[error("backend {name:?}, expected any, ring, mpi, nccl or jaccl")]
-    Name {
-        /// The name that was given.
-        name: String,
-    },
+    Name { name: String },
     #[error("{backend}: {missing} not given")]
     Missing {
-        /// The requested backend.
         backend: MlxBackend,
-        /// The setting that it needs.
         missing: &'static str,
     },
     #[error("{backend} is plaintext: not allowed")]
-    Plaintext {
-        /// The requested backend.
-        backend: MlxBackend,
-    },
-    /// No backend is available and configured.
+    Plaintext { backend: MlxBackend },
     #[error("no backend could be started")]
     None,
     #[error(transparent)]

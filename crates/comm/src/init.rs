@@ -1,7 +1,6 @@
 //! `init`: joins a group by any backend, like MLX's `init`. Backends are those of this crate and
 //! the [`Provider`]s of crates above it.
 
-use std::fmt;
 use std::net::SocketAddr;
 
 use paceline_base::Rank;
@@ -11,63 +10,33 @@ use crate::provider::Provider;
 use crate::tcp::{self, Addrs, Config, GroupId, JoinError, Listener};
 use crate::{Deadline, Group, local, shm, sockets};
 
-/// How the ranks of a group reach each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backend {
-    /// Shared memory if all ranks can map each other's, else TCP. All ranks choose the same.
-    Any,
-    /// A group of one. Threads of a process make larger groups with [`local::ranks`].
-    Local,
-    /// Shared memory: processes of one machine.
-    Shm,
-    /// TCP, a full mesh.
-    Tcp,
-    /// RDMA devices, and TCP between ranks without a cable. Plaintext.
-    Rdma,
-    /// MLX's ring, which real MLX ranks can join. Plaintext.
-    MlxRing,
-    /// The MPI library that `mpirun` started this process with. Plaintext.
-    Mpi,
-    /// NVIDIA's NCCL; the ranks meet by TCP. Plaintext.
-    Nccl,
+paceline_base::named_enum! {
+    /// How the ranks of a group reach each other.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Backend {
+        /// Shared memory if all ranks can map each other's, else TCP. All ranks choose the same.
+        Any = "any",
+        /// A group of one. Threads of a process make larger groups with [`local::ranks`].
+        Local = "local",
+        /// Shared memory: processes of one machine.
+        Shm = "shm",
+        /// TCP, a full mesh.
+        Tcp = "tcp",
+        /// RDMA devices, and TCP between ranks without a cable. Plaintext.
+        Rdma = "rdma",
+        /// MLX's ring, which real MLX ranks can join. Plaintext.
+        MlxRing = "mlx-ring",
+        /// The MPI library that `mpirun` started this process with. Plaintext.
+        Mpi = "mpi",
+        /// NVIDIA's NCCL; the ranks meet by TCP. Plaintext.
+        Nccl = "nccl",
+    }
 }
 
 impl Backend {
-    /// All of them.
-    pub const ALL: [Self; 8] = [
-        Self::Any,
-        Self::Local,
-        Self::Shm,
-        Self::Tcp,
-        Self::Rdma,
-        Self::MlxRing,
-        Self::Mpi,
-        Self::Nccl,
-    ];
-
-    /// The name used in options.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Any => "any",
-            Self::Local => "local",
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-            Self::Rdma => "rdma",
-            Self::MlxRing => "mlx-ring",
-            Self::Mpi => "mpi",
-            Self::Nccl => "nccl",
-        }
-    }
-
     /// Whether the backend cannot encrypt, so that it must be requested by name.
     pub const fn is_plaintext(self) -> bool {
         matches!(self, Self::Rdma | Self::MlxRing | Self::Mpi | Self::Nccl)
-    }
-}
-
-impl fmt::Display for Backend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 
@@ -81,11 +50,8 @@ impl std::str::FromStr for Backend {
     type Err = UnknownBackend;
 
     fn from_str(text: &str) -> Result<Self, UnknownBackend> {
-        let mut all = Self::ALL.into_iter();
-        all.find(|backend| backend.name() == text)
-            .ok_or_else(|| UnknownBackend {
-                got: text.to_owned(),
-            })
+        let got = || text.to_owned();
+        Self::from_name(text).ok_or_else(|| UnknownBackend { got: got() })
     }
 }
 

@@ -1,60 +1,30 @@
 //! The choice of algorithms.
 
-use std::fmt;
-
 use crate::Collective;
 
-/// Algorithm of a collective. `docs/algorithms.md` has steps and bytes of each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Algorithm {
-    /// Every rank sends to every other at once. Sums in rank order.
-    OneShot,
-    /// All-reduce: each rank reduces one chunk and broadcasts the result. Sums in rank order.
-    TwoShot,
-    /// Data moves around a ring; sums follow the ring.
-    Ring,
-    /// All-reduce: recursive halving, then doubling; sums follow a tree over the ranks.
-    Halving,
-    /// All-reduce: recursive doubling; sums follow a tree over the ranks.
-    Doubling,
-    /// Broadcast along a binomial tree.
-    Tree,
-}
-
-impl Algorithm {
-    /// Every algorithm there is.
-    pub const ALL: [Self; 6] = [
-        Self::OneShot,
-        Self::TwoShot,
-        Self::Ring,
-        Self::Halving,
-        Self::Doubling,
-        Self::Tree,
-    ];
-
-    /// Its number on the wire.
-    pub(crate) const fn code(self) -> u8 {
-        match self {
-            Self::OneShot => 0,
-            Self::TwoShot => 1,
-            Self::Ring => 2,
-            Self::Halving => 3,
-            Self::Doubling => 4,
-            Self::Tree => 5,
-        }
+paceline_base::named_enum! {
+    /// Algorithm of a collective. `docs/algorithms.md` has steps and bytes of each.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum Algorithm {
+        /// Every rank sends to every other at once. Sums in rank order.
+        OneShot = "one-shot",
+        /// All-reduce: each rank reduces one chunk and broadcasts the result. Sums in rank order.
+        TwoShot = "two-shot",
+        /// Data moves around a ring; sums follow the ring.
+        Ring = "ring",
+        /// All-reduce: recursive halving, then doubling; sums follow a tree over the ranks.
+        Halving = "halving",
+        /// All-reduce: recursive doubling; sums follow a tree over the ranks.
+        Doubling = "doubling",
+        /// Broadcast along a binomial tree.
+        Tree = "tree",
     }
 }
 
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::OneShot => "one-shot",
-            Self::TwoShot => "two-shot",
-            Self::Ring => "ring",
-            Self::Halving => "halving",
-            Self::Doubling => "doubling",
-            Self::Tree => "tree",
-        })
+impl Algorithm {
+    /// Its number on the wire.
+    pub(crate) const fn code(self) -> u8 {
+        self as u8
     }
 }
 

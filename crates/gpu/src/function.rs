@@ -30,15 +30,17 @@ const STACK_BYTES: usize = 16 << 20;
 /// The name of the rewritten function.
 const NAME: &str = "user_function";
 
-/// Type of an argument or a result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scalar {
-    /// A 32-bit float with the device's operations: results differ between devices.
-    F32,
-    /// A signed integer of 32 bits.
-    I32,
-    /// An unsigned integer of 32 bits.
-    U32,
+paceline_base::named_enum! {
+    /// Type of an argument or a result.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Scalar {
+        /// A 32-bit float with the device's operations: results differ between devices.
+        F32 = "f32",
+        /// A signed integer of 32 bits.
+        I32 = "i32",
+        /// An unsigned integer of 32 bits.
+        U32 = "u32",
+    }
 }
 
 /// A checked function of one to four numbers that returns a number.
@@ -47,17 +49,6 @@ pub struct ScalarFunction {
     arguments: Vec<Scalar>,
     result: Scalar,
     text: String,
-}
-
-impl Scalar {
-    /// Its name in WGSL.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::I32 => "i32",
-            Self::U32 => "u32",
-        }
-    }
 }
 
 impl ScalarFunction {

@@ -30,24 +30,18 @@ if [ -L "$h/ray" ]; then rm -rf "$(readlink "$h/ray")"; fi
 t=$(mktemp -d "${TMPDIR:-/tmp}/ray.XXXXXX") && ln -sfn "$t" "$h/ray" || exit 1
 "#;
 
-/// An engine of others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Engine {
-    /// `dask` and `distributed`.
-    Dask,
-    /// `ray`.
-    Ray,
+paceline_base::named_enum! {
+    /// An engine of others.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Engine {
+        /// `dask` and `distributed`.
+        Dask = "dask",
+        /// `ray`.
+        Ray = "ray",
+    }
 }
 
 impl Engine {
-    /// Its name in Python.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Dask => "dask",
-            Self::Ray => "ray",
-        }
-    }
-
     /// Ports of a machine.
     const fn span(self) -> u16 {
         match self {
@@ -83,7 +77,6 @@ pub enum Environment {
 /// A cluster of an engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// The engine.
     pub engine: Engine,
     /// The machines; the first one, which starts it all, has the scheduler or the head.
     pub machines: Vec<Machine>,

@@ -11,54 +11,30 @@ use crate::order::{float, key};
 use crate::value::{ResultValue, digits, exact};
 use crate::{Dtype, Error, Values, sum};
 
-/// The reduction of a column.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Op {
-    /// The sum, rounded once; of integers, the integer.
-    Sum,
-    /// The sum over the number of values, rounded once.
-    Mean,
-    /// The smallest value; NaN if there is one, and -0 before 0.
-    Min,
-    /// The largest value; NaN if there is one, and 0 before -0.
-    Max,
-    /// The variance: the mean square of the distance from the mean, rounded once.
-    Var,
-    /// The square root of that.
-    Std,
-    /// The sum of products of two columns, rounded once.
-    Dot,
-    /// The number of values.
-    Count,
+paceline_base::named_enum! {
+    /// The reduction of a column.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    pub enum Op {
+        /// The sum, rounded once; of integers, the integer.
+        Sum = "sum",
+        /// The sum over the number of values, rounded once.
+        Mean = "mean",
+        /// The smallest value; NaN if there is one, and -0 before 0.
+        Min = "min",
+        /// The largest value; NaN if there is one, and 0 before -0.
+        Max = "max",
+        /// The variance: the mean square of the distance from the mean, rounded once.
+        Var = "var",
+        /// The square root of that.
+        Std = "std",
+        /// The sum of products of two columns, rounded once.
+        Dot = "dot",
+        /// The number of values.
+        Count = "count",
+    }
 }
 
 impl Op {
-    /// All of them.
-    pub const ALL: [Self; 8] = [
-        Self::Sum,
-        Self::Mean,
-        Self::Min,
-        Self::Max,
-        Self::Var,
-        Self::Std,
-        Self::Dot,
-        Self::Count,
-    ];
-
-    /// The name used in commands.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Sum => "sum",
-            Self::Mean => "mean",
-            Self::Min => "min",
-            Self::Max => "max",
-            Self::Var => "var",
-            Self::Std => "std",
-            Self::Dot => "dot",
-            Self::Count => "count",
-        }
-    }
-
     /// Number of columns that it takes.
     pub const fn inputs(self) -> usize {
         if matches!(self, Self::Dot) { 2 } else { 1 }
@@ -74,12 +50,6 @@ impl Op {
 
     pub(crate) const fn extremes(self) -> bool {
         matches!(self, Self::Min | Self::Max)
-    }
-}
-
-impl std::fmt::Display for Op {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
     }
 }
 

@@ -39,36 +39,25 @@ const RECORD: &str = "paceline.json";
 /// Maximum record; ours have a few hundred bytes.
 const RECORD_BYTES_MAX: u64 = 64 << 10;
 
-/// A build of MLX.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum MlxBuild {
-    /// Linux without a GPU; slow, for tests.
-    Cpu,
-    /// Apple silicon.
-    Metal,
-    /// NVIDIA, CUDA 12.
-    #[serde(rename = "cuda-12")]
-    Cuda12,
-    /// NVIDIA, CUDA 13.
-    #[serde(rename = "cuda-13")]
-    Cuda13,
+paceline_base::named_enum! {
+    /// A build of MLX; its name is the wheel's without `mlx-`.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum MlxBuild {
+        /// Linux without a GPU; slow, for tests.
+        Cpu = "cpu",
+        /// Apple silicon.
+        Metal = "metal",
+        /// NVIDIA, CUDA 12.
+        #[serde(rename = "cuda-12")]
+        Cuda12 = "cuda-12",
+        /// NVIDIA, CUDA 13.
+        #[serde(rename = "cuda-13")]
+        Cuda13 = "cuda-13",
+    }
 }
 
 impl MlxBuild {
-    /// All of them.
-    pub const ALL: [Self; 4] = [Self::Cpu, Self::Metal, Self::Cuda12, Self::Cuda13];
-
-    /// Its name: the wheel's without `mlx-`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Cpu => "cpu",
-            Self::Metal => "metal",
-            Self::Cuda12 => "cuda-12",
-            Self::Cuda13 => "cuda-13",
-        }
-    }
-
     /// Whether wheels exist for an operating system and processor, as named in
     /// [`std::env::consts`].
     pub fn exists_for(self, os: &str, arch: &str) -> bool {
@@ -116,7 +105,6 @@ impl MlxBuild {
 /// An installed MLX.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MlxInstallation {
-    /// The build.
     pub build: MlxBuild,
     pub version: String,
     /// Version of the C layer.

@@ -27,52 +27,30 @@ use crate::matmul::{self, GroupArgs};
 use crate::sparse::{self, IndexQueries};
 use crate::vector::{self, RopePairs};
 
-/// The instruction set that kernels were compiled for.
-///
-/// All give the same bits ([`crate::isa`]); they differ in speed only.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum InstructionSet {
-    /// Portable loops; any CPU, very slow.
-    Scalar,
-    /// x86-64 with AVX2, FMA and F16C.
-    Avx2,
-    /// The same with AVX-VNNI: Intel's Core from Alder Lake (2021) on, AMD's Zen 5.
-    AvxVnni,
-    /// x86-64 with AVX-512 F, BW, VL and VNNI, and BF16's dot products where it has them.
-    Avx512Vnni,
-    /// AVX-512 as above, and products of many rows by AMX's tiles of bytes.
-    AmxInt8,
-    /// AArch64 with the dot-product extension.
-    NeonDotprod,
-    /// The same, and products of many rows by the matrix instructions of the i8mm extension.
-    NeonI8mm,
+paceline_base::named_enum! {
+    /// The instruction set that kernels were compiled for.
+    ///
+    /// All give the same bits ([`crate::isa`]); they differ in speed only, the slowest first.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum InstructionSet {
+        /// Portable loops; any CPU, very slow.
+        Scalar = "scalar",
+        /// x86-64 with AVX2, FMA and F16C.
+        Avx2 = "avx2",
+        /// The same with AVX-VNNI: Intel's Core from Alder Lake (2021) on, AMD's Zen 5.
+        AvxVnni = "avx-vnni",
+        /// x86-64 with AVX-512 F, BW, VL and VNNI, and BF16's dot products where it has them.
+        Avx512Vnni = "avx512-vnni",
+        /// AVX-512 as above, and products of many rows by AMX's tiles of bytes.
+        AmxInt8 = "amx-int8",
+        /// AArch64 with the dot-product extension.
+        NeonDotprod = "neon-dotprod",
+        /// The same, and products of many rows by the matrix instructions of the i8mm extension.
+        NeonI8mm = "neon-i8mm",
+    }
 }
 
 impl InstructionSet {
-    /// Every one, slowest first.
-    pub const ALL: [Self; 7] = [
-        Self::Scalar,
-        Self::Avx2,
-        Self::AvxVnni,
-        Self::Avx512Vnni,
-        Self::AmxInt8,
-        Self::NeonDotprod,
-        Self::NeonI8mm,
-    ];
-
-    /// The name used in options and results.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Scalar => "scalar",
-            Self::Avx2 => "avx2",
-            Self::AvxVnni => "avx-vnni",
-            Self::Avx512Vnni => "avx512-vnni",
-            Self::AmxInt8 => "amx-int8",
-            Self::NeonDotprod => "neon-dotprod",
-            Self::NeonI8mm => "neon-i8mm",
-        }
-    }
-
     /// The sets that this machine can run, slowest first.
     pub fn available() -> Vec<Self> {
         Self::ALL

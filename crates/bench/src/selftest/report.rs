@@ -21,24 +21,15 @@ const FIGURE: usize = 16;
 /// Digits shown of a figure.
 const DIGITS: i32 = 3;
 
-/// How a check ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Outcome {
-    Passed,
-    Failed,
-    /// The machine or the caller has nothing to check.
-    Skipped,
-}
-
-impl Outcome {
-    /// Its name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Passed => "passed",
-            Self::Failed => "failed",
-            Self::Skipped => "skipped",
-        }
+paceline_base::named_enum! {
+    /// How a check ended.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum Outcome {
+        Passed = "passed",
+        Failed = "failed",
+        /// The machine or the caller has nothing to check.
+        Skipped = "skipped",
     }
 }
 
@@ -89,7 +80,6 @@ impl Row {
         }
     }
 
-    /// A check that passed.
     pub fn passed(check: &str, note: impl Into<String>) -> Self {
         Self::new(check, Outcome::Passed, note)
     }
@@ -104,7 +94,6 @@ impl Row {
         Self::new(check, Outcome::Skipped, note)
     }
 
-    /// With a number.
     #[must_use]
     pub fn with(mut self, value: f64, unit: &str) -> Self {
         let unit = unit.to_owned();

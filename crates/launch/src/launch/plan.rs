@@ -12,24 +12,25 @@
 //! whose results are the same for the same hosts. The exception is hosts that are refused here,
 //! with an error that names the reason ([`PlanError`]).
 
-use std::fmt;
 use std::str::FromStr;
 
 use crate::hostfile::{Host, Hostfile, ring_json};
 
-/// How the ranks communicate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Backend {
-    /// MLX's TCP ring.
-    Ring,
-    /// Open MPI's `mpirun` starts the ranks.
-    Mpi,
-    /// NVIDIA's NCCL.
-    Nccl,
-    /// RDMA, a cable for each pair.
-    Jaccl,
-    /// RDMA, cables to two neighbours.
-    JacclRing,
+paceline_base::named_enum! {
+    /// How the ranks communicate.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Backend {
+        /// MLX's TCP ring.
+        Ring = "ring",
+        /// Open MPI's `mpirun` starts the ranks.
+        Mpi = "mpi",
+        /// NVIDIA's NCCL.
+        Nccl = "nccl",
+        /// RDMA, a cable for each pair.
+        Jaccl = "jaccl",
+        /// RDMA, cables to two neighbours.
+        JacclRing = "jaccl-ring",
+    }
 }
 
 impl Backend {
@@ -41,29 +42,12 @@ impl FromStr for Backend {
     type Err = PlanError;
 
     fn from_str(name: &str) -> Result<Self, PlanError> {
-        Ok(match name {
-            "ring" => Self::Ring,
-            "mpi" => Self::Mpi,
-            "nccl" => Self::Nccl,
-            "jaccl" | "rdma" => Self::Jaccl,
-            "jaccl-ring" => Self::JacclRing,
-            _ => {
-                let name = name.to_owned();
-                return Err(PlanError::Backend { name });
-            }
-        })
-    }
-}
-
-impl fmt::Display for Backend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Ring => "ring",
-            Self::Mpi => "mpi",
-            Self::Nccl => "nccl",
-            Self::Jaccl => "jaccl",
-            Self::JacclRing => "jaccl-ring",
-        })
+        match name {
+            "rdma" => Ok(Self::Jaccl),
+            _ => Self::from_name(name).ok_or_else(|| PlanError::Backend {
+                name: name.to_owned(),
+            }),
+        }
     }
 }
 
@@ -114,18 +98,13 @@ impl Default for Options {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     #[error("backend is {name:?}, expected one of {}", Backend::NAMES.join(", "))]
-    Backend {
-        /// The name that was asked for.
-        name: String,
-    },
-    /// A rank of a ring has no address.
+    Backend { name: String },
     #[error("host {host} has no address, and backend ring needs one of each host")]
     NoAddress { host: String },
     #[error("host {host} has no address, and backend {backend} needs one of rank 0")]
     NoCoordinator {
         /// The host of rank 0.
         host: String,
-        /// The backend that needs the address.
         backend: Backend,
     },
     /// MLX's ring splits addresses at the first colon.
@@ -135,7 +114,6 @@ pub enum PlanError {
     Ports {
         /// The first port.
         first: u16,
-        /// Number of ports needed.
         count: usize,
     },
     /// A text is no `NAME=VALUE`.
@@ -144,15 +122,12 @@ pub enum PlanError {
     #[error("host {host} lists devices for {got} ranks, expected {expected}")]
     RdmaCount {
         host: String,
-        /// Entries of the list.
         got: usize,
-        /// Number of ranks.
         expected: usize,
     },
     /// A device that leads from a rank to itself.
     #[error("host {host} lists a device for its own rank {rank}, expected null")]
     RdmaSelf { host: String, rank: usize },
-    /// Cables that the backend needs are missing.
     #[error("no RDMA device is listed for {}", join(pairs))]
     RdmaMissing { pairs: Vec<(String, String)> },
 }

@@ -35,28 +35,21 @@ const STEPS_WORTH: usize = 8;
 /// Why a device computes no function of a user.
 const NO_FUNCTIONS: &str = "only a graphics processor computes this";
 
-/// The processors that are to compute a job.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum DeviceChoice {
-    /// The CPU's threads, and a graphics processor in addition where the work is worth it.
-    #[default]
-    Auto,
-    /// The CPU's threads.
-    Cpu,
-    /// The graphics processor; software counts as one.
-    Gpu,
+paceline_base::named_enum! {
+    /// The processors that are to compute a job.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub enum DeviceChoice {
+        /// The CPU's threads, and a graphics processor in addition where the work is worth it.
+        #[default]
+        Auto = "auto",
+        /// The CPU's threads.
+        Cpu = "cpu",
+        /// The graphics processor; software counts as one.
+        Gpu = "gpu",
+    }
 }
 
 impl DeviceChoice {
-    /// The name used in options.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Cpu => "cpu",
-            Self::Gpu => "gpu",
-        }
-    }
-
     /// Opens the device, if one is chosen and there is one.
     ///
     /// # Errors
@@ -164,19 +157,13 @@ pub enum Column<'a> {
     /// `(n,)` values.
     Values(&'a [f64]),
     /// Random numbers of the rows' numbers.
-    Random {
-        /// Seed of the numbers.
-        seed: u64,
-        dimension: u32,
-    },
+    Random { seed: u64, dimension: u32 },
 }
 
-/// Rows of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockRows<'a> {
     /// Number of rows, at least one and at most [`ComputeDevice::rows_max`].
     pub count: u64,
-    /// Number of the first.
     pub first: u64,
     /// The columns, one to four.
     pub columns: &'a [Column<'a>],

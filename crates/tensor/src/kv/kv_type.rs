@@ -11,34 +11,23 @@ pub(crate) const Q8_RUN: usize = 32;
 /// SmolLM2's text is no more likely.
 pub(crate) const Q4_RUN: usize = 64;
 
-/// Element type of keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum KvType {
-    /// Half precision, rounded to nearest even: the kernel class `cpu`.
-    F16,
-    /// Single precision: the kernel class `cpu-f32`.
-    F32,
-    /// A byte each and a scale for 32: 0.27 of the memory of `F32`.
-    Q8,
-    /// Keys of five bits and values of four, a scale for 64: 0.15 of the memory of `F32`. Layers of
-    /// latent attention have bytes ([`of_latent`](Self::of_latent)).
-    Q4,
+paceline_base::named_enum! {
+    /// Element type of keys and values.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum KvType {
+        /// Half precision, rounded to nearest even: the kernel class `cpu`.
+        F16 = "f16",
+        /// Single precision: the kernel class `cpu-f32`.
+        F32 = "f32",
+        /// A byte each and a scale for 32: 0.27 of the memory of `F32`.
+        Q8 = "q8",
+        /// Keys of five bits and values of four, a scale for 64: 0.15 of the memory of `F32`.
+        /// Layers of latent attention have bytes ([`of_latent`](Self::of_latent)).
+        Q4 = "q4",
+    }
 }
 
 impl KvType {
-    /// All of them.
-    pub const ALL: [Self; 4] = [Self::F16, Self::F32, Self::Q8, Self::Q4];
-
-    /// The name used in options and results.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F16 => "f16",
-            Self::F32 => "f32",
-            Self::Q8 => "q8",
-            Self::Q4 => "q4",
-        }
-    }
-
     /// The default of a kernel class.
     pub const fn of(class: KernelClass) -> Self {
         match class {
@@ -105,9 +94,6 @@ impl FromStr for KvType {
     type Err = UnknownKvType;
 
     fn from_str(name: &str) -> Result<Self, UnknownKvType> {
-        Self::ALL
-            .into_iter()
-            .find(|kv_type| kv_type.name() == name)
-            .ok_or_else(|| UnknownKvType(name.to_owned()))
+        Self::from_name(name).ok_or_else(|| UnknownKvType(name.to_owned()))
     }
 }
