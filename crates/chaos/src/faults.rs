@@ -8,183 +8,93 @@ use paceline_base::SplitMix64;
 
 use super::memory::MemoryCgroup;
 
-/// A fault of a node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// A crash or a power cut.
-    KillNode,
-    /// A crash of the worker alone.
-    KillWorker,
-    /// A sleeping machine.
-    FreezeNode,
-    /// A process that is not scheduled.
-    FreezeWorker,
-    /// A hang in the worker's kernel or driver.
-    HangWorker,
-    /// A node that leaves the cluster.
-    LeaveNode,
-    /// A worker that crashes repeatedly.
-    Flap,
-    /// A pulled cable.
-    CutNode,
-    /// A network partition that heals.
-    SplitNode,
-    /// A full disk.
-    FillDisk,
-    /// A worker without memory.
-    OutOfMemory,
-    /// A disk that changes bits of a copy.
-    BitRot,
-    /// A copy that lost its second half.
-    CutFile,
-    /// A node that is lost while the model loads.
-    LoseInLoad,
-    /// Two nodes that cannot speak, while others reach both.
-    CutPair,
-    /// A node that cannot send to another one.
-    CutOneWay,
-    /// Links with a long delay.
-    DelayLinks,
-    /// Links with little bandwidth.
-    LimitLinks,
-    /// Links that lose frames.
-    LossyLinks,
+/// Declares the faults: each with its name on the command line and its meaning for help texts.
+macro_rules! faults {
+    ($($fault:ident $name:literal: $meaning:literal;)*) => {
+        /// A fault of a node.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Fault {
+            $(#[doc = $meaning] $fault,)*
+        }
+
+        impl Fault {
+            /// All of them.
+            pub const ALL: [Self; [$($name),*].len()] = [$(Self::$fault),*];
+
+            /// Its name on the command line.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$fault => $name,)*
+                }
+            }
+
+            /// Its meaning, for help texts.
+            pub const fn meaning(self) -> &'static str {
+                match self {
+                    $(Self::$fault => $meaning,)*
+                }
+            }
+        }
+    };
+}
+
+faults! {
+    KillNode "kill-node":
+        "SIGKILL to the node's process: a crash or a power cut";
+    KillWorker "kill-worker":
+        "SIGKILL to the node's worker alone: a crash";
+    FreezeNode "freeze-node":
+        "SIGSTOP to the node and its worker, SIGCONT when the answers ended: a sleeping machine";
+    FreezeWorker "freeze-worker":
+        "SIGSTOP to the worker alone: a process that the system does not run";
+    HangWorker "hang-worker":
+        "SIGUSR2 to the worker: its next layer never ends, as in a kernel or a driver that \
+         hangs";
+    LeaveNode "leave-node":
+        "SIGTERM to the node's process: its work moves before it goes";
+    Flap "flap":
+        "SIGKILL to the node's worker three times, each time once the model answers again";
+    CutNode "cut-node":
+        "The node's cable is pulled, and plugged in again when the answers ended; with \
+         --namespaces";
+    SplitNode "split-node":
+        "The node's cable is pulled, and plugged in again 5 s later, while answers go on; with \
+         --namespaces";
+    FillDisk "fill-disk":
+        "The disk of the node's home is full until the answers ended; with --namespaces";
+    OutOfMemory "out-of-memory":
+        "The node's worker gets no further page of memory, and the kernel kills it; with \
+         --namespaces";
+    BitRot "bit-rot":
+        "Bits of the node's copy of the model change, and its worker is killed, so that they \
+         are read; with --namespaces";
+    CutFile "cut-file":
+        "The node's copy of the model loses its second half, and its worker is killed; with \
+         --namespaces";
+    LoseInLoad "lose-in-load":
+        "The model is unloaded and loaded again; meanwhile SIGKILL to a worker or a node";
+    CutPair "cut-pair":
+        "The node and another one cannot speak until the answers ended; with --namespaces";
+    CutOneWay "cut-one-way":
+        "Nothing that the node sends to another one arrives until the answers ended; with \
+         --namespaces";
+    DelayLinks "delay-links":
+        "All that the node sends and receives arrives 50 ms later, for 5 s; with --namespaces";
+    LimitLinks "limit-links":
+        "The node's links carry 1 Mbit/s each way, for 5 s; with --namespaces";
+    LossyLinks "lossy-links":
+        "The node's links lose 5 % of frames, for 5 s; with --namespaces";
 }
 
 impl Fault {
-    /// All of them.
-    pub const ALL: [Self; 19] = [
-        Self::KillNode,
-        Self::KillWorker,
-        Self::FreezeNode,
-        Self::FreezeWorker,
-        Self::HangWorker,
-        Self::LeaveNode,
-        Self::Flap,
-        Self::CutNode,
-        Self::SplitNode,
-        Self::FillDisk,
-        Self::OutOfMemory,
-        Self::BitRot,
-        Self::CutFile,
-        Self::LoseInLoad,
-        Self::CutPair,
-        Self::CutOneWay,
-        Self::DelayLinks,
-        Self::LimitLinks,
-        Self::LossyLinks,
-    ];
-
-    /// Its name on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::KillNode => "kill-node",
-            Self::KillWorker => "kill-worker",
-            Self::FreezeNode => "freeze-node",
-            Self::FreezeWorker => "freeze-worker",
-            Self::HangWorker => "hang-worker",
-            Self::LeaveNode => "leave-node",
-            Self::Flap => "flap",
-            Self::CutNode => "cut-node",
-            Self::SplitNode => "split-node",
-            Self::FillDisk => "fill-disk",
-            Self::OutOfMemory => "out-of-memory",
-            Self::BitRot => "bit-rot",
-            Self::CutFile => "cut-file",
-            Self::LoseInLoad => "lose-in-load",
-            Self::CutPair => "cut-pair",
-            Self::CutOneWay => "cut-one-way",
-            Self::DelayLinks => "delay-links",
-            Self::LimitLinks => "limit-links",
-            Self::LossyLinks => "lossy-links",
-        }
-    }
-
-    /// Its meaning, for help texts.
-    pub const fn meaning(self) -> &'static str {
-        match self {
-            Self::KillNode => "SIGKILL to the node's process: a crash or a power cut",
-            Self::KillWorker => "SIGKILL to the node's worker alone: a crash",
-            Self::FreezeNode => {
-                "SIGSTOP to the node and its worker, SIGCONT when the answers ended: a sleeping \
-                 machine"
-            }
-            Self::FreezeWorker => {
-                "SIGSTOP to the worker alone: a process that the system does not run"
-            }
-            Self::HangWorker => {
-                "SIGUSR2 to the worker: its next layer never ends, as in a kernel or a driver that \
-                 hangs"
-            }
-            Self::LeaveNode => "SIGTERM to the node's process: its work moves before it goes",
-            Self::Flap => {
-                "SIGKILL to the node's worker three times, each time once the model answers again"
-            }
-            Self::CutNode => {
-                "The node's cable is pulled, and plugged in again when the answers ended; with \
-                 --namespaces"
-            }
-            Self::SplitNode => {
-                "The node's cable is pulled, and plugged in again 5 s later, while answers go on; \
-                 with --namespaces"
-            }
-            Self::FillDisk => {
-                "The disk of the node's home is full until the answers ended; with --namespaces"
-            }
-            Self::OutOfMemory => {
-                "The node's worker gets no further page of memory, and the kernel kills it; with \
-                 --namespaces"
-            }
-            Self::BitRot => {
-                "Bits of the node's copy of the model change, and its worker is killed, so that \
-                 they are read; with --namespaces"
-            }
-            Self::CutFile => {
-                "The node's copy of the model loses its second half, and its worker is killed; with \
-                 --namespaces"
-            }
-            Self::LoseInLoad => {
-                "The model is unloaded and loaded again; meanwhile SIGKILL to a worker or a node"
-            }
-            Self::CutPair => {
-                "The node and another one cannot speak until the answers ended; with --namespaces"
-            }
-            Self::CutOneWay => {
-                "Nothing that the node sends to another one arrives until the answers ended; with \
-                 --namespaces"
-            }
-            Self::DelayLinks => {
-                "All that the node sends and receives arrives 50 ms later, for 5 s; with \
-                 --namespaces"
-            }
-            Self::LimitLinks => {
-                "The node's links carry 1 Mbit/s each way, for 5 s; with --namespaces"
-            }
-            Self::LossyLinks => "The node's links lose 5 % of frames, for 5 s; with --namespaces",
-        }
-    }
-
     /// Whether it damages a copy of the model.
     pub(crate) const fn is_of_copy(self) -> bool {
         matches!(self, Self::BitRot | Self::CutFile)
     }
 
     /// Whether it needs a network, a disk or a control group of the node's own.
-    const fn needs_namespaces(self) -> bool {
-        matches!(
-            self,
-            Self::CutNode
-                | Self::SplitNode
-                | Self::FillDisk
-                | Self::OutOfMemory
-                | Self::BitRot
-                | Self::CutFile
-                | Self::CutPair
-                | Self::CutOneWay
-                | Self::DelayLinks
-                | Self::LimitLinks
-                | Self::LossyLinks
-        )
+    fn needs_namespaces(self) -> bool {
+        self.meaning().ends_with("with --namespaces")
     }
 
     /// Whether it hits a worker and spares its node, so that two faults leave copies of all tokens.
