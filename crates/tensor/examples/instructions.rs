@@ -51,12 +51,7 @@ fn product(kernels: &Kernels, block_type: BlockType, batch: usize, rounds: usize
     let bytes: Vec<u8> = (0..rows as u64)
         .flat_map(|seed| random_row(block_type, COLS, seed))
         .collect();
-    let stored = StoredMatrix {
-        block_type,
-        rows,
-        cols: COLS,
-        bytes: &bytes,
-    };
+    let stored = StoredMatrix::new(block_type, rows, COLS, &bytes);
     let weights =
         PackedMatrix::new(stored, PackOptions::default(), kernels.pool()).expect("memory");
     let precision = (!block_type.is_float()).then_some(Precision::Fifteen);
@@ -64,11 +59,7 @@ fn product(kernels: &Kernels, block_type: BlockType, batch: usize, rounds: usize
     let mut out = vec![0.0; batch * rows];
     for _ in 0..rounds {
         kernels.fill_rows(&mut x, |_, row| fill(row));
-        let product = Product {
-            weights: &weights,
-            first_col: 0,
-            out: &mut out,
-        };
+        let product = Product::new(&weights, &mut out);
         kernels.products(&x, [product]);
     }
 }

@@ -88,6 +88,17 @@ pub struct Product<'a> {
     pub out: &'a mut [f32],
 }
 
+impl<'a> Product<'a> {
+    /// A product of all columns of `x`.
+    pub const fn new(weights: &'a PackedMatrix, out: &'a mut [f32]) -> Self {
+        Self {
+            weights,
+            first_col: 0,
+            out,
+        }
+    }
+}
+
 impl Kernels {
     /// The fastest instruction set of this machine, on `threads` threads.
     ///
@@ -355,7 +366,6 @@ struct MatmulJob<'a> {
     /// Activation rows that a task takes at once: what meets panels stays in a second-level cache
     /// while many groups meet it.
     block: usize,
-    /// Number of blocks.
     blocks: usize,
     args: GroupArgs<'a>,
     groups: usize,

@@ -24,13 +24,13 @@
 //!
 //! let kernels = Kernels::new(2)?;
 //! let bytes: Vec<u8> = [1.0f32, 2.0, 3.0, 4.0].iter().flat_map(|x| x.to_le_bytes()).collect();
-//! let stored = StoredMatrix { block_type: BlockType::F32, rows: 2, cols: 2, bytes: &bytes };
+//! let stored = StoredMatrix::new(BlockType::F32, 2, 2, &bytes);
 //! let weights = PackedMatrix::new(stored, PackOptions::default(), kernels.pool())?;
 //!
 //! let mut x = Activations::new(1, 2, 0, None);
 //! kernels.fill_rows(&mut x, |_, row| row.copy_from_slice(&[1.0, 10.0]));
 //! let mut y = [0.0; 2];
-//! kernels.products(&x, [Product { weights: &weights, first_col: 0, out: &mut y }]);
+//! kernels.products(&x, [Product::new(&weights, &mut y)]);
 //! assert_eq!(y, [21.0, 43.0]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

@@ -39,6 +39,15 @@ pub struct StoredMatrix<'a> {
 }
 
 impl<'a> StoredMatrix<'a> {
+    pub const fn new(block_type: BlockType, rows: usize, cols: usize, bytes: &'a [u8]) -> Self {
+        Self {
+            block_type,
+            rows,
+            cols,
+            bytes,
+        }
+    }
+
     /// The rows in `range` only: a rank's output features.
     ///
     /// # Panics

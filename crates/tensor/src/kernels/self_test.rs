@@ -35,12 +35,7 @@ pub(crate) fn same_products(one: &'static KernelTable, other: &'static KernelTab
         let bytes = random_row(block_type, ROWS * COLS, 7);
         let leaves = [0, 224].map(|cols| [Precision::Eight, Precision::Fifteen].map(|p| (cols, p)));
         leaves.into_iter().flatten().all(|(leaf_cols, precision)| {
-            let stored = StoredMatrix {
-                block_type,
-                rows: ROWS,
-                cols: COLS,
-                bytes: &bytes,
-            };
+            let stored = StoredMatrix::new(block_type, ROWS, COLS, &bytes);
             let [one, other] = [&one, &other].map(|k| product(k, stored, leaf_cols, precision));
             one.zip(other).is_some_and(|(one, other)| one == other)
         })
@@ -65,11 +60,7 @@ fn product(
         row.iter_mut().enumerate().for_each(|(k, x)| *x = wave(k));
     });
     let mut out = vec![0.0f32; BATCH * ROWS];
-    let product = Product {
-        weights: &weights,
-        first_col: 0,
-        out: &mut out,
-    };
+    let product = Product::new(&weights, &mut out);
     kernels.products(&x, [product]);
     Some(out.iter().map(|y| y.to_bits()).collect())
 }

@@ -95,12 +95,7 @@ fn batches(rows: usize, threads: usize) -> &'static [usize] {
 fn check_product(block_type: BlockType, rows: usize, cols: usize, leaf_cols: usize, scale: f32) {
     let seed = (rows * 31 + cols * 7 + leaf_cols) as u64;
     let bytes = stored_rows(block_type, rows, cols, seed);
-    let matrix = StoredMatrix {
-        block_type,
-        rows,
-        cols,
-        bytes: &bytes,
-    };
+    let matrix = StoredMatrix::new(block_type, rows, cols, &bytes);
     let mut random = KernelRng(seed);
     let x: Vec<Vec<f32>> = (0..9).map(|_| random.floats(cols, scale)).collect();
     for precision in [Precision::Eight, Precision::Fifteen] {
@@ -135,14 +130,7 @@ fn compare_product(
             let mut acts = kernels.activations(batch, cols, precision, [&packed]);
             kernels.fill_rows(&mut acts, |t, row| row.copy_from_slice(&x[t % x.len()]));
             let mut out = vec![f32::NAN; batch * rows];
-            kernels.products(
-                &acts,
-                [Product {
-                    weights: &packed,
-                    first_col: 0,
-                    out: &mut out,
-                }],
-            );
+            kernels.products(&acts, [Product::new(&packed, &mut out)]);
             for (t, out) in out.chunks_exact(rows).enumerate() {
                 let case = format!(
                     "{block_type} {rows}x{cols} leaf {leaf_cols} {precision:?} batch {batch} row {t} on {} x {}",
@@ -200,12 +188,7 @@ fn check_repeated(block_type: BlockType, block: &[u8]) {
     let (rows, cols) = (17, 256);
     assert_eq!(block.len(), block_type.bytes());
     let bytes = block.repeat(rows * cols / block_type.len());
-    let matrix = StoredMatrix {
-        block_type,
-        rows,
-        cols,
-        bytes: &bytes,
-    };
+    let matrix = StoredMatrix::new(block_type, rows, cols, &bytes);
     let x = (0..9).map(|t| {
         let steps = |k: usize| 127.0 * 128.0 - (k % 32 * t * 7) as f32;
         (0..cols)
@@ -281,12 +264,7 @@ fn products_of_column_ranges_combine_to_the_bits_of_the_whole() {
     // 768 columns: cuts at multiples of 96 fall into blocks of 256; 17 rows leave a partial group.
     for block_type in types_for(768) {
         let bytes = stored_rows(block_type, 17, 768, 3);
-        let matrix = StoredMatrix {
-            block_type,
-            rows: 17,
-            cols: 768,
-            bytes: &bytes,
-        };
+        let matrix = StoredMatrix::new(block_type, 17, 768, &bytes);
         for kernels in all_kernels() {
             for cut in 0..=8 {
                 check_column_cut(matrix, 96, (2, cut), &kernels);
@@ -330,12 +308,7 @@ fn several_matrices_in_one_job_give_what_each_gives_alone() {
             .zip(shapes)
             .map(|(&block_type, (rows, cols))| {
                 let bytes = stored_rows(block_type, rows, cols, 5);
-                let matrix = StoredMatrix {
-                    block_type,
-                    rows,
-                    cols,
-                    bytes: &bytes,
-                };
+                let matrix = StoredMatrix::new(block_type, rows, cols, &bytes);
                 PackedMatrix::new(matrix, PackOptions::default(), kernels.pool()).unwrap()
             })
             .collect();
@@ -344,33 +317,14 @@ fn several_matrices_in_one_job_give_what_each_gives_alone() {
         kernels.products(
             &acts,
             [
-                Product {
-                    weights: &packed[0],
-                    first_col: 0,
-                    out: a,
-                },
-                Product {
-                    weights: &packed[1],
-                    first_col: 0,
-                    out: b,
-                },
-                Product {
-                    weights: &packed[2],
-                    first_col: 0,
-                    out: c,
-                },
+                Product::new(&packed[0], a),
+                Product::new(&packed[1], b),
+                Product::new(&packed[2], c),
             ],
         );
         for (w, out) in packed.iter().zip(&outs) {
             let mut alone = vec![0.0; out.len()];
-            kernels.products(
-                &acts,
-                [Product {
-                    weights: w,
-                    first_col: 0,
-                    out: &mut alone,
-                }],
-            );
+            kernels.products(&acts, [Product::new(w, &mut alone)]);
             assert_eq!(bits(out), bits(&alone));
         }
     }
@@ -383,11 +337,7 @@ fn product_bits(kernels: &Kernels, w: &PackedMatrix, mut acts: Activations, x: &
         row.copy_from_slice(&x[t * cols..][..cols]);
     });
     let mut out = vec![0.0; acts.rows() * w.rows()];
-    let product = Product {
-        weights: w,
-        first_col: 0,
-        out: &mut out,
-    };
+    let product = Product::new(w, &mut out);
     kernels.products(&acts, [product]);
     bits(&out)
 }
@@ -398,12 +348,8 @@ fn activations_have_what_their_products_read() {
     let x = KernelRng(9).floats(64 * COLS, 2.0);
     for kernels in all_kernels() {
         let packed = [BlockType::Q4_1, BlockType::Q6_K, BlockType::F16].map(|block_type| {
-            let matrix = StoredMatrix {
-                block_type,
-                rows: 17,
-                cols: COLS,
-                bytes: &stored_rows(block_type, 17, COLS, 5),
-            };
+            let bytes = stored_rows(block_type, 17, COLS, 5);
+            let matrix = StoredMatrix::new(block_type, 17, COLS, &bytes);
             PackedMatrix::new(matrix, PackOptions::default(), kernels.pool()).unwrap()
         });
         for (rows, precision) in [

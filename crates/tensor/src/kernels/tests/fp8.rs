@@ -7,12 +7,8 @@ fn matrices_take_the_bytes_that_are_planned() {
     let kernels = Kernels::with_set(InstructionSet::Scalar, 1).unwrap();
     for (rows, cols) in [(35, 768), (16, 96), (1, 32), (17, 3)] {
         for block_type in types_for(cols) {
-            let matrix = StoredMatrix {
-                block_type,
-                rows,
-                cols,
-                bytes: &stored_rows(block_type, rows, cols, 3),
-            };
+            let bytes = stored_rows(block_type, rows, cols, 3);
+            let matrix = StoredMatrix::new(block_type, rows, cols, &bytes);
             let options = PackOptions::default();
             let packed = PackedMatrix::new(matrix, options, kernels.pool()).unwrap();
             let planned = PackedMatrix::planned_bytes(block_type, [rows, cols], 32);
@@ -44,12 +40,7 @@ fn fp8_takes_a_byte_for_a_value_and_its_scales() {
     const ROWS: usize = 35;
     for (cols, scale_cols, runs) in [(512, 128, 4), (512, 512, 1), (384, 256, 2), (96, 32, 3)] {
         let bytes = fp8_matrix(ROWS, cols, scale_cols);
-        let matrix = StoredMatrix {
-            block_type: BlockType::FP8,
-            rows: ROWS,
-            cols,
-            bytes: &bytes,
-        };
+        let matrix = StoredMatrix::new(BlockType::FP8, ROWS, cols, &bytes);
         let x = KernelRng(3).floats(9 * cols, 2.0);
         let naive = |x: &[f32]| naive::matvec(matrix, 0, x, Precision::Fifteen);
         let expected: Vec<Vec<f32>> = x.chunks(cols).map(naive).collect();

@@ -31,12 +31,7 @@ fn rounded_products_equal_naive_whatever_the_exponents() {
         let mut random = KernelRng(exponents.start);
         let weights = numbers(ROWS * COLS, &exponents, &mut random);
         let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_le_bytes()).collect();
-        let matrix = StoredMatrix {
-            block_type: BlockType::BF16,
-            rows: ROWS,
-            cols: COLS,
-            bytes: &bytes,
-        };
+        let matrix = StoredMatrix::new(BlockType::BF16, ROWS, COLS, &bytes);
         // More bits than are kept, and some that round to the next exponent.
         let x = numbers(5 * COLS, &exponents, &mut random).into_iter();
         let x: Vec<f32> = x
