@@ -72,11 +72,7 @@ enum Chore {
         long: bool,
     },
     /// Check the rules of the house: layers, function length, unwrap, comments, tracked files.
-    Tidy {
-        /// Print function and file lengths instead of checking.
-        #[arg(long)]
-        report: bool,
-    },
+    Tidy,
     /// Fetch and make the models that tests read.
     Models {
         /// Folder to use instead of ${PACELINE_TEST_MODELS:-~/.cache/paceline/test-models}.
@@ -218,11 +214,7 @@ fn run(chore: Chore) -> Result<bool> {
                 steps::run(&only, extent)
             }
         }
-        Chore::Tidy { report: false } => steps::tidy()?.failed == 0,
-        Chore::Tidy { report: true } => {
-            print!("{}", tidy::report()?);
-            true
-        }
+        Chore::Tidy => steps::tidy()?.failed == 0,
         Chore::Models { dir } => {
             let tally = models::run(dir)?;
             tally.print_names();

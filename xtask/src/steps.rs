@@ -97,34 +97,10 @@ pub(crate) const DEFAULT: [&[&[TestStep]]; 4] = [
 pub(crate) const LONG_ONLY: [&[&[TestStep]]; 1] = [&[&[TestStep::Release, TestStep::Package]]];
 
 impl TestStep {
-    fn name(self) -> &'static str {
-        match self {
-            TestStep::Models => "models",
-            TestStep::Mlx => "mlx",
-            TestStep::Fmt => "fmt",
-            TestStep::Clippy => "clippy",
-            TestStep::Tidy => "tidy",
-            TestStep::Build => "build",
-            TestStep::Unit => "unit",
-            TestStep::Doc => "doc",
-            TestStep::Sdk => "sdk",
-            TestStep::Wheel => "wheel",
-            TestStep::Docs => "docs",
-            TestStep::Package => "package",
-            TestStep::Release => "release",
-            TestStep::MlxTools => "mlx-tools",
-            TestStep::MlxGpu => "mlx-gpu",
-            TestStep::Gpu => "gpu",
-            TestStep::Mpi => "mpi",
-            TestStep::MlxRing => "mlx-ring",
-            TestStep::Darwin => "darwin",
-            TestStep::Neon => "neon",
-            TestStep::Instructions => "instructions",
-            TestStep::Fuzz => "fuzz",
-            TestStep::Asan => "asan",
-            TestStep::Rdma => "rdma",
-            TestStep::Deny => "deny",
-        }
+    /// The name as `--only` takes it.
+    fn name(self) -> String {
+        let value = self.to_possible_value().expect("no step is hidden");
+        value.get_name().to_owned()
     }
 
     fn run(self, extent: TestExtent) -> Result<TestTally> {
@@ -198,7 +174,7 @@ pub(crate) fn run_stages(stages: &[&[&[TestStep]]], extent: TestExtent) -> bool 
         .collect();
     long_run(&outcomes, extent);
     for (name, time, tally) in outcomes {
-        table.push(row(name, time, &tally));
+        table.push(row(&name, time, &tally));
         total.add(tally);
     }
     println!("\nstep      seconds  result");
@@ -208,24 +184,20 @@ pub(crate) fn run_stages(stages: &[&[&[TestStep]]], extent: TestExtent) -> bool 
     total.failed == 0
 }
 
-type StepOutcome = (&'static str, Duration, TestTally);
+type StepOutcome = (String, Duration, TestTally);
 
 /// Records a long run; tells at the end of another how old the record is.
 fn long_run(outcomes: &[StepOutcome], extent: TestExtent) {
     let rows: Vec<_> = outcomes
         .iter()
-        .map(|(name, time, tally)| (*name, *time, tally))
+        .map(|(name, time, tally)| (name.as_str(), *time, tally))
         .collect();
     match extent {
         TestExtent::Long => match long_record::write(&rows) {
             Ok(()) => println!("benches/results/long-run.tsv has this run: commit it"),
             Err(error) => println!("this long run is not recorded: {error:#}"),
         },
-        TestExtent::Default
-            if outcomes
-                .iter()
-                .any(|(name, ..)| *name == TestStep::Unit.name()) =>
-        {
+        TestExtent::Default if outcomes.iter().any(|(name, ..)| name == "unit") => {
             println!("\n{}", long_record::describe());
         }
         TestExtent::Default => {}
@@ -269,12 +241,12 @@ fn row(name: &str, time: Duration, tally: &TestTally) -> String {
 fn cargo_check(step: TestStep, arguments: &[&str]) -> Result<TestTally> {
     let mut command = repo::cargo();
     command.args(arguments);
-    let passed = process::stream(command, &process::log_path(step.name()), |line| {
+    let passed = process::stream(command, &process::log_path(&step.name()), |line| {
         if !process::is_progress(line) {
             println!("{line}");
         }
     })?;
-    Ok(TestTally::check(step.name(), passed))
+    Ok(TestTally::check(&step.name(), passed))
 }
 
 /// Prints every finding; fails when one is an error.
@@ -350,12 +322,12 @@ fn cargo_test(step: TestStep, kind: &str, extent: TestExtent) -> Result<TestTall
     command.args(["--", "--show-output"]);
     point_to_models(&mut command, extent)?;
     let mut log = TestLog::new();
-    let success = process::stream(command, &process::log_path(step.name()), |line| {
+    let success = process::stream(command, &process::log_path(&step.name()), |line| {
         if log.read(line) && !process::is_progress(line) {
             println!("{line}");
         }
     })?;
-    Ok(log.finish(step.name(), success))
+    Ok(log.finish(&step.name(), success))
 }
 
 /// Passes on the test models' folder, so that the tests read what the models step made, a Python

@@ -55,19 +55,6 @@ pub(crate) fn check(files: &[RustFile]) -> Vec<Finding> {
     over.map(finding).collect()
 }
 
-/// The circles over the limit as text, largest first, for `tidy --report`.
-pub(crate) fn report(files: &[RustFile]) -> String {
-    let mut circles = too_large(files);
-    circles.sort_by_key(|circle| std::cmp::Reverse(circle.len()));
-    let lines = circles
-        .iter()
-        .map(|circle| format!("{:6}  {}\n", circle.len(), circle.join(" ")));
-    format!(
-        "\nimport circles over {CIRCLE_MAX} files:\n{}",
-        lines.collect::<String>()
-    )
-}
-
 /// The circles of all crates that are over the limit.
 fn too_large(files: &[RustFile]) -> Vec<Vec<String>> {
     let mut crates: BTreeMap<&str, Vec<&RustFile>> = BTreeMap::new();

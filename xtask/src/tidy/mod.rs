@@ -5,7 +5,7 @@
 //!
 //! Reading order:
 //! - [`source`] parses.
-//! - [`code`] and [`text`] check Rust files; [`functions`] measures them for the report.
+//! - [`code`] and [`text`] check Rust files.
 //! - [`layers`] checks the crate edges, and [`copies`] their pictures.
 //! - [`circles`] checks the edges between a crate's files.
 //! - [`words`] checks comments.
@@ -15,7 +15,6 @@
 mod circles;
 mod code;
 mod copies;
-mod functions;
 mod items;
 mod layers;
 mod programs;
@@ -210,6 +209,7 @@ pub(crate) fn run() -> Result<Vec<Finding>> {
     let (files, mut findings) = parse_all(&root, &paths)?;
     findings.extend(files.iter().flat_map(check_rust));
     findings.extend(files.iter().flat_map(items::check));
+    findings.extend(items::check_names(&files));
     findings.extend(circles::check(&files));
     findings.extend(words::check(&files));
     findings.extend(layers::check(&metadata, &root));
@@ -231,32 +231,6 @@ pub(crate) fn run() -> Result<Vec<Finding>> {
     let mut findings = apply_exemptions(findings, &EXEMPT);
     findings.sort();
     Ok(findings)
-}
-
-/// Function and file lengths of the whole tree, as text.
-///
-/// # Errors
-/// When git fails or a file cannot be read.
-pub(crate) fn report() -> Result<String> {
-    let root = repo::root();
-    let (files, _) = parse_all(&root, &repo::files(&root)?)?;
-    let mut text = functions::report(&files);
-    text.push_str(&circles::report(&files));
-    text.push_str(&words::report(&files));
-    let mut long: Vec<(usize, &str)> = files
-        .iter()
-        .map(|file| (file.lines.len(), file.path.as_str()))
-        .collect();
-    long.sort_by(|a, b| b.cmp(a));
-    let lines: usize = long.iter().map(|(lines, _)| lines).sum();
-    text.push_str(&format!(
-        "\n{} Rust files, {lines} lines; over 400 lines:\n",
-        long.len()
-    ));
-    for (lines, path) in long.iter().filter(|(lines, _)| *lines > 400) {
-        text.push_str(&format!("{lines:6}  {path}\n"));
-    }
-    Ok(text)
 }
 
 /// Parses every Rust file and marks those that are out-of-line test modules of another.
