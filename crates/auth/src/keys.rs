@@ -44,24 +44,12 @@ const VERSION: u32 = 1;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("reading {}", path.display())]
-    Read {
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     #[error("writing {}", path.display())]
-    Write {
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Write { path: PathBuf, source: io::Error },
     /// The file is not what [`Keys`] writes.
     #[error("{}: {reason}", path.display())]
-    Malformed {
-        path: PathBuf,
-        /// The fault in the file.
-        reason: String,
-    },
+    Malformed { path: PathBuf, reason: String },
     #[error("{} has mode {mode:04o}, expected 0600: others could read or change it", path.display())]
     Mode { path: PathBuf, mode: u32 },
     #[error("{} has {MAX_KEYS} keys already, which is the most", path.display())]

@@ -71,7 +71,6 @@ pub struct OperationRow {
 pub struct Report {
     /// Name of the transport.
     pub transport: String,
-    /// Number of ranks.
     pub ranks: u32,
     /// α: time of an empty message, in microseconds.
     pub alpha_us: f64,

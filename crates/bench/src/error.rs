@@ -11,7 +11,6 @@ pub enum Error {
     Mlx(paceline_mlx::Error),
     #[error(transparent)]
     Failure(RequestFailure),
-    /// There is no answer to measure.
     #[error("the model ended its answer at once: nothing to measure")]
     NoAnswer,
     #[error("mlx-lm decodes behind the prompt, so --depth cannot be compared with it")]
@@ -21,7 +20,6 @@ pub enum Error {
         name: &'static str,
         source: io::Error,
     },
-    /// The other program closed its output.
     #[error("cannot hear {name}")]
     PeerLost {
         name: &'static str,
@@ -32,7 +30,6 @@ pub enum Error {
     #[error("the answer of {name}'s script is not two numbers")]
     PeerAnswer {
         name: &'static str,
-        /// The parse error.
         source: serde_json::Error,
     },
 }

@@ -24,7 +24,6 @@ const PROMPT_ROWS: usize = 2048;
 /// Settings of the measurement.
 #[derive(Clone, Debug)]
 pub struct KernelSpec {
-    /// Class of kernels.
     pub class: KernelClass,
     /// Weight types.
     pub types: Vec<BlockType>,

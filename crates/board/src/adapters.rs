@@ -28,11 +28,7 @@ pub enum Error {
     #[error(transparent)]
     Checksums(#[from] ChecksumError),
     #[error("{}", path.display())]
-    At {
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    At { path: PathBuf, source: io::Error },
 }
 
 /// The facts of the model at `path` that adapter files depend on.

@@ -12,7 +12,7 @@ use paceline_base::{Bytes, counted};
 use paceline_cluster::machine::{self, GpuMemory};
 use paceline_cluster::network::unauthorised_thunderbolt;
 use paceline_cluster::nodes::agent::EngineDevice;
-use paceline_cluster::sandbox::{Enforced, Level, Sandbox};
+use paceline_cluster::sandbox::{Enforced, Sandbox, SandboxLevel};
 use paceline_comm_interop::nccl::{self, Libraries};
 use paceline_store::{MlxBuild, free_space};
 use paceline_tensor::InstructionSet;
@@ -138,7 +138,6 @@ pub fn checks(here: DoctorInput<'_>) -> Vec<HealthCheck> {
     checks
 }
 
-/// All checks as text.
 pub fn text(checks: &[HealthCheck]) -> String {
     let lines: Vec<String> = checks.iter().map(line).collect();
     lines.join("\n")
@@ -147,9 +146,9 @@ pub fn text(checks: &[HealthCheck]) -> String {
 /// Checks the sandbox, which denies workers and templates unneeded files and system calls.
 fn sandbox(enforced: Enforced) -> HealthCheck {
     let files = match enforced.files {
-        Level::Full => "Landlock",
-        Level::Part => "Landlock in part",
-        Level::Nothing => "no Landlock",
+        SandboxLevel::Full => "Landlock",
+        SandboxLevel::Part => "Landlock in part",
+        SandboxLevel::Nothing => "no Landlock",
     };
     let calls = if enforced.calls {
         "seccomp"
@@ -157,7 +156,7 @@ fn sandbox(enforced: Enforced) -> HealthCheck {
         "no seccomp"
     };
     let found = format!("{files}, {calls}");
-    if enforced.files == Level::Nothing || !enforced.calls {
+    if enforced.files == SandboxLevel::Nothing || !enforced.calls {
         let found = format!("{found}: workers run with all rights of this user");
         return HealthCheck::absent("sandbox", found);
     }
@@ -236,7 +235,7 @@ fn unwritable(folder: &Path) -> Option<std::io::Error> {
     made.err()
 }
 
-fn gpu(nvidia: &[machine::Gpu]) -> HealthCheck {
+fn gpu(nvidia: &[machine::MachineGpu]) -> HealthCheck {
     if cfg!(all(target_os = "macos", target_arch = "aarch64")) {
         return HealthCheck::ok("gpu", "Apple silicon, Metal");
     }

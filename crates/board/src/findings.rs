@@ -19,33 +19,14 @@ use serde_json::Value;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("no finding has the id {id}")]
-    NoSuchFinding {
-        /// The requested id.
-        id: u32,
-        /// Similar ids.
-        near: Vec<u32>,
-    },
-    /// No skill and no topic has this name.
+    NoSuchFinding { id: u32, near: Vec<u32> },
     #[error("no topic is called {name:?}")]
-    NoSuchTopic {
-        /// As typed.
-        name: String,
-        /// Similar names.
-        near: Vec<String>,
-    },
+    NoSuchTopic { name: String, near: Vec<String> },
     #[error("{name:?} is part of the names of {} topics, need one", choices.len())]
-    AmbiguousTopic {
-        /// As typed.
-        name: String,
-        /// The topics' names.
-        choices: Vec<String>,
-    },
+    AmbiguousTopic { name: String, choices: Vec<String> },
     /// A query without words, or of stop words only.
     #[error("nothing to look for in {text:?}")]
-    NoWords {
-        /// As typed.
-        text: String,
-    },
+    NoWords { text: String },
     #[error("{} is not a file", path.display())]
     NotAFile { path: PathBuf },
     #[error("{} has no name that its findings could be kept under", path.display())]
@@ -54,15 +35,12 @@ pub enum Error {
     #[error("{} is not taken: {source}", path.display())]
     Invalid {
         path: PathBuf,
-        /// The error, with line and key.
         source: paceline_kb::Error,
     },
     /// Another of the user's files refers to findings that would be removed.
     #[error("your findings in {name} would be left out then: {source}")]
     Orphan {
-        /// The other file.
         name: String,
-        /// Its error.
         source: paceline_kb::Error,
     },
     #[error("cannot read {}", path.display())]
@@ -71,17 +49,14 @@ pub enum Error {
         /// Why not.
         source: Box<Error>,
     },
-    /// The file cannot be written to the folder.
     #[error("cannot write {}", path.display())]
     Write {
-        /// The target path.
         path: PathBuf,
         /// Why not.
         source: Box<Error>,
     },
     #[error(transparent)]
     System(#[from] io::Error),
-    /// A file with this name and other contents exists.
     #[error("{} is there already, with other findings", kept.display())]
     Taken {
         /// The file in the knowledge base's folder.

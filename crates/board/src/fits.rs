@@ -11,7 +11,6 @@ use paceline_plan::{Calibration, Catalogue, Cluster, Costs, Error, ModelShape, W
 use paceline_store::{Catalogue as Names, usual_names};
 use serde_json::{Value, json};
 
-/// A candidate model.
 #[derive(Debug)]
 struct CandidateModel {
     name: String,
@@ -193,7 +192,6 @@ pub fn text(cluster: &Cluster, rows: &[FitRow]) -> String {
     lines.join("\n")
 }
 
-/// The rows as JSON.
 pub fn json(cluster: &Cluster, rows: &[FitRow]) -> Value {
     let models: Vec<Value> = rows.iter().map(row_json).collect();
     json!({ "cluster": cluster.name, "nodes": cluster.nodes.len(), "models": models })

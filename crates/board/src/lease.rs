@@ -26,9 +26,7 @@ pub struct NodeInstance {
     pub path: PathBuf,
     /// Serves the requests.
     pub service: Arc<dyn Service>,
-    /// Number of nodes.
     pub nodes: u32,
-    /// Its split.
     pub split: SplitKind,
     /// Names of its nodes.
     pub on: String,

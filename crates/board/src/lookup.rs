@@ -18,7 +18,6 @@ pub enum Error {
     Shape(#[from] shape::Error),
     #[error("{0}")]
     Plan(#[from] paceline_plan::Error),
-    /// A name that no model has, unlike others.
     #[error("no model is called {name:?}")]
     Name {
         name: String,
@@ -26,11 +25,7 @@ pub enum Error {
         near: Vec<String>,
     },
     #[error("cannot read {}", path.display())]
-    Read {
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
 }
 
 /// Default bits per weight, without file, catalogue entry or option: 4-bit blocks with scales.

@@ -26,16 +26,12 @@ const ELSEWHERE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
 /// Why a server cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The key file's existence is unknown.
     #[error("cannot look for API keys")]
     Keys(#[source] std::io::Error),
-    /// Unusable settings.
     #[error("{0}")]
     Serve(#[from] paceline_serve::Error),
-    /// An unusable certificate.
     #[error("{0}")]
     Tls(#[from] paceline_auth::tls::Error),
-    /// An unusable upstream.
     #[error("an upstream's settings")]
     Upstream(#[from] SpecError),
 }

@@ -16,10 +16,8 @@ use crate::local_model::ReadyModel;
 /// Minimum tokens of an answer for the speed records: the first few are slower.
 const LESSON: usize = 16;
 
-/// Options of a session.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
-    /// Sampling.
     pub sampling: SamplingParams,
     /// Maximum tokens of an answer.
     pub max_tokens: usize,
@@ -31,7 +29,6 @@ pub struct SessionOptions {
     pub raw: bool,
 }
 
-/// A session with one model.
 #[derive(Debug)]
 pub struct ModelSession {
     loaded: ReadyModel,
@@ -53,12 +50,10 @@ impl ModelSession {
         })
     }
 
-    /// The loaded model.
     pub const fn loaded(&self) -> &ReadyModel {
         &self.loaded
     }
 
-    /// Its options.
     pub const fn options(&self) -> &SessionOptions {
         &self.manner
     }

@@ -59,7 +59,6 @@ pub struct ProgramPaths {
     pub file: PathBuf,
 }
 
-/// Settings of all rounds.
 #[derive(Clone, Debug)]
 pub struct RoundSettings {
     /// Nodes of the cluster, two or more.
@@ -92,7 +91,6 @@ pub struct Chaos {
     cluster: Cluster,
     /// Requests and the answers of an undisturbed round.
     known: Vec<(ClientRequest, ClientResponse)>,
-    /// Rounds by number.
     rounds: VecDeque<(usize, Round)>,
     /// Requests of a round.
     streams: usize,

@@ -32,16 +32,11 @@ pub enum RdmaError {
     #[error("list RDMA devices: {source}")]
     NoList { source: io::Error },
     #[error("no RDMA device {wanted}; there are: {}", .there.join(", "))]
-    NoSuchDevice {
-        /// The name in the device matrix.
-        wanted: String,
-        there: Vec<String>,
-    },
+    NoSuchDevice { wanted: String, there: Vec<String> },
     #[error("device {device}: {call}({operands}): {source}")]
     Verb {
         device: String,
         call: &'static str,
-        /// The relevant arguments.
         operands: String,
         /// `errno`.
         source: io::Error,
@@ -52,7 +47,6 @@ pub enum RdmaError {
         /// `enum ibv_port_state`.
         state: u32,
     },
-    /// The port has no address to announce to peers.
     #[error("device {device}: none of the {entries} GIDs of port 1 is an IPv4 address")]
     NoAddress { device: String, entries: i32 },
     #[error("device {device}: {wanted} {what}, at most {limit}")]
@@ -60,25 +54,20 @@ pub enum RdmaError {
         device: String,
         what: &'static str,
         wanted: usize,
-        /// The device's limit.
         limit: usize,
     },
     #[error("cable {cable} to {peer}: {what} completed with status {status} (vendor {vendor})")]
     Completion {
         peer: Rank,
-        /// Index among the cables to it.
         cable: usize,
         what: &'static str,
         /// `enum ibv_wc_status`.
         status: u32,
-        /// The vendor's error code.
         vendor: u32,
     },
-    /// A completion for no posted request.
     #[error("cable {cable} to {peer}: a completion for work request {id:#x} and {bytes} bytes")]
     Stray {
         peer: Rank,
-        /// Index among the cables to it.
         cable: usize,
         /// `wr_id`.
         id: u64,
@@ -89,48 +78,32 @@ pub enum RdmaError {
     #[error("cable {cable} to {peer}: message {sequence} of lane {lane} does not fit")]
     Garbled {
         peer: Rank,
-        /// Index among the cables to it.
         cable: usize,
         /// The lane, from its head.
         lane: u8,
         /// Its number, from its head.
         sequence: u64,
     },
-    /// A peer acknowledges nothing, although its process lives.
     #[error("{peer} has not acknowledged message {sequence} for {millis} ms, sent {tries} times")]
     Unheard {
         peer: Rank,
         /// Number of the oldest message in flight.
         sequence: u64,
-        /// How often it was sent.
         tries: u32,
         millis: u128,
     },
-    /// A cable, of several, loses every message.
     #[error("cable {cable} to {peer} loses whatever is sent over it")]
-    Silent {
-        peer: Rank,
-        /// Index among the cables to it.
-        cable: usize,
-    },
-    /// The peer gave one of several cables up.
+    Silent { peer: Rank, cable: usize },
     #[error("cable {cable} to {peer} was given up at the other end")]
-    GivenUp {
-        peer: Rank,
-        /// Index among the cables to it.
-        cable: usize,
-    },
+    GivenUp { peer: Rank, cable: usize },
     /// No message arrives over a cable: it leads elsewhere, or nowhere.
     #[error(
         "nothing from {peer} reaches {rank} over cable {cable} (device {device}): \
          is it the cable between these two?"
     )]
     Unwired {
-        /// The rank that receives nothing.
         rank: Rank,
-        /// The rank that should be received.
         peer: Rank,
-        /// Index among the cables between them.
         cable: usize,
         /// The device on the side of `rank`.
         device: String,
@@ -152,7 +125,6 @@ pub enum RdmaError {
         what: &'static str,
         source: io::Error,
     },
-    /// A rank's message over the side channel is invalid.
     #[error("side channel: {rank} sent no address")]
     NoMeeting { rank: Rank },
     #[error(transparent)]

@@ -527,7 +527,6 @@ impl CableLink {
         }
     }
 
-    /// Requests a state.
     pub(super) fn request_state(&mut self) -> Result<(), RdmaError> {
         self.say(Kind::Ask)
     }

@@ -25,47 +25,28 @@ pub enum MatrixError {
     Row {
         /// The first such row; the number of rows if the whole is no list.
         row: usize,
-        /// Rows.
         size: usize,
     },
     /// An entry is neither null, nor a name, nor a list of names.
     #[error("device matrix: entry {from}, {to} is neither null, nor a name, nor a list of names")]
-    Entry {
-        /// Row.
-        from: usize,
-        /// Column.
-        to: usize,
-    },
+    Entry { from: usize, to: usize },
     #[error("device matrix: rank {rank} has a cable to itself")]
     Diagonal { rank: usize },
     #[error("device matrix: rank {from} has {there} cables to rank {to}, which has {back} back")]
     OneEnd {
-        /// Row.
         from: usize,
-        /// Column.
         to: usize,
-        /// Devices in that entry.
         there: usize,
-        /// Devices in the opposite entry.
         back: usize,
     },
-    /// More cables between two ranks than supported.
     #[error("device matrix: rank {from} has {cables} cables to rank {to}, at most {CABLES_MAX}")]
     Cables {
-        /// Row.
         from: usize,
-        /// Column.
         to: usize,
-        /// Devices in that entry.
         cables: usize,
     },
     #[error("device matrix: it is for {got} ranks, expected {expected}")]
-    Size {
-        /// Ranks of the group.
-        expected: usize,
-        /// Rows.
-        got: usize,
-    },
+    Size { expected: usize, got: usize },
 }
 
 /// The devices of every rank, by the rank they lead to. Every cable has two ends.

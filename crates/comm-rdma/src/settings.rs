@@ -24,24 +24,13 @@ pub enum SettingsError {
     #[error("{name} is {value:?}: {source}")]
     Number {
         name: &'static str,
-        /// The variable's value.
         value: String,
-        /// Why it is no number.
         source: ParseIntError,
     },
     #[error("{name} is {value:?}, expected ip:port")]
-    Address {
-        name: &'static str,
-        /// The variable's value.
-        value: String,
-    },
-    /// The rank has no row in the device file.
+    Address { name: &'static str, value: String },
     #[error("{rank} has no row in the device file, which is for {size} ranks")]
-    Rank {
-        rank: Rank,
-        /// Rows.
-        size: usize,
-    },
+    Rank { rank: Rank, size: usize },
     #[error(transparent)]
     Matrix(#[from] MatrixError),
 }
@@ -49,7 +38,6 @@ pub enum SettingsError {
 /// The settings of JACCL's environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JacclSettings {
-    /// The own rank.
     pub rank: Rank,
     /// Where rank 0 listens.
     pub coordinator: SocketAddr,

@@ -15,7 +15,6 @@ pub enum Error {
     PeerLost {
         /// The call in which this rank noticed.
         call: Call,
-        /// The rank that is gone.
         rank: Rank,
     },
     #[error("{call}: {rank} did not take part before the deadline")]
@@ -37,9 +36,7 @@ pub enum Error {
     /// A buffer's length does not match the other arguments.
     #[error("{call}: length of {buffer} on {rank} is {got}, expected {expected}")]
     Length {
-        /// The call with this argument.
         call: Call,
-        /// The rank that made the call.
         rank: Rank,
         buffer: &'static str,
         expected: u64,
@@ -48,9 +45,7 @@ pub enum Error {
     /// A root or peer is not in the group, or a rank sends to itself.
     #[error("{call}: {rank} named {named}, which is not its peer in a group of {size}")]
     NoSuchRank {
-        /// The call with this argument.
         call: Call,
-        /// The rank that made the call.
         rank: Rank,
         named: Rank,
         size: u32,
@@ -61,7 +56,6 @@ pub enum Error {
         /// The call in which this rank noticed.
         call: Call,
         rank: Rank,
-        /// How long, in milliseconds.
         millis: u32,
     },
     /// A rank sent bytes that are no valid frame of this protocol.
@@ -69,7 +63,6 @@ pub enum Error {
     Garbled {
         /// The call in which this rank noticed.
         call: Call,
-        /// The rank that sent them.
         rank: Rank,
     },
     /// The backend has no such call. Nothing was sent, and the group is *not* poisoned: every rank
@@ -77,25 +70,20 @@ pub enum Error {
     #[error("{call}: {backend} does not have this between {rank} and its group")]
     Unsupported {
         call: Call,
-        /// The rank that made the call.
         rank: Rank,
         backend: &'static str,
     },
-    /// A call of the backend's library failed.
     #[error("{call}: {backend} failed on {rank} with code {code}")]
     Library {
         call: Call,
-        /// The rank that made the call.
         rank: Rank,
         backend: &'static str,
-        /// The library's error code.
         code: i32,
     },
     /// The system refused a resource that a new group needs, such as one more open file.
     #[error("{call}: {rank} cannot {what}: {}", of_system(.code))]
     System {
         call: Call,
-        /// The rank that made the call.
         rank: Rank,
         what: &'static str,
         /// The system's error code; 0 if it gave none.

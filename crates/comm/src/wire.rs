@@ -28,7 +28,6 @@ const CONTROL_MAGIC: [u8; 4] = *b"PLk1";
 /// Buffer arguments of an [`Error::Length`], by their number on the wire.
 const BUFFERS: [&str; 6] = ["counts", "input", "output", "data", "sends", "receives"];
 
-/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FrameKind {
     /// Part of a collective.

@@ -62,7 +62,6 @@ pub struct Gpu {
     turn: Mutex<()>,
 }
 
-/// A kernel dispatch.
 pub(crate) struct KernelDispatch<'a> {
     pub(crate) pipeline: &'a ComputePipeline,
     /// Bindings and their buffers.

@@ -14,23 +14,14 @@ pub enum Error {
     Refused { label: String, reason: String },
     /// The device is gone, or its driver failed: compute elsewhere.
     #[error("{label} is lost: {reason}")]
-    Lost {
-        label: String,
-        /// Reason, as far as known.
-        reason: String,
-    },
+    Lost { label: String, reason: String },
     /// The device did not finish in time, and is not used again.
     #[error("{label} has not ended within {limit:?}")]
-    Late {
-        label: String,
-        /// The time limit.
-        limit: Duration,
-    },
+    Late { label: String, limit: Duration },
     /// More bytes than the device accepts in one buffer.
     #[error("{bytes} bytes are too many for {label}, which takes {most} at a time")]
     Bytes {
         label: String,
-        /// Size of the requested buffer.
         bytes: u64,
         most: u64,
     },
@@ -40,19 +31,16 @@ pub enum Error {
         kernel: String,
         reason: String,
     },
-    /// The text of a user's function is refused.
     #[error("the WGSL function is refused: {reason}")]
     Function { reason: String },
     /// A user's function read a row that was not loaded.
     #[error("the WGSL function reads row {row}, beyond its halo: rows {first} to {end} are there")]
     Halo {
         row: u64,
-        /// First row that is there.
         first: u64,
         /// The row behind the last one.
         end: u64,
     },
-    /// The loops of a user's function ran too long.
     #[error("a call of the WGSL function took over {most} iterations of loops")]
     Iterations { most: u32 },
 }

@@ -45,7 +45,6 @@ pub enum Column<'a> {
     Values(&'a [f64]),
     /// Random numbers from 0 to 1 by Philox 4x32-10, from the row's number and a dimension.
     Random {
-        /// The seed.
         seed: u64,
         dimension: u32,
     },

@@ -57,7 +57,6 @@ pub struct Unknown {
     pub nearest: Vec<String>,
 }
 
-/// The result of a search.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SearchResult {
     /// Best first.

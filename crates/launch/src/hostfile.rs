@@ -66,25 +66,16 @@ pub enum Devices {
 pub enum Error {
     #[error("cannot read hostfile {}: {source}", path.display())]
     Read {
-        /// Which.
         path: PathBuf,
-        /// The system's error.
         source: std::io::Error,
     },
     #[error("cannot write hostfile {}: {source}", path.display())]
     Write {
-        /// Which.
         path: PathBuf,
-        /// The system's error.
         source: std::io::Error,
     },
-    /// It is far longer than any hostfile.
     #[error("hostfile {} has {bytes} bytes, expected at most {FILE_BYTES_MAX}", path.display())]
-    TooLarge {
-        /// Which.
-        path: PathBuf,
-        bytes: u64,
-    },
+    TooLarge { path: PathBuf, bytes: u64 },
     #[error("hostfile is not JSON: {reason}")]
     NotJson {
         /// The parser's error, with line and column.
@@ -93,26 +84,17 @@ pub enum Error {
     /// A part has the wrong type or value.
     #[error("hostfile: {at} is {got}, expected {expected}")]
     Shape {
-        /// The part.
         at: String,
         got: String,
-        /// The expected value.
         expected: &'static str,
     },
     #[error("hostfile names no host")]
     NoHosts,
     #[error("{count} hosts, expected at most {HOSTS_MAX}")]
-    TooManyHosts {
-        /// How many.
-        count: usize,
-    },
+    TooManyHosts { count: usize },
     /// A host's name that is no argument for `ssh`: empty, with a blank, or with a leading hyphen.
     #[error("host name {name:?} {problem}")]
-    Name {
-        name: String,
-        /// The problem with the name.
-        problem: &'static str,
-    },
+    Name { name: String, problem: &'static str },
 }
 
 impl Hostfile {

@@ -67,24 +67,20 @@ pub enum Error {
     Frame {
         /// Its first byte.
         kind: u8,
-        /// The length that it says.
         bytes: usize,
     },
     /// The first frame is not a request.
     #[error("the first frame is no request")]
     NoRequest,
-    /// The connection ended before the program.
     #[error("the connection to the other machine ended")]
     Lost,
     /// The program cannot be started there, or the socket not be reached.
     #[error("{0}")]
     Refused(String),
-    /// A stream failed.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// The kinds of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum FrameKind {

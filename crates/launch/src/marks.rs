@@ -16,7 +16,6 @@ pub(crate) fn token() -> String {
     format!("{:032x}", u128::from_le_bytes(bytes))
 }
 
-/// A part of a stream.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum StreamPart<'a> {
     /// Output of some program.

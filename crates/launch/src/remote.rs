@@ -78,16 +78,11 @@ pub enum Error {
     /// `ssh` or the shell cannot be started.
     #[error("cannot start {}: {source}", program.display())]
     Start {
-        /// The program that was to run.
         program: PathBuf,
-        /// The system's error.
         source: std::io::Error,
     },
     #[error("no answer within {limit:?}")]
-    Late {
-        /// The time limit.
-        limit: Duration,
-    },
+    Late { limit: Duration },
 }
 
 impl SshClient {

@@ -42,26 +42,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Why a run cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The server's list of models cannot be read.
     #[error("no answer from {url}: {reason}")]
-    NoServer {
-        /// The requested URL.
-        url: String,
-        /// Why the request failed.
-        reason: String,
-    },
+    NoServer { url: String, reason: String },
     #[error("{url} lists no model")]
-    NoModel {
-        /// Its list of models.
-        url: String,
-    },
+    NoModel { url: String },
     /// Not a number of tokens or a range of them.
     #[error("length is {got:?}, expected N or A..B, from 1 to {most}")]
-    Length {
-        got: String,
-        /// The largest number.
-        most: u32,
-    },
+    Length { got: String, most: u32 },
     #[error("line {line} is {got:?}, expected PROMPT OUTPUT, two numbers of tokens")]
     Line {
         /// From 1.
@@ -94,7 +81,6 @@ pub struct LoadProfile {
     pub server: TargetServer,
     /// Arrival process.
     pub arrivals: Arrivals,
-    /// Number of requests.
     pub requests: usize,
     /// Lengths of prompts and responses.
     pub lengths: RequestLengths,
@@ -104,7 +90,6 @@ pub struct LoadProfile {
     pub ignore_eos: bool,
     /// Seed of prompts, lengths and arrivals.
     pub seed: u64,
-    /// Limits for goodput.
     pub goals: GoodputLimits,
     /// Timeout of one request.
     pub timeout: Duration,

@@ -30,7 +30,6 @@ pub fn object(load: &LoadProfile, predicted: &PredictedSpeed, report: &Report) -
     })
 }
 
-/// The report as a table.
 pub fn table(load: &LoadProfile, predicted: &PredictedSpeed, report: &Report) -> String {
     let arrivals = match load.arrivals {
         Arrivals::Closed { clients } => format!("{clients} clients in a closed loop"),

@@ -10,15 +10,12 @@ use crate::npy::NpyError;
 pub enum Error {
     #[error("cannot {what} {}", path.display())]
     File {
-        /// The operation that was tried.
         what: &'static str,
         path: PathBuf,
         source: io::Error,
     },
-    /// The file is no array that can be read.
     #[error("{}: {problem}", path.display())]
     Npy { path: PathBuf, problem: NpyError },
-    /// The file became shorter while the job ran.
     #[error("{} changed while it was used", path.display())]
     Changed { path: PathBuf },
     /// A task has not the inputs that it needs.
@@ -28,20 +25,16 @@ pub enum Error {
         expected: usize,
         got: usize,
     },
-    /// Inputs that are taken row by row differ in length.
     #[error("{} has {got} values, expected {expected} as the first input", path.display())]
     Shapes {
         path: PathBuf,
-        /// The number of its values.
         got: u64,
         /// The number of the first input's values.
         expected: u64,
     },
-    /// Matrices that cannot be multiplied.
     #[error("{} has {got} rows, expected {expected} as the first matrix has columns", path.display())]
     Inner {
         path: PathBuf,
-        /// Rows of the second matrix.
         got: u64,
         /// Columns of the first matrix.
         expected: u64,
@@ -97,17 +90,13 @@ pub enum Error {
         path: PathBuf,
         /// The first such row, from 0.
         row: u64,
-        /// Its values that have none.
         what: &'static str,
         rows: u64,
     },
-    /// Least and greatest value give no edges of bins.
     #[error("the values reach from {low} to {high}, expected finite values for the edges of bins")]
     Edges { low: f64, high: f64 },
-    /// A sort has too little memory for its values.
     #[error("{memory} bytes of memory are too few, expected at least {needed}")]
     Memory {
-        /// The memory of the sort.
         memory: u64,
         /// The memory that the sort needs, about.
         needed: u64,
@@ -131,7 +120,6 @@ pub enum Error {
     /// The journal to resume from belongs to another job.
     #[error("{} is not that of this job, or an input changed since", path.display())]
     OtherJob { path: PathBuf },
-    /// An expression makes one column, and the task takes two.
     #[error("{task} takes columns as they are: no expression can be computed first")]
     Mapped { task: &'static str },
     /// An expression and a function at once, or a function for a task that has no place for one.

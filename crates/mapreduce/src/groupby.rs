@@ -76,7 +76,6 @@ impl Grouping {
     }
 }
 
-/// Groups in messages.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct GroupMessage {
     grouping: Grouping,

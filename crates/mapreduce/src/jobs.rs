@@ -33,7 +33,6 @@ const FUNCTION_BYTES_MAX: u64 = 1 << 20;
 
 /// Receives the progress of jobs, one job after the other.
 pub trait Watcher {
-    /// A job begins.
     fn begin(&mut self, task: &JobSpec);
 
     /// Progress of the latest job.

@@ -36,7 +36,6 @@ pub(crate) enum ToWorker {
     },
     /// The job to which the next leases belong.
     Job {
-        /// Its number.
         job: u64,
         /// The task to compute.
         task: Box<JobSpec>,
@@ -65,7 +64,6 @@ pub(crate) enum FromWorker {
     /// Rows for the parent to write, of a worker that does not share its folder.
     Rows {
         job: u64,
-        /// Number of the first row.
         first_row: u64,
         /// Their values ([`pack`](crate::parent::pack)).
         values: PackedPartial,

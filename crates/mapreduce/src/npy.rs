@@ -44,14 +44,8 @@ pub enum NpyError {
         /// The bytes that are there, or allowed.
         max: u64,
     },
-    /// The header is no literal of the known form.
     #[error("malformed header at byte {at}: expected {expected}")]
-    Malformed {
-        /// Place in the header.
-        at: usize,
-        /// The token that should be there.
-        expected: &'static str,
-    },
+    Malformed { at: usize, expected: &'static str },
     #[error("big-endian values of type {0:?}, expected little-endian ones")]
     BigEndian(String),
     #[error(

@@ -16,7 +16,6 @@ pub struct Philox {
 }
 
 impl Philox {
-    /// The numbers of a seed.
     pub const fn new(seed: u64) -> Self {
         Self {
             key: [seed as u32, (seed >> 32) as u32],

@@ -43,7 +43,6 @@ pub enum InputSource {
     Files(Vec<InputFile>),
     /// Random numbers from 0 to 1: any of them can be computed by itself.
     Random {
-        /// Seed of the numbers.
         seed: u64,
         /// Number of rows.
         samples: u64,

@@ -86,7 +86,6 @@ pub struct ProcessOptions {
     pub device: DeviceChoice,
 }
 
-/// Progress of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobProgress {
     /// Rows done so far.

@@ -17,12 +17,9 @@ const INTERRUPTIONS: [&str; 3] = [
 /// Why MLX cannot be opened, or a call of it failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The library is in none of the places.
     #[error("mlx: no {name} in {}", list(looked))]
     NotFound {
-        /// File name of the library.
         name: &'static str,
-        /// Files that were looked for.
         looked: Vec<PathBuf>,
     },
     #[error("mlx: read {}: {source}", path.display())]
@@ -30,7 +27,6 @@ pub enum Error {
         path: PathBuf,
         source: std::io::Error,
     },
-    /// The library's file ends before what its headers describe.
     #[error(
         "mlx: {} is truncated: its headers describe {expected} bytes, the file has {got}",
         path.display()
@@ -57,12 +53,10 @@ pub enum Error {
     #[error("mlx: {} is of version {got}, expected {expected}.x", path.display())]
     Version {
         path: PathBuf,
-        /// The version that it states.
         got: String,
         /// Major and minor version that the table is for.
         expected: &'static str,
     },
-    /// There are several libraries, and none can be used.
     #[error("mlx: none of {} libraries can be used: {}", refused.len(), each(refused))]
     NoneFits {
         /// Why not, each with its path, in the order of the places.
@@ -91,16 +85,13 @@ pub enum Error {
     /// An array's memory was asked for as another type, or is not one run of rows.
     #[error("mlx: memory of an array as {asked}: it is {dtype}, rows one after the other: {rows}")]
     Memory {
-        /// The type that was asked for.
         asked: Dtype,
-        /// The type that it has.
         dtype: Dtype,
         /// Whether its rows follow one another.
         rows: bool,
     },
     #[error("mlx: start a thread: {0}")]
     Thread(std::io::Error),
-    /// The computation needs more memory than there is.
     #[error("mlx: {needed} are needed ({what}), the device has {available}")]
     OutOfMemory {
         what: String,

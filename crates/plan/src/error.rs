@@ -13,17 +13,13 @@ pub enum Error {
         what: String,
         /// Name of the number, with its unit.
         field: &'static str,
-        /// The number as given.
         got: String,
-        /// The range it must lie in.
         expected: &'static str,
     },
     #[error("the cluster has no nodes")]
     NoNodes,
-    /// More nodes than the solver is meant for.
     #[error("the cluster has {got} nodes, at most {max} are planned for")]
     TooManyNodes { got: usize, max: usize },
-    /// More links than pairs of nodes can use.
     #[error("the cluster has {got} links, at most {max} are planned for")]
     TooManyLinks { got: usize, max: usize },
     #[error("two nodes are named {name:?}")]
@@ -37,19 +33,13 @@ pub enum Error {
         node: String,
     },
     #[error("no link joins {a:?} with {b:?}, directly or through other nodes")]
-    Disconnected {
-        /// A node of one part.
-        a: String,
-        /// A node of another part.
-        b: String,
-    },
+    Disconnected { a: String, b: String },
     /// A name that the catalogue does not have.
     #[error("{kind} {name:?} is not in the catalogue; nearest: {nearest}")]
     Unknown {
         /// `model`, `machine`, `link` or `engine`.
         kind: &'static str,
         name: String,
-        /// Names that look like it.
         nearest: String,
     },
     /// The facts of a machine that the prediction needs are not known.
@@ -66,13 +56,11 @@ pub enum Error {
         /// Message of the parser, with line and column.
         reason: String,
     },
-    /// No placement of the model fits.
     #[error("{0}")]
     Infeasible(Box<Infeasible>),
     /// The placement to predict does not suit model or cluster.
     #[error("placement: {problem}")]
     Placement { problem: String },
-    /// A linear program that the solver gave up on.
     #[error("the integer program ({rows} rows, {columns} columns) has no answer: {reason}")]
     Program {
         rows: usize,

@@ -15,7 +15,6 @@ const MAX_WIDTH: u32 = 1 << 18;
 const MAX_VOCAB: u32 = 1 << 22;
 const MAX_EXPERTS: u32 = 1 << 14;
 
-/// Kind of attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum AttentionKind {
     /// Grouped queries; `heads == kv_heads` is plain multi-head attention.
@@ -132,7 +131,6 @@ pub struct Caches {
 pub struct DeltaNet {
     /// Size of a key.
     pub key: f64,
-    /// Heads of the keys.
     pub key_heads: f64,
     /// Size of a value.
     pub value: f64,
@@ -183,7 +181,6 @@ impl Bits {
 pub struct ModelShape {
     /// Usual name.
     pub name: String,
-    /// Number of layers.
     pub layers: u32,
     /// C
     pub width: u32,

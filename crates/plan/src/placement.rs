@@ -104,7 +104,6 @@ impl PipelineStage {
         self.members.iter().map(|member| member.node).collect()
     }
 
-    /// Number of layers.
     pub fn n_layers(&self) -> u32 {
         self.layers.end - self.layers.start
     }

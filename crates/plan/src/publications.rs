@@ -28,7 +28,6 @@ pub struct Machines {
     pub memory_gb: Option<f64>,
 }
 
-/// A published number.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 pub struct PublishedRow {
     /// Unique.
@@ -62,7 +61,6 @@ pub struct PublishedRow {
     pub concurrency: String,
     /// `decode_tok_s`, `prefill`, `ttft_s`, `speedup` or `train_tok_s`.
     pub metric: String,
-    /// The number.
     pub value: f64,
     /// Share of time spent communicating.
     pub comm_share: Option<f64>,

@@ -20,7 +20,6 @@ pub struct Scored {
 pub struct Set {
     /// `fit`, `held_out`, with the confidence.
     pub name: String,
-    /// Rows with a number.
     pub rows: usize,
     /// Rows that the model has no number for.
     pub skipped: usize,

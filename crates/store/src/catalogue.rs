@@ -15,11 +15,9 @@ pub struct CatalogueModel {
     pub shape: Option<&'static str>,
     /// Short description.
     pub about: &'static str,
-    /// Licence.
     pub licence: &'static str,
     /// Repository of the weights that the file was quantised from: `owner/name`.
     pub weights: &'static str,
-    /// URL of the licence.
     pub licence_url: &'static str,
     /// Name of the GGUF file in the store.
     pub file: &'static str,

@@ -13,7 +13,6 @@ use crate::options::SystemVersion;
 pub struct GgufChoice {
     /// The shortest text after the colon of a hub id that selects this model alone.
     pub selector: String,
-    /// Number of its files.
     pub files: usize,
     /// Their total bytes, if known.
     pub bytes: Option<Bytes>,
@@ -26,7 +25,6 @@ pub enum Error {
     /// The name is neither a path, nor a catalogue alias, nor a hub id.
     #[error("no model is called {spec:?}")]
     UnknownModel {
-        /// The model that was asked for.
         spec: String,
         /// Similar known names, best first.
         close: Vec<String>,
@@ -35,36 +33,23 @@ pub enum Error {
     #[error("{path}: no such file or folder", path = path.display())]
     NoSuchPath { path: PathBuf },
     #[error("{path} is not a model: {reason}", path = path.display())]
-    NotAModel {
-        path: PathBuf,
-        /// The part that is missing.
-        reason: &'static str,
-    },
+    NotAModel { path: PathBuf, reason: &'static str },
     /// The name has a slash but is not a valid hub id.
     #[error("{spec:?} is not a hub id: {reason}")]
-    BadHubId {
-        /// The model that was asked for.
-        spec: String,
-        reason: &'static str,
-    },
+    BadHubId { spec: String, reason: &'static str },
     #[error("{repo} has {n} GGUF models that fit, need one", n = choices.len())]
     AmbiguousGguf {
         repo: String,
         choices: Vec<GgufChoice>,
     },
-    /// A folder of the user's own with several models.
     #[error("{path} has {n} GGUF models, need one", path = path.display(), n = choices.len())]
     SeveralGguf { path: PathBuf, choices: Vec<String> },
-    /// No file matches the selector after the colon.
     #[error("{repo} has no GGUF model that matches {selector:?}")]
     NoMatchingGguf {
         repo: String,
-        /// The part after the colon.
         selector: String,
-        /// Its GGUF models.
         choices: Vec<GgufChoice>,
     },
-    /// The repository has neither GGUF nor safetensors files.
     #[error("{repo} has neither GGUF nor safetensors files with a config.json")]
     NothingUsable { repo: String },
     /// The hub's file list could not be parsed.
@@ -103,11 +88,7 @@ pub enum Error {
     #[error("{url}: the server answered with status {status}")]
     HttpStatus { url: String, status: u16 },
     #[error("{url}: redirect refused: {reason}")]
-    BadRedirect {
-        url: String,
-        /// The fault in the target.
-        reason: &'static str,
-    },
+    BadRedirect { url: String, reason: &'static str },
     /// The connection broke, or the response was malformed.
     #[error("{url}: connection lost after {got}: {cause}")]
     ConnectionLost {
@@ -156,7 +137,6 @@ pub enum Error {
         requirement: String,
         after: Duration,
     },
-    /// pip reached no package index.
     #[error("pip reaches no package index for {requirement} (gave up after {:.1} s)", after.as_secs_f64())]
     PipUnreachable {
         /// `NAME==VERSION`.
@@ -189,11 +169,9 @@ pub enum Error {
     NotInIndex {
         /// `NAME==VERSION`.
         requirement: String,
-        /// Address of the package's page.
         page: String,
         sha256: String,
     },
-    /// The published libraries need a newer system than this one.
     #[error("{what} needs {system} {needed} or later, this machine has {system} {found}")]
     OldSystem {
         what: String,
@@ -213,10 +191,8 @@ pub enum Error {
         /// Its last lines of output.
         log: String,
     },
-    /// A program took too long and was stopped.
     #[error("{program} did not end within {} s", after.as_secs())]
     ToolStalled { program: String, after: Duration },
-    /// A folder lacks the sources of MLX's C layer.
     #[error("{path} has no sources of mlx-c", path = path.display())]
     NotSources { path: PathBuf },
     #[error("no source could deliver {name}{}", list_failures(failures))]
@@ -228,46 +204,28 @@ pub enum Error {
     /// Not enough space, found in advance or while writing.
     #[error("{path}: disk full: {needed} needed, {free} free", path = path.display())]
     DiskFull {
-        /// Target path.
         path: PathBuf,
         needed: Bytes,
         /// Space available to this user.
         free: Bytes,
     },
     #[error("{path}: permission denied ({action})", path = path.display())]
-    PermissionDenied {
-        /// The operation that was tried.
-        action: &'static str,
-        path: PathBuf,
-    },
+    PermissionDenied { action: &'static str, path: PathBuf },
     #[error("{path}: cannot {action}: {cause}", path = path.display())]
     Io {
-        /// The operation that was tried.
         action: &'static str,
         path: PathBuf,
         cause: io::Error,
     },
     /// A model with this name is not in the store.
     #[error("{spec:?} is not in the store")]
-    NotInStore {
-        /// The model that was asked for.
-        spec: String,
-        /// The stored models.
-        known: Vec<String>,
-    },
-    /// The name matches several stored models.
+    NotInStore { spec: String, known: Vec<String> },
     #[error("{spec:?} fits {n} models in the store", n = names.len())]
-    AmbiguousEntry {
-        /// The model that was asked for.
-        spec: String,
-        names: Vec<String>,
-    },
-    /// The path is outside the store.
+    AmbiguousEntry { spec: String, names: Vec<String> },
     #[error("{path} is outside the store", path = path.display())]
     OutsideStore { path: PathBuf },
     #[error("{name} is in use by another paceline process")]
     Busy { name: String },
-    /// The model's record in the store cannot be trusted.
     #[error("the record of {name} in the store is damaged: {reason}")]
     Damaged { name: String, reason: String },
     /// The user or the caller asked to stop.

@@ -91,7 +91,6 @@ impl FileRecord {
 pub struct FileIdentity {
     /// Modification time, nanoseconds since 1970.
     pub modified_ns: i64,
-    /// Inode number.
     pub inode: u64,
 }
 

@@ -55,7 +55,6 @@ pub struct Hub {
     pub token: Option<HubToken>,
     /// Certificates to trust instead of the built-in ones, PEM.
     pub ca_pem: Option<Vec<u8>>,
-    /// Proxy.
     pub proxy: Option<ProxySetting>,
 }
 

@@ -263,7 +263,6 @@ pub struct SignedSums {
     pub signature: Option<String>,
 }
 
-/// A file of a release.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReleaseFile {
     pub name: String,

@@ -108,7 +108,6 @@ impl KvElement for FiveBitKey {
     }
 }
 
-/// Values of four bits.
 #[derive(Clone, Copy)]
 pub(crate) struct FourBitValue;
 
@@ -149,7 +148,6 @@ pub(crate) struct PageView {
     pub(crate) key_scales: *const u16,
     /// `(64, value_dim)`.
     pub(crate) values: *const u8,
-    /// Scales of the values.
     pub(crate) value_scales: *const u16,
     /// Elements of a key, a multiple of 16.
     pub(crate) head_dim: usize,

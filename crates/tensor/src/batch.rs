@@ -135,7 +135,6 @@ pub(crate) struct Unpack {
     pub(crate) first: usize,
     /// Chunks of its first unit that the group lacks.
     pub(crate) lacks: usize,
-    /// Number of chunks.
     pub(crate) chunks: usize,
     /// Range of chunks; the first one starts a span.
     #[cfg_attr(

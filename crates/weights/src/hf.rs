@@ -46,13 +46,8 @@ const MAX_INDEX_BYTES: u64 = 64 << 20;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A file that is needed cannot be read.
     #[error("{}: cannot read: {error}", path.display())]
-    Io {
-        path: PathBuf,
-        /// Why.
-        error: io::Error,
-    },
+    Io { path: PathBuf, error: io::Error },
     #[error("{}: not a folder", path.display())]
     NotAFolder { path: PathBuf },
     /// A folder, pipe or device in the place of a file.
@@ -69,12 +64,10 @@ pub enum Error {
     #[error("{}: {error}", path.display())]
     Json {
         path: PathBuf,
-        /// Position and cause.
         error: serde_json::Error,
     },
     #[error("{}: not UTF-8", path.display())]
     NotUtf8 { path: PathBuf },
-    /// A field of another type than it must have.
     #[error("{}: {field}: expected {expected}", path.display())]
     Field {
         path: PathBuf,
@@ -84,22 +77,15 @@ pub enum Error {
     },
     #[error("{}: holds no model.safetensors or model.safetensors.index.json", path.display())]
     NoWeights { path: PathBuf },
-    /// The index names a file outside the folder.
     #[error("{}: tensor {tensor} is in {file:?}, which is not inside the folder", path.display())]
     Escape {
-        /// The index.
         path: PathBuf,
         tensor: String,
         /// The file it is said to be in.
         file: String,
     },
     #[error("{}: tensor {tensor} occurs twice", path.display())]
-    DuplicateTensor {
-        /// The index.
-        path: PathBuf,
-        tensor: String,
-    },
-    /// A required tensor that no file has.
+    DuplicateTensor { path: PathBuf, tensor: String },
     #[error("{}: tensor {tensor} is missing", path.display())]
     MissingTensor { path: PathBuf, tensor: String },
     /// A matrix is quantised in a way that paceline does not read, or nothing says in which.
@@ -108,7 +94,6 @@ pub enum Error {
         path: PathBuf,
         tensor: String,
         field: &'static str,
-        /// Value that is there.
         got: String,
         /// Values that the field may have.
         expected: &'static str,
@@ -143,13 +128,8 @@ pub enum Error {
     /// The parts of a quantised matrix do not fit each other.
     #[error(transparent)]
     Misfit(Box<mlx::Misfit>),
-    /// The system refused memory for a quantised matrix.
     #[error("tensor {tensor}: cannot reserve memory: {error}")]
-    Memory {
-        tensor: String,
-        /// Error of the system.
-        error: io::Error,
-    },
+    Memory { tensor: String, error: io::Error },
     /// Weights of a file that is still being downloaded will not arrive.
     #[error(transparent)]
     Absent(#[from] Absent),

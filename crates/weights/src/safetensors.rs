@@ -30,7 +30,6 @@ pub use header::Header;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Another error, with the file it was found in.
     #[error("{}: {error}", path.display())]
     InFile { path: PathBuf, error: Box<Error> },
     #[error(transparent)]
@@ -40,21 +39,13 @@ pub enum Error {
         /// Kind of file that it seems to be.
         looks_like: LooksLike,
     },
-    /// The header extends past the end of the file.
     #[error(
         "header of {header_bytes} bytes, but the file has {file_bytes}: truncated, or the length \
          lies"
     )]
-    HeaderPastEnd {
-        /// Length that the file gives.
-        header_bytes: u64,
-        /// Size of the file.
-        file_bytes: u64,
-    },
-    /// A header longer than any reader of the format accepts.
+    HeaderPastEnd { header_bytes: u64, file_bytes: u64 },
     #[error("header of {header_bytes} bytes, at most {max} are allowed")]
     HeaderTooLong {
-        /// Length that the file gives.
         header_bytes: u64,
         /// The most that is allowed.
         max: u64,
@@ -75,11 +66,9 @@ pub enum Error {
     )]
     SizeMismatch {
         tensor: String,
-        /// Name of the dtype.
         dtype: String,
         /// Sizes, outermost first.
         shape: Vec<usize>,
-        /// First byte in the data.
         start: u64,
         /// Byte behind the last.
         end: u64,
@@ -89,7 +78,6 @@ pub enum Error {
     #[error("tensor {tensor}: range {start}..{end} is reversed")]
     Reversed {
         tensor: String,
-        /// First byte in the data.
         start: u64,
         /// Byte behind the last.
         end: u64,
@@ -98,28 +86,17 @@ pub enum Error {
     #[error("tensor {tensor}: data start at {start}, expected {expected}: a gap or an overlap")]
     NotContiguous {
         tensor: String,
-        /// First byte in the data.
         start: u64,
-        /// End of the tensor before.
         expected: u64,
     },
     /// The file is longer or shorter than header and ranges say.
     #[error("file has {actual} bytes, expected {expected}: truncated, or not what the header says")]
-    Length {
-        /// Size by header and ranges.
-        expected: u64,
-        /// Size of the file.
-        actual: u64,
-    },
+    Length { expected: u64, actual: u64 },
     #[error("tensor {tensor} is missing")]
     MissingTensor { tensor: String },
     /// A tensor of a dtype that paceline does not read.
     #[error("tensor {tensor}: dtype {dtype} is not supported, expected F32, F16 or BF16")]
-    Dtype {
-        tensor: String,
-        /// Name of the dtype.
-        dtype: String,
-    },
+    Dtype { tensor: String, dtype: String },
 }
 
 impl Error {

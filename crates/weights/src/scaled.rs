@@ -48,7 +48,6 @@ pub(crate) struct Scaling {
     global: Option<Global>,
 }
 
-/// Type of a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ScaleType {
     F32,

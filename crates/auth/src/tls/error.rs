@@ -14,7 +14,6 @@ pub enum Error {
     /// A file of a certificate or its key could not be written.
     #[error("writing {}", path.display())]
     Write { path: PathBuf, source: io::Error },
-    /// A PEM file of the wrong kind.
     #[error("{}: no {what} in PEM form", path.display())]
     Pem {
         path: PathBuf,
@@ -29,7 +28,6 @@ pub enum Error {
         key: PathBuf,
         source: rustls::Error,
     },
-    /// Certificates that cannot be trusted.
     #[error("trusting {}", path.display())]
     Trust {
         path: PathBuf,
@@ -37,7 +35,6 @@ pub enum Error {
     },
     #[error("making a certificate")]
     Make(#[source] rcgen::Error),
-    /// The crypto provider has no usable protocol version.
     #[error("setting up TLS")]
     SetUp(#[source] rustls::Error),
 }

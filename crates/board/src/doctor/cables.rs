@@ -16,7 +16,6 @@ const THUNDERBOLT_5: u32 = 80;
 /// Interface of a Mac Studio's port next to Ethernet, without RDMA (exo-explore/exo #1543).
 const NEXT_TO_ETHERNET: &str = "en2";
 
-/// Check of the RDMA devices.
 pub(super) fn rdma(devices: Result<Vec<RdmaDevice>, RdmaError>) -> HealthCheck {
     const MAC: bool = cfg!(target_os = "macos");
     match devices {

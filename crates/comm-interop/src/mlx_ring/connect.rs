@@ -25,20 +25,13 @@ const ATTEMPT: Duration = Duration::from_secs(1);
 /// Why a rank could not join a ring.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
-    /// The ring would leave this machine unencrypted without permission.
     #[error("mlx-ring is plaintext and {addr} is not on this machine's loopback: not allowed")]
     Plaintext {
         /// The first such address.
         addr: SocketAddr,
     },
-    /// The list of hosts has no such rank.
     #[error("mlx-ring: {rank} is not in a ring of {size}")]
-    NoSuchRank {
-        /// The rank of this process.
-        rank: Rank,
-        /// Ranks in the list.
-        size: usize,
-    },
+    NoSuchRank { rank: Rank, size: usize },
     /// A rank of the list has no address, or another number of addresses than rank 0.
     #[error("mlx-ring: {rank} has {got} addresses, expected {expected} as rank 0, and at least 1")]
     Connections {
@@ -51,30 +44,22 @@ pub enum JoinError {
     },
     #[error("mlx-ring: {what} {addr}: {source}")]
     System {
-        /// The operation that was tried.
         what: &'static str,
-        /// The address used.
         addr: SocketAddr,
-        /// The system's error.
         source: io::Error,
     },
     /// A neighbour did not connect before the deadline.
     #[error("mlx-ring: {rank} did not {what} {addr} before the deadline")]
     Missing {
-        /// The missing neighbour.
         rank: Rank,
         /// The missing step: connect to this rank's address, or accept at its own.
         what: &'static str,
         addr: SocketAddr,
     },
-    /// Several connections to an address stayed open.
     #[error("mlx-ring: {callers:?} connected to {addr}, expected only {rank}")]
     Strangers {
-        /// The expected neighbour.
         rank: Rank,
-        /// The address.
         addr: SocketAddr,
-        /// Addresses of the connections.
         callers: Vec<SocketAddr>,
     },
 }

@@ -71,7 +71,6 @@ pub(super) struct ReceiveRange {
 pub(super) struct RingStream {
     /// Index of the connection, on either side.
     pub(super) connection: usize,
-    /// The direction.
     pub(super) way: SendDirection,
     /// The bytes that are sent first.
     pub(super) own: Range<usize>,

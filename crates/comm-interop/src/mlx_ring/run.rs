@@ -131,7 +131,6 @@ pub(super) fn has_ended(socket: &TcpStream) -> bool {
     fds[0].revents().intersects(ends)
 }
 
-/// Progress of a stream.
 struct StreamProgress<'a> {
     course: &'a RingStream,
     /// Bytes to send in total, and sent.

@@ -112,7 +112,6 @@ enum CommunicatorOwner {
     Group,
 }
 
-/// An MPI communicator.
 struct Communicator(MPI_Comm, CommunicatorOwner);
 
 // SAFETY: a communicator may be used by any thread: `MpiSession::start` has requested that.

@@ -68,7 +68,6 @@ pub enum StartError {
     /// This program was built without the feature `mpi`.
     #[error("mpi is not in this build")]
     Unavailable,
-    /// MPI starts once in a process, and already did.
     #[error("mpi was already started in this process")]
     Started,
     /// The library does not allow concurrent calls of several threads, which a group promises.
@@ -76,15 +75,12 @@ pub enum StartError {
     Threads {
         /// `MPI_THREAD_MULTIPLE`.
         expected: i32,
-        /// The thread support that it offers.
         got: i32,
     },
     /// `mpirun` has assigned this process another rank.
     #[error("mpi: this process is {got} of {got_size}, expected {rank} of {size}")]
     OtherRank {
-        /// The expected rank.
         rank: Rank,
-        /// The expected number of ranks.
         size: usize,
         got: Rank,
         /// The number of ranks that `mpirun` started.

@@ -55,20 +55,13 @@ pub enum JoinError {
     /// The libraries or the GPU cannot be used.
     #[error("nccl: {0}")]
     Open(#[from] OpenError),
-    /// The group that should distribute the id failed.
     #[error("nccl: hand the id round: {0}")]
     Meeting(#[from] Error),
-    /// Another rank of the group cannot use NCCL.
     #[error("nccl: another rank cannot use it")]
     Others,
     /// The address where rank 0 distributes the id cannot be used.
     #[error("nccl: meet at {addr}: {source}")]
-    Meet {
-        /// The address.
-        addr: SocketAddr,
-        /// The system's error.
-        source: io::Error,
-    },
+    Meet { addr: SocketAddr, source: io::Error },
     #[error("nccl: the ranks did not all come before the deadline")]
     Late,
 }

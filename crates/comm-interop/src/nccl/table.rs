@@ -36,19 +36,16 @@ pub enum OpenError {
     #[error("open {name}: {source}")]
     Missing {
         name: String,
-        /// The system's error.
         source: libloading::Error,
     },
     #[error("{library} has no {symbol}: {source}")]
     Symbol {
         library: &'static str,
         symbol: &'static str,
-        /// The system's error.
         source: libloading::Error,
     },
     #[error("nccl version {got}, expected {min} or later and before {end}")]
     Version {
-        /// The version that it names.
         got: i32,
         /// The first supported version.
         min: i32,
@@ -56,11 +53,7 @@ pub enum OpenError {
         end: i32,
     },
     #[error("{call} failed with code {code}")]
-    Call {
-        call: &'static str,
-        /// The code that it returned.
-        code: i32,
-    },
+    Call { call: &'static str, code: i32 },
     #[error("no cuda device")]
     NoDevice,
 }

@@ -498,7 +498,6 @@ impl PairCore {
         }
     }
 
-    /// Posts a receive.
     pub(crate) fn post_receive(&self, id: u64, pieces: Vec<GatherSegment>) -> Result<(), i32> {
         if self.state() == 0 {
             return Err(EINVAL);

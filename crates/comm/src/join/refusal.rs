@@ -67,17 +67,10 @@ impl fmt::Display for Refusal {
 pub enum JoinError {
     /// The own rank is not in the list of addresses.
     #[error("{rank} cannot join a group of {size}")]
-    NoSuchRank {
-        /// The own rank.
-        rank: Rank,
-        /// Addresses given.
-        size: usize,
-    },
+    NoSuchRank { rank: Rank, size: usize },
     #[error("{what}: {source}")]
     System {
-        /// The operation that failed.
         what: &'static str,
-        /// The system's error.
         source: io::Error,
     },
     #[error("{rank} did not join before the deadline{}", refused(.turned_away))]
@@ -89,7 +82,6 @@ pub enum JoinError {
     },
     #[error("{by} refuses this rank: {why}")]
     Refused {
-        /// The rank that refuses.
         by: Rank,
         /// The reason: what is wrong with this rank.
         why: Refusal,
@@ -99,24 +91,18 @@ pub enum JoinError {
     Unfit {
         /// The reason: what is wrong with the process.
         why: Refusal,
-        /// Where it is.
         from: IpAddr,
     },
-    /// An address would be used unencrypted without explicit permission.
     #[error("{addr} is not loopback: expected a group key, or plaintext asked for by name")]
     Unprotected {
         /// The first such address.
         addr: SocketAddr,
     },
     #[error("{rank} has no address")]
-    NoAddress {
-        /// The rank without an address.
-        rank: Rank,
-    },
+    NoAddress { rank: Rank },
     /// Another rank found a process that does not fit.
     #[error("{by} gave up: {why}")]
     GaveUp {
-        /// The rank that gave up.
         by: Rank,
         /// The reason: what is wrong with that process.
         why: Refusal,
@@ -129,12 +115,8 @@ pub enum JoinError {
         /// The system's error code, if this rank is the cause and the system gave one.
         code: Option<i32>,
     },
-    /// A rank that had joined is gone again.
     #[error("{rank} left before the group was complete")]
-    Lost {
-        /// The rank that left.
-        rank: Rank,
-    },
+    Lost { rank: Rank },
 }
 
 fn because(code: &Option<i32>) -> String {

@@ -122,7 +122,6 @@ impl WaitingReceive {
 
 /// Result of a receive.
 enum Delivery {
-    /// A buffered message.
     Kept(BufferedMessage),
     /// The message was written to the receiver's memory.
     Placed,

@@ -91,7 +91,6 @@ fn conflict(kb: &KnowledgeBase, pair: (u32, u32)) -> Value {
     json!({ "between": pair, "assumptions": kb.assumptions_between(pair) })
 }
 
-/// The result of a search.
 pub fn search(kb: &KnowledgeBase, query: &str, found: &SearchResult) -> Value {
     json!({
         "query": query,

@@ -125,7 +125,6 @@ fn disagreements(kb: &KnowledgeBase, finding: &Finding, page: &mut TextPage) {
     planner("What the planner assumes", &assumptions, page);
 }
 
-/// The result of a search.
 pub fn search(kb: &KnowledgeBase, found: &SearchResult, page: &mut TextPage) {
     for hit in &found.hits {
         let Some(finding) = kb.finding(hit.id) else {

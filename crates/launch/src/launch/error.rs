@@ -52,7 +52,6 @@ pub enum Error {
     StartLate {
         /// The hosts that were not ready.
         hosts: Vec<String>,
-        /// The time limit.
         limit: Duration,
     },
     /// A rank ended well, and others ran without it for too long.
@@ -64,7 +63,6 @@ pub enum Error {
         ended: Rank,
         /// The ranks that did not end.
         running: Vec<Rank>,
-        /// The time limit.
         limit: Duration,
     },
     #[error("nobody reads the output")]

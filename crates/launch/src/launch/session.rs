@@ -72,7 +72,6 @@ pub fn run(
     course.outcome()
 }
 
-/// A host agent.
 struct HostAgent {
     process: Process,
     /// `None` once it has ended or was released.

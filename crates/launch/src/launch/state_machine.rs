@@ -42,7 +42,6 @@ pub(super) enum Event {
     Cancel,
 }
 
-/// An action on the sessions.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum SessionAction {
     /// Start the sessions of this host's ranks.

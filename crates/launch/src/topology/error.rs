@@ -12,11 +12,7 @@ pub enum Error {
         why: String,
     },
     #[error("{host} does not say within {limit:?} how it is connected")]
-    Late {
-        host: String,
-        /// The time limit.
-        limit: Duration,
-    },
+    Late { host: String, limit: Duration },
     /// A host has no Thunderbolt, or is no Mac.
     #[error("{host} says nothing about Thunderbolt: {why}")]
     NoThunderbolt {
@@ -24,7 +20,6 @@ pub enum Error {
         /// The output or ending of `system_profiler` instead.
         why: String,
     },
-    /// The description of a host's ports is malformed.
     #[error("{host}: {what} is missing from what system_profiler says of {port}")]
     Port {
         host: String,
@@ -32,20 +27,13 @@ pub enum Error {
         what: &'static str,
     },
     #[error("{host} has a cable in Thunderbolt {receptacle}, but no network service of that name")]
-    NoService {
-        host: String,
-        /// The number of the receptacle.
-        receptacle: String,
-    },
+    NoService { host: String, receptacle: String },
     #[error("{first} and {second} are the same machine")]
     SameMachine { first: String, second: String },
     #[error("one host has nobody to be connected to")]
     OneHost,
     #[error("no mesh: {}", not_connected(missing))]
-    NoMesh {
-        /// All pairs without a cable.
-        missing: Vec<(String, String)>,
-    },
+    NoMesh { missing: Vec<(String, String)> },
     #[error("no ring through all hosts: {}", not_connected(missing))]
     NoRing {
         /// The fewest cables that would complete one; empty if that was not searched.
@@ -53,11 +41,7 @@ pub enum Error {
     },
     /// Too many hosts with too many cables to decide whether there is a ring.
     #[error("no ring found among {count} hosts in {steps} steps")]
-    SearchTooLong {
-        count: usize,
-        /// Steps of the search.
-        steps: u64,
-    },
+    SearchTooLong { count: usize, steps: u64 },
     #[error("no RDMA on {}", hosts.join(", "))]
     NoRdma { hosts: Vec<String> },
     #[error("{cables} cables, but 192.168.0.0/16 has no free network for all of them")]

@@ -5,7 +5,6 @@ use std::fmt::Write;
 
 use super::{Error, Port};
 
-/// An end of a cable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CableEnd {
     /// Index of the host.

@@ -115,7 +115,6 @@ pub enum ExprStep {
     Constant(f64),
     /// An input, by number.
     Column(usize),
-    /// The number of the row.
     Row,
     /// An operation on one value.
     Unary(Unary, usize),
@@ -153,7 +152,6 @@ pub enum ExprErrorKind {
         name: &'static str,
         /// Its number, from 1.
         number: usize,
-        /// Number of inputs.
         inputs: usize,
     },
     #[error("{name} takes {expected} arguments, got {got}")]
@@ -163,12 +161,7 @@ pub enum ExprErrorKind {
         got: usize,
     },
     #[error("expected {expected}, got {got}")]
-    Type {
-        /// The type that is needed.
-        expected: Type,
-        /// The type that is there.
-        got: Type,
-    },
+    Type { expected: Type, got: Type },
     #[error("more than {max} {what}")]
     Bound { what: &'static str, max: usize },
 }

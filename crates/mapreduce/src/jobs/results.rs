@@ -135,7 +135,6 @@ pub struct Estimate {
     pub value: f64,
     /// Standard deviation of `value`.
     pub std_error: f64,
-    /// The numbers' seed.
     pub seed: u64,
 }
 

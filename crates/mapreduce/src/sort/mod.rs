@@ -71,7 +71,6 @@ pub struct Gather {
 }
 
 impl Scatter {
-    /// Number of buckets.
     pub const fn buckets(&self) -> usize {
         2 * self.splitters.len() + 1
     }

@@ -39,7 +39,6 @@ pub struct HardwareEntry {
     pub backend: Option<String>,
     /// Engine whose constants apply when nothing else is said.
     pub engine: Option<String>,
-    /// Source of the numbers.
     #[serde(default)]
     pub source: String,
 }
@@ -195,7 +194,6 @@ pub struct LinkKind {
     pub shared: bool,
     /// `fabric`, `rdma`, `tcp` or `shm`; derived from the name when missing.
     pub transport: Option<String>,
-    /// Source of the numbers.
     #[serde(default)]
     pub source: String,
 }

@@ -10,7 +10,6 @@ use crate::{AttentionKind, DeltaNet, Error, ModelShape, Moe, Sliding};
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 pub struct ModelEntry {
     pub name: String,
-    /// Number of layers.
     pub layers: u32,
     /// Width.
     pub hidden: u32,
@@ -94,7 +93,6 @@ pub struct ModelEntry {
     pub native_experts: bool,
     /// Bits of the rest where only experts are stored in few bits; 16 in a model's own files.
     pub rest_bits: Option<f64>,
-    /// Source of the numbers.
     #[serde(default)]
     pub source: String,
 }

@@ -36,7 +36,6 @@ const LATENT_QUERIES: usize = 72;
 /// it.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionRows<'a> {
-    /// Number of rows.
     pub rows: usize,
     /// Position of the first row.
     pub position: usize,

@@ -34,7 +34,6 @@ pub(crate) struct Fp8Layout {
 }
 
 impl Fp8Layout {
-    /// That of the columns of a matrix.
     fn new(matrix: StoredMatrix<'_>, columns: &Range<usize>, pool: &ThreadPool) -> Self {
         let blocks = columns.len().div_ceil(Chunk::LEN);
         let runs = std::sync::Mutex::new(0);

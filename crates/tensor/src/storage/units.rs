@@ -71,7 +71,6 @@ pub(crate) struct Unit {
     pub(crate) step: f32,
     /// Of scales and mins, where the type has them: see the module.
     pub(crate) multipliers: [i32; 2],
-    /// Factors by chunk of the unit.
     pub(crate) factors: [HalfFactors; UNIT_CHUNKS],
 }
 

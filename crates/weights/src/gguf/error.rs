@@ -13,7 +13,6 @@ use crate::tensor::OpenError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Another error, with the file it was found in.
     #[error("{}: {error}", path.display())]
     InFile { path: PathBuf, error: Box<Error> },
     #[error(transparent)]
@@ -32,19 +31,16 @@ pub enum Error {
     /// A version of the format that is not 2 or 3.
     #[error("GGUF version {version} is not supported, expected 2 or 3")]
     Version { version: u32 },
-    /// The header extends past the end of the file.
     #[error(
         "{what} at byte {offset} needs at least {needed} bytes, but the file has {file_bytes}: \
          truncated, or the header lies"
     )]
     HeaderPastEnd {
-        /// Item that was being read.
         what: &'static str,
         offset: u64,
         needed: u64,
         file_bytes: u64,
     },
-    /// Tensor data extends past the end of the file.
     #[error(
         "file has {actual} bytes, expected {expected} for tensor {tensor}: truncated, or the \
          header lies"
@@ -64,12 +60,9 @@ pub enum Error {
         /// The most that is allowed.
         max: u64,
     },
-    /// More of something than any real model has.
     #[error("{what} is {count}, at most {max} is allowed")]
     TooMany {
-        /// Name of the count.
         what: &'static str,
-        /// The number in the file.
         count: u64,
         /// The most that is allowed.
         max: u64,
@@ -78,18 +71,9 @@ pub enum Error {
     NotUtf8 { what: &'static str, offset: u64 },
     /// A truth value that is neither 0 nor 1.
     #[error("bool at byte {offset} is {byte}, expected 0 or 1")]
-    InvalidBool {
-        offset: u64,
-        /// The byte found.
-        byte: u8,
-    },
-    /// A number of no known value type.
+    InvalidBool { offset: u64, byte: u8 },
     #[error("metadata key {key}: value type {id} is unknown")]
-    UnknownValueType {
-        key: String,
-        /// The number.
-        id: u32,
-    },
+    UnknownValueType { key: String, id: u32 },
     #[error("metadata key {key}: arrays are nested deeper than {max} levels")]
     TooDeep { key: String, max: usize },
     #[error("metadata key {key} occurs twice")]
@@ -100,22 +84,17 @@ pub enum Error {
     WrongType {
         key: String,
         expected: &'static str,
-        /// The type in the file.
         got: String,
     },
     /// `general.alignment` is not a power of two, or too large to align anything.
     #[error("alignment of tensor data is {alignment}, expected a power of two")]
-    Alignment {
-        /// The value in the file.
-        alignment: u64,
-    },
+    Alignment { alignment: u64 },
     /// A tensor name that is there twice, in one file or in two parts.
     #[error("tensor {tensor} occurs twice")]
     DuplicateTensor { tensor: String },
     #[error("tensor {tensor} has {dims} dimensions, at most {max} are allowed")]
     TooManyDims {
         tensor: String,
-        /// The number in the file.
         dims: u32,
         /// The most that is allowed.
         max: u32,
@@ -130,7 +109,6 @@ pub enum Error {
     PartialBlock {
         tensor: String,
         shape: Vec<usize>,
-        /// Name of the storage type.
         name: &'static str,
         /// Values in a block of that type.
         block: usize,
@@ -141,7 +119,6 @@ pub enum Error {
         tensor: String,
         /// Offset from the start of the tensor data.
         offset: u64,
-        /// The alignment of the file.
         alignment: u64,
     },
     #[error("tensors {first} and {second} overlap")]
@@ -162,15 +139,11 @@ pub enum Error {
     #[error(
         "the file is one of {count} parts of a model, but is not called NAME-NNNNN-of-{count:05}.gguf"
     )]
-    SplitName {
-        /// Number of parts.
-        count: u64,
-    },
+    SplitName { count: u64 },
     /// A part that does not belong where its name puts it.
     #[error("{key} is {got}, expected {expected} by the file name")]
     SplitMismatch {
         key: &'static str,
-        /// The value in this part.
         got: u64,
         expected: u64,
     },

@@ -47,7 +47,6 @@ impl TensorInfo {
         BlockType::from_gguf(self.type_id)
     }
 
-    /// Number of values.
     pub fn values(&self) -> usize {
         self.shape.iter().product()
     }

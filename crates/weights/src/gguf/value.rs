@@ -82,7 +82,6 @@ impl fmt::Display for ValueType {
     }
 }
 
-/// A metadata value.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "the names are the format's own")]
 pub enum MetadataValue {
