@@ -90,39 +90,40 @@ impl Step<'_> {
     }
 
     /// Ends a step without [`logits`](Self::logits), with the memory of `done`. Sends the residual
-    /// stream (T, C) and what was captured to the next stage, or gathers logits (R, V) with the
-    /// other ranks of the last stage.
+    /// stream (T, C) and captured rows to the next stage. Ranks of the last stage gather logits
+    /// (R, V) instead.
     pub(crate) fn finish(&mut self, mut done: RankStep) -> Result<RankStep, Error> {
         (done.rows, done.tokens, done.may_begin) = (0, None, false);
         if self.parts.weights.head.is_none() {
             return self.send_residual().map(|()| done);
         }
-        if let Some(captured) = self.captured_rows()? {
-            self.eval(&[&captured])?;
-            done.captured.clear();
-            done.captured.extend_from_slice(captured.as_f32()?);
-        }
+        let captured = self.captured_rows()?;
         let Some(own) = self.head_rows()? else {
             // Alone, only keys and values are of use. Others may still read what ranks exchanged.
             let residual = self.residual.clone();
             let links = self.parts.model.links.as_ref();
-            let all: Vec<&Array> = links.map(|_| &residual).into_iter().collect();
-            self.eval(&all)?;
+            let all = links.map(|_| &residual).into_iter().chain(&captured);
+            self.eval(&all.collect::<Vec<_>>())?;
+            done.captured.clear();
+            if let Some(captured) = &captured {
+                done.captured.extend_from_slice(captured.as_f32()?);
+            }
             return Ok(done);
         };
         let (stream, leads) = (self.parts.stream, self.parts.model.shard.leads());
         done.rows = if leads { self.batch.logit_rows() } else { 0 };
         let chosen_by = self.chosen_by();
         if chosen_by == Some(ChosenBy::Ranks) {
-            self.gather_largest(&own, &mut done)?;
+            self.gather_largest((&own, captured.as_ref()), &mut done)?;
             if done.tokens.is_some() {
                 return Ok(done);
             }
         }
         let extents = self.batch.extents();
         let requests: Vec<Logits> = extents.iter().map(|extent| extent.request()).collect();
-        let own = StepLogits::new(stream, own, &requests)?;
+        let own = StepLogits::new(stream, own, &requests)?.with_captured(captured);
         self.evaluate(&own)?;
+        own.read_captured(&mut done.captured)?;
         let mut rows = Vec::new();
         let bytes = own.read(stream, &mut rows)?;
         self.parts.model.counters.logit_bytes.add(bytes);

@@ -42,10 +42,16 @@ impl Step<'_> {
     /// Brings the largest logit of each row to all ranks, which have `own (R, n)` of the vocabulary
     /// each. Sets the tokens, and at the leader the logits, with NaN elsewhere. No tokens where a
     /// row has logits that are no numbers.
-    pub(super) fn gather_largest(&mut self, own: &Array, done: &mut RankStep) -> Result<(), Error> {
+    pub(super) fn gather_largest(
+        &mut self,
+        (own, captured): (&Array, Option<&Array>),
+        done: &mut RankStep,
+    ) -> Result<(), Error> {
         let model = self.parts.model;
         let own = StepLogits::new(self.parts.stream, own.clone(), &self.batch.requests())?;
+        let own = own.with_captured(captured.cloned());
         self.evaluate(&own)?;
+        own.read_captured(&mut done.captured)?;
         let own = own.largest()?.expect("ranks with enough of the vocabulary");
         model.counters.logit_bytes.add(8 * own.len() as u64);
         let first = model.shard.vocab().start as u32;
