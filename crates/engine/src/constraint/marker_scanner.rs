@@ -92,22 +92,6 @@ mod tests {
     }
 
     #[test]
-    fn markers_are_found_across_tokens() {
-        let after = Start::After {
-            marker: "</think>".into(),
-        };
-        assert_eq!(
-            rests(&after, &["a</th", "ink", ">\n\n"]),
-            [(2, "\n\n".to_owned())]
-        );
-        assert_eq!(
-            rests(&after, &["</thin", "</think", ">"]),
-            [(2, String::new())]
-        );
-        assert_eq!(rests(&after, &["</think", "x>"]), []);
-    }
-
-    #[test]
     fn markers_inside_a_span_do_not_count() {
         let lazily = |is_open| Start::Lazily {
             markers: vec!["<call>".into(), "<f=".into()],

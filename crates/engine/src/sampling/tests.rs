@@ -51,6 +51,13 @@ const PLAIN: SamplingParams = SamplingParams {
     order: TemperatureOrder::First,
 };
 
+/// [`PLAIN`] with a change.
+fn plain(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
+    let mut params = PLAIN;
+    change(&mut params);
+    params
+}
+
 /// The definition: the probability of every token, 0 for excluded ones.
 fn reference(p: &SamplingParams, logits: &[f32], (tokens, prompt_len): History<'_>) -> Vec<f64> {
     let mut x: Vec<f64> = logits.iter().map(|l| f64::from(*l)).collect();
@@ -201,36 +208,13 @@ fn draws_are_distributed_as_the_reference() {
     let history: History<'_> = (&[2, 2, 4, 1], 1);
     let cases = [
         PLAIN,
-        SamplingParams {
-            temperature: 0.6,
-            ..PLAIN
-        },
-        SamplingParams {
-            temperature: 3.0,
-            top_k: 4,
-            ..PLAIN
-        },
-        SamplingParams {
-            top_p: 0.8,
-            ..PLAIN
-        },
-        SamplingParams {
-            min_p: 0.2,
-            ..PLAIN
-        },
-        SamplingParams {
-            repetition_penalty: 1.5,
-            ..PLAIN
-        },
-        SamplingParams {
-            presence_penalty: 0.7,
-            frequency_penalty: 0.3,
-            ..PLAIN
-        },
-        SamplingParams {
-            logit_bias: vec![(1, 1.8), (2, -100.0), (5, 0.4)],
-            ..PLAIN
-        },
+        plain(|p| p.temperature = 0.6),
+        plain(|p| (p.temperature, p.top_k) = (3.0, 4)),
+        plain(|p| p.top_p = 0.8),
+        plain(|p| p.min_p = 0.2),
+        plain(|p| p.repetition_penalty = 1.5),
+        plain(|p| (p.presence_penalty, p.frequency_penalty) = (0.7, 0.3)),
+        plain(|p| p.logit_bias = vec![(1, 1.8), (2, -100.0), (5, 0.4)]),
     ];
     let mut bench = SamplerFixture::new(logits.len());
     for params in cases {
@@ -279,10 +263,7 @@ fn greedy_takes_the_first_of_the_largest_and_never_nan() {
     for (logits, expected) in cases {
         // Greedy by temperature 0, and by a temperature whose inverse overflows.
         for temperature in [0.0, -0.0, 1e-40] {
-            let params = SamplingParams {
-                temperature,
-                ..PLAIN
-            };
+            let params = plain(|p| p.temperature = temperature);
             let mut sampler = Sampler::new(params).unwrap();
             let mut bench = SamplerFixture::new(logits.len());
             let got = bench.sample(&mut sampler, logits, NO_HISTORY);
@@ -307,12 +288,7 @@ fn logits_that_are_no_numbers_are_drawn_only_for_want_of_others() {
     for (logits, allowed) in cases {
         for params in [
             PLAIN,
-            SamplingParams {
-                top_k: 2,
-                top_p: 0.99,
-                min_p: 0.1,
-                ..PLAIN
-            },
+            plain(|p| (p.top_k, p.top_p, p.min_p) = (2, 0.99, 0.1)),
         ] {
             let mut sampler = Sampler::new(params.clone()).unwrap();
             let mut bench = SamplerFixture::new(logits.len());
@@ -406,10 +382,7 @@ fn what_is_wrong_with_a_bias_is_said() {
     ];
     for (bias, expected) in cases {
         let logit_bias = bias.to_vec();
-        let params = SamplingParams {
-            logit_bias,
-            ..PLAIN
-        };
+        let params = plain(|p| p.logit_bias = logit_bias);
         let said = params.check_bias(2000).err().map(|error| error.to_string());
         assert_eq!(said.unwrap_or_default(), expected);
     }
@@ -472,11 +445,7 @@ fn a_seed_gives_the_same_tokens_for_ever() {
 fn a_sampler_goes_on_where_it_was_serialised() {
     let logits = random_logits(50, 9);
     let mut bench = SamplerFixture::new(logits.len());
-    let params = SamplingParams {
-        top_p: 0.9,
-        seed: 7,
-        ..PLAIN
-    };
+    let params = plain(|p| (p.top_p, p.seed) = (0.9, 7));
     for n in [0, 1, 2, 3, 17, 100] {
         let mut sampler = Sampler::new(params.clone()).unwrap();
         draw(&mut bench, &mut sampler, &logits, n);
@@ -524,20 +493,9 @@ fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
     // More than the first cut, and nearly all.
     for top_p in [0.9, 0.999, 0.999_999_9] {
         let logits = random_logits(n, 11);
-        let params = SamplingParams {
-            temperature: 5.0,
-            top_p,
-            ..PLAIN
-        };
+        let params = plain(|p| (p.temperature, p.top_p) = (5.0, top_p));
         let weights = bench.weights(&params, &logits, NO_HISTORY).to_vec();
-        let whole = bench.weights(
-            &SamplingParams {
-                temperature: 5.0,
-                ..PLAIN
-            },
-            &logits,
-            NO_HISTORY,
-        );
+        let whole = bench.weights(&plain(|p| p.temperature = 5.0), &logits, NO_HISTORY);
         let wanted = f64::from(top_p) * total(whole);
         let least = weights
             .iter()
@@ -630,17 +588,8 @@ fn instruction_sets_change_nothing() {
     let history: Vec<u32> = (0..200).map(|i| i * 7 % 3000).collect();
     let cases = [
         PLAIN,
-        SamplingParams {
-            temperature: 0.7,
-            top_p: 0.9,
-            ..PLAIN
-        },
-        SamplingParams {
-            top_k: 40,
-            min_p: 0.02,
-            repetition_penalty: 1.1,
-            ..PLAIN
-        },
+        plain(|p| (p.temperature, p.top_p) = (0.7, 0.9)),
+        plain(|p| (p.top_k, p.min_p, p.repetition_penalty) = (40, 0.02, 1.1)),
     ];
     for params in cases {
         let run = |set| {
@@ -661,11 +610,7 @@ fn instruction_sets_change_nothing() {
 #[test]
 fn ranks_send_no_more_logits_than_decide() {
     let top = |n, within| Logits::Top(TopLogits { n, within });
-    let sampled = |temperature, top_k| SamplingParams {
-        temperature,
-        top_k,
-        ..PLAIN
-    };
+    let sampled = |temperature, top_k| plain(|p| (p.temperature, p.top_k) = (temperature, top_k));
     for (params, wanted) in [
         (SamplingParams::default(), Logits::Best),
         (sampled(0.0, 40), Logits::Best),

@@ -7,9 +7,7 @@ use paceline_tensor::PAGE;
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, alone, id_of};
 use super::tiny::{END, TinyModel, VOCAB};
-use crate::{
-    Engine, EngineConfig, Error, Event, Finish, GenerationRequest, SamplingParams, SequenceId,
-};
+use crate::{Engine, EngineConfig, Error, Finish, GenerationRequest, SamplingParams, SequenceId};
 
 const CONTEXT: usize = 2 * PAGE;
 
@@ -297,41 +295,4 @@ fn a_prompt_is_begun_only_when_there_are_pages_for_all_of_it() {
     );
     assert_eq!(rig.preemptions, 0);
     rig.drain();
-}
-
-/// Prefills a prompt of 100 tokens, 5 rows per step, while three answers are generated. `is_first`:
-/// whether it arrived first.
-fn read_beside_answers(tiny: &TinyModel, is_first: bool) -> Rig {
-    let config = EngineConfig {
-        max_rows: 5,
-        ..sizes()
-    };
-    let mut rig = Rig::new(tiny, config);
-    let mut others = long_answers(tiny, 3);
-    others.insert(if is_first { 0 } else { 3 }, greedy(prompt(100, 9), 5));
-    let mut short: Vec<SequenceId> = others.iter().map(|r| rig.submit(r)).collect();
-    let long = short.remove(if is_first { 0 } else { 3 });
-    let mut steps = 0;
-    while rig.outcomes[&long].prompt_reads == 0 {
-        let events = rig.step();
-        for id in &short {
-            let is_token = |e: &&Event| matches!(e, Event::Token { .. }) && id_of(e) == *id;
-            assert_eq!(
-                events.iter().filter(is_token).count(),
-                1,
-                "{id:?} {events:?}"
-            );
-        }
-        steps += 1;
-    }
-    assert_eq!(steps, 50, "2 of 5 rows are left for the prompt");
-    rig
-}
-
-#[test]
-fn a_long_prompt_does_not_stall_answers() {
-    let tiny = TinyModel::new(1);
-    for is_first in [true, false] {
-        read_beside_answers(&tiny, is_first).drain();
-    }
 }

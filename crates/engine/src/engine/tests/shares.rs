@@ -88,47 +88,6 @@ fn many_streams_of_a_client_slow_others_little() {
 }
 
 #[test]
-fn a_client_alone_has_all_rows() {
-    let tiny = TinyModel::new(1);
-    let mut simulation = beside(&tiny, 28);
-    for _ in 0..40 {
-        assert_eq!(simulation.step().decoding, 28);
-    }
-    // The rows of a client without requests go to the others.
-    let id = simulation.rig.submit(&stream(1, prompt(9, 1), 10));
-    while simulation.rig.outcomes[&id].finish.is_none() {
-        simulation.step();
-    }
-    for _ in 0..40 {
-        assert_eq!(simulation.step().decoding, 28);
-    }
-}
-
-/// Every stream of the greedy client makes progress, though few of them in each step.
-#[test]
-fn streams_take_turns() {
-    let tiny = TinyModel::new(1);
-    let mut simulation = beside(&tiny, 28);
-    let tokens = |simulation: &Simulation| -> Vec<usize> {
-        let outcomes = simulation.rig.outcomes.values().take(28);
-        outcomes.map(|outcome| outcome.tokens.len()).collect()
-    };
-    simulation.rig.submit(&stream(1, prompt(9, 1), 300));
-    for _ in 0..30 {
-        simulation.step();
-    }
-    let before = tokens(&simulation);
-    for _ in 0..140 {
-        simulation.step();
-    }
-    let after = tokens(&simulation);
-    let more: Vec<usize> = after.iter().zip(&before).map(|(a, b)| a - b).collect();
-    let (least, most) = (more.iter().min().unwrap(), more.iter().max().unwrap());
-    assert!(*least >= 5, "a row each in 28 steps at least: {more:?}");
-    assert!(*most < 100 && most - least <= 2, "in turn: {more:?}");
-}
-
-#[test]
 fn requests_of_several_clients_get_places_at_once() {
     let tiny = TinyModel::new(1);
     let mut simulation = beside(&tiny, 50);

@@ -62,14 +62,7 @@ pub(super) fn logits_of(model: &TinyModel, tokens: &[u32]) -> Vec<Vec<f32>> {
             context: n,
         },
     );
-    let sequence = BatchSequence {
-        tokens,
-        position: 0,
-        pages: &pages,
-        windows: &[],
-        adapter: 0,
-        logits: Logits::All,
-    };
+    let sequence = BatchSequence::plain(tokens, 0, &pages, Logits::All);
     let batch = Batch {
         sequences: &[sequence],
     };

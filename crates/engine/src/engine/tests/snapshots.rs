@@ -1,10 +1,10 @@
-//! A moved sequence continues as if it had never been moved.
+//! Where snapshots go in another engine. That their sequences continue as if they had never been
+//! moved: `schedules`.
 
 use paceline_tensor::PAGE;
-use paceline_text::detokenizer::StopOutput;
 
-use super::requests::{mixed, prompt, request};
-use super::rig::{Rig, SequenceOutcome, alone};
+use super::requests::{prompt, request};
+use super::rig::{Rig, SequenceOutcome};
 use super::tiny::TinyModel;
 use crate::{EngineConfig, Error, SamplingParams, Snapshot};
 
@@ -19,51 +19,6 @@ fn other_sizes() -> EngineConfig {
         max_rows: 17,
         ..EngineConfig::single("tiny", CONTEXT)
     }
-}
-
-/// Snapshots within a prompt, a character or a stop string, counted.
-#[derive(Debug, Default)]
-struct PartialCounts {
-    prompts: usize,
-    characters: usize,
-    stop_strings: usize,
-}
-
-impl PartialCounts {
-    fn look_at(&mut self, snapshot: &Snapshot) {
-        let tail = snapshot.decoder.clone().finish();
-        self.characters += usize::from(!tail.is_empty());
-        let held = snapshot.stops.clone().finish();
-        self.stop_strings += usize::from(held != StopOutput::default());
-        self.prompts += usize::from(snapshot.tokens().len() == snapshot.prompt_len());
-    }
-}
-
-#[test]
-fn a_copy_taken_at_any_step_goes_on_the_same() {
-    let (here, there) = (TinyModel::new(1), TinyModel::new(2));
-    let mut seen = PartialCounts::default();
-    for request in mixed(&here) {
-        let expected = alone(&here, &request, CONTEXT);
-        let mut config = EngineConfig::single("tiny", CONTEXT);
-        config.max_rows = 50;
-        let mut rig = Rig::new(&here, config);
-        let id = rig.submit(&request);
-        while !rig.engine.is_idle() {
-            let snapshot = rig.engine.snapshot(id).unwrap();
-            seen.look_at(&snapshot);
-            let mut other = Rig::new(&there, other_sizes());
-            let copy = other.restore(&snapshot, rig.outcomes[&id].clone());
-            other.drain();
-            assert_eq!(other.outcomes[&copy], expected, "{snapshot:?}");
-            rig.step();
-        }
-        assert_eq!(rig.outcomes[&id], expected, "the original is not disturbed");
-    }
-    assert!(
-        seen.prompts > 5 && seen.characters > 5 && seen.stop_strings > 5,
-        "{seen:?}"
-    );
 }
 
 #[test]

@@ -52,29 +52,6 @@ fn ends(rig: &mut Rig) -> Vec<SequenceId> {
 }
 
 #[test]
-fn waiting_requests_get_their_turn_by_priority_and_deadline() {
-    let tiny = TinyModel::new(1);
-    let mut rig = Rig::new(&tiny, sizes(1)).unordered();
-    let order = |priority, deadline_ms| SchedulingParams {
-        priority,
-        deadline_ms,
-        client: 0,
-    };
-    let first = rig.submit(&long(3, 1, order(0, None)));
-    step(&mut rig);
-    let orders = [
-        order(-1, Some(60_000)),
-        order(0, None),
-        order(0, Some(60_000)),
-        order(0, Some(50_000)),
-        order(2, None),
-    ];
-    let ids = orders.map(|order| rig.submit(&long(3, 1, order)));
-    let expected = [first, ids[4], ids[3], ids[2], ids[1], ids[0]];
-    assert_eq!(ends(&mut rig), expected);
-}
-
-#[test]
 fn an_answer_ends_when_its_deadline_is_over() {
     let tiny = TinyModel::new(1);
     let mut rig = Rig::new(&tiny, sizes(1)).unordered();
