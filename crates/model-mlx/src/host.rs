@@ -51,8 +51,8 @@ const FIRST_FAST: Duration = Duration::from_secs(60);
 /// device that another program shares, or that is hot, is some three times as slow.
 const SLOWER: u32 = 20;
 
-/// The same of a device with fast waits: on a busy processor, where evaluations take a second, a
-/// wedge is to be found before an answer's client gives up. A wrong guess costs the fast waits.
+/// The same of a device with fast waits. On a busy processor evaluations take a second, and a wedge
+/// is to be found before a client gives up. A wrong guess costs the fast waits.
 const SLOWER_FAST: u32 = 5;
 
 /// Evaluations that are remembered.

@@ -78,7 +78,7 @@ impl Sequence {
         }
     }
 
-    /// Goes on behind a token.
+    /// Appends a token.
     fn take(&mut self, token: u32) {
         self.position += self.pending.len();
         self.pending = vec![token];

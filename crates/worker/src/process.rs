@@ -198,8 +198,9 @@ impl RankWorker<'_> {
             None => self.poll(),
         }
     }
-    /// Ends this process where a GPU hung with fast waits, its own or one beside it: each call
-    /// would hang again. Its successor waits by the system.
+
+    /// Ends this process where a GPU of this machine hung with fast waits: each call would hang
+    /// again. The next process waits by the system.
     fn end_if_hung(&self) {
         if self.mlx.has_hung() {
             paceline_model_mlx::exit(1);

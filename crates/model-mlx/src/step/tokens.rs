@@ -1,4 +1,4 @@
-//! The tokens that the ranks of a tensor split choose together, so that each can compute the next
+//! The tokens that the ranks of a tensor split choose together. Each rank then computes the next
 //! step before the leader's caller has read them.
 //!
 //! ```text
@@ -77,9 +77,9 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Has the leader's device draw tokens from the gathered logits. These are NaN then, but for the
-    /// tokens. Sets the tokens of all ranks, unless the leader's caller is to choose one: of a row
-    /// that it needs, or that has no largest number.
+    /// Has the leader's device draw tokens from the gathered logits. All other logits are NaN then.
+    /// Sets the tokens of all ranks. There are none where the leader's caller needs a row, or where
+    /// a row has no largest number.
     pub(super) fn draw(&self, done: &mut RankStep) -> Result<(), Error> {
         let (model, n) = (self.parts.model, self.batch.logit_rows());
         let leads = model.shard.leads();
@@ -121,8 +121,8 @@ impl Step<'_> {
         Ok(chosen.collect())
     }
 
-    /// Brings the words of each rank of the stage to all of them, `counts` of each. Sets whether the
-    /// next step [may begin pages](RankStep::may_begin).
+    /// Brings the words of each rank of the stage to all of them, `counts` of each. Sets whether
+    /// the next step [may begin pages](RankStep::may_begin).
     fn exchange_words(
         &self,
         own: &[u32],
