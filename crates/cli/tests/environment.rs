@@ -5,7 +5,7 @@ use std::process::Stdio;
 
 use crate::common::home::TestHome;
 use crate::common::until;
-use crate::mapreduce::children;
+use crate::nodes::processes::all_children;
 use crate::train;
 
 /// A file in `/proc` of a process; empty when that has ended.
@@ -37,7 +37,7 @@ fn workers_of_jobs_and_trainings_get_no_secrets_of_the_environment() {
         let mut running = command.spawn().unwrap();
         let mut workers = Vec::new();
         until("two workers run", || {
-            workers = children(running.id());
+            workers = all_children(running.id());
             // Before it runs its program, a child has its parent's variables.
             workers.retain(|pid| told(*pid, "cmdline").contains("worker\0"));
             workers.len() == 2 || running.try_wait().unwrap().is_some()

@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use crate::common::hosts::{LaunchOutput, SshHosts, finish, write_program};
 use crate::common::until;
+use crate::nodes::processes::all_children;
 
 /// Raw values of some 30 binary orders: seven parts.
 fn stocked() -> SshHosts {
@@ -34,32 +35,21 @@ fn object(ended: LaunchOutput) -> Value {
     serde_json::from_str(&ended.ok().stdout).unwrap()
 }
 
-#[test]
-fn jobs_on_hosts_have_the_bits_of_one_process() {
-    let world = stocked();
-    let alone = object(finish(start(&world, &SUM)));
-    let both = object(finish(start(
-        &world,
-        &[&SUM[..], &["--hosts", "a,b"]].concat(),
-    )));
-    assert_eq!(both["value"], alone["value"]);
-    assert_eq!((&both["nodes"], &both["lost"]), (&2.into(), &0.into()));
-    let calls = world.calls();
-    assert_eq!(calls.len(), 2, "{calls:?}");
-    assert!(
-        calls.iter().all(|call| call.contains("BatchMode=yes")),
-        "{calls:?}"
-    );
-
-    // A host says how many threads it has once it computes.
-    let threads = both["node_threads"].as_array().unwrap();
-    assert!(threads.len() == 2 && threads.contains(&1.into()), "{both}");
-}
-
-/// Rows and keys of hosts come over their lines: hosts write no file.
+/// Numbers, rows and keys of hosts come over their lines: hosts write no file.
 #[test]
 fn files_that_hosts_compute_have_the_bits_of_one_process() {
     let world = stocked();
+    let alone = object(finish(start(&world, &SUM)));
+    let args = [&SUM[..], &["--hosts", "a,b"]].concat();
+    let both = object(finish(start(&world, &args)));
+    assert_eq!(both["value"], alone["value"]);
+    assert_eq!((&both["nodes"], &both["lost"]), (&2.into(), &0.into()));
+    let calls = world.calls();
+    let is_silent = |call: &String| call.contains("BatchMode=yes");
+    assert!(calls.len() == 2 && calls.iter().all(is_silent), "{calls:?}");
+    // A host says how many threads it has once it computes.
+    let threads = both["node_threads"].as_array().unwrap();
+    assert!(threads.len() == 2 && threads.contains(&1.into()), "{both}");
     let out = world.path("here/out.npy");
     for job in [
         &["sort", "x.raw"][..],
@@ -113,11 +103,11 @@ fn a_host_that_is_lost_or_greets_first_changes_no_bit() {
     assert_eq!(greeted["value"], alone["value"]);
 
     let mut killed = start(&world, &[&job[..], &["--hosts", "a,b"]].concat());
-    let bridges = |pid: u32| children(pid).len();
+    let bridges = |pid: u32| all_children(pid).len();
     until("bridges", || {
         bridges(killed.id()) == 2 || killed.try_wait().unwrap().is_some()
     });
-    if let Some(bridge) = children(killed.id()).first() {
+    if let Some(bridge) = all_children(killed.id()).first() {
         let _ = kill_process(Pid::from_raw(*bridge as i32).unwrap(), Signal::KILL);
     }
     assert_eq!(object(finish(killed))["value"], alone["value"]);
@@ -137,14 +127,4 @@ fn hosts_that_cannot_compute_are_named() {
     assert_eq!(wrong.code, Some(2), "{wrong:?}");
     let wrong = finish(start(&world, &[&SUM[..], &["--hosts=-x"]].concat()));
     assert!(wrong.stderr.contains("hyphen"), "{wrong:?}");
-}
-
-/// Processes whose parent is `parent`.
-fn children(parent: u32) -> Vec<u32> {
-    let tasks = format!("/proc/{parent}/task");
-    let all = fs::read_dir(tasks).into_iter().flatten().flatten();
-    let lists = all.map(|task| fs::read_to_string(task.path().join("children")));
-    let text: Vec<String> = lists.flatten().collect();
-    let ids = text.iter().flat_map(|list| list.split_whitespace());
-    ids.filter_map(|id| id.parse().ok()).collect()
 }

@@ -1,17 +1,13 @@
 //! `paceline kb` as a user, a script or a terminal calls it.
 #![allow(clippy::unwrap_used, reason = "test code outside of test functions")]
 
-use std::ffi::OsStr;
-use std::fs::{self, File};
-use std::io::Read;
-use std::os::unix::ffi::OsStrExt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use rustix::termios::{Winsize, tcsetwinsize};
 use serde_json::{Value, json};
 
+use crate::common::terminal::Terminal;
 use crate::common::text;
 
 const OWN: &str = "[[finding]]\nid = 9001\nstatement = \"My quokka cluster answers in 4 µs.\"\n\
@@ -291,35 +287,11 @@ fn a_home_that_cannot_be_written_to_is_said() {
     assert!(text(&output.stderr).contains("PACELINE_HOME"));
 }
 
-/// The output of `command` on a terminal of `columns` columns.
-fn on_terminal(mut command: Command, columns: u16) -> String {
-    let person = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
-    grantpt(&person).unwrap();
-    unlockpt(&person).unwrap();
-    let name = ptsname(&person, Vec::new()).unwrap();
-    let process = File::options()
-        .read(true)
-        .write(true)
-        .open(OsStr::from_bytes(name.as_bytes()))
-        .unwrap();
-    let size = Winsize {
-        ws_row: 25,
-        ws_col: columns,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    };
-    tcsetwinsize(&process, size).unwrap();
-    let mut child = command.stdout(process).spawn().unwrap();
-    // The command, too, holds the terminal's other side; without it the last reader would wait.
-    drop(command);
-    let mut shown = Vec::new();
-    let mut buffer = [0; 4096];
-    let mut person = File::from(person);
-    while let Ok(n @ 1..) = person.read(&mut buffer) {
-        shown.extend_from_slice(&buffer[..n]);
-    }
-    assert!(child.wait().unwrap().success());
-    text(&shown)
+/// The output of `command` on a terminal of 50 columns.
+fn on_terminal(mut command: Command) -> String {
+    let mut terminal = Terminal::of_width(&mut command, Some(50));
+    assert!(terminal.child.wait().unwrap().success());
+    terminal.raw()
 }
 
 #[test]
@@ -333,9 +305,9 @@ fn a_terminal_gets_its_width_and_bold_words() {
             .env("COLUMNS", "90");
         command
     };
-    let shown = on_terminal(command("xterm", ""), 50);
+    let shown = on_terminal(command("xterm", ""));
     assert!(shown.contains("\x1b[1mSIGBUS\x1b[0m"), "{shown}");
-    let plain = on_terminal(command("xterm", "1"), 50);
+    let plain = on_terminal(command("xterm", "1"));
     assert!(
         plain.contains("SIGBUS") && !plain.contains('\x1b'),
         "{plain}"
@@ -344,7 +316,7 @@ fn a_terminal_gets_its_width_and_bold_words() {
         plain.lines().all(|line| line.chars().count() <= 50),
         "{plain}"
     );
-    assert!(!on_terminal(command("dumb", ""), 50).contains('\x1b'));
+    assert!(!on_terminal(command("dumb", "")).contains('\x1b'));
 }
 
 #[test]

@@ -2,14 +2,14 @@
 //! processes, after a killed worker, and after a job that was killed and resumed.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Child;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::common::home::TestHome;
-use crate::common::{assert_parts, collect, finish, text, until};
+use crate::common::{assert_parts, collect, finish, text, until, words};
 
 /// Rows of the columns: seven parts of the smallest size.
 const ROWS: u64 = 400_000;
@@ -252,15 +252,7 @@ fn a_graphics_processor_changes_no_bit() {
         }",
     )
     .unwrap();
-    let near = [
-        "reduce",
-        "sum",
-        "keys.npy",
-        "--wgsl",
-        "near.wgsl",
-        "--device",
-        "gpu",
-    ];
+    let near = words("reduce sum keys.npy --wgsl near.wgsl --device gpu");
     let [one, two] = ["1", "2"].map(|nodes| {
         json(
             &world,
@@ -272,27 +264,6 @@ fn a_graphics_processor_changes_no_bit() {
     let beyond = [&["mapreduce"], &near[..], &["--halo", "1"]].concat();
     let output = finish(&mut world.paceline(beyond));
     assert_parts(&near, &text(&output.stderr), &["beyond its halo"]);
-}
-
-/// Processes whose parent is `parent`.
-#[cfg(target_os = "linux")]
-pub(crate) fn children(parent: u32) -> Vec<u32> {
-    let entries = fs::read_dir("/proc").unwrap();
-    let child = |path: PathBuf| {
-        let stat = fs::read_to_string(path.join("stat")).ok()?;
-        let of: u32 = stat
-            .rsplit_once(')')?
-            .1
-            .split_whitespace()
-            .nth(1)?
-            .parse()
-            .ok()?;
-        let pid = path.file_name()?.to_str()?.parse().ok()?;
-        (of == parent).then_some(pid)
-    };
-    entries
-        .filter_map(|entry| child(entry.unwrap().path()))
-        .collect()
 }
 
 /// Kills a process, which may have ended by itself.
@@ -310,6 +281,8 @@ fn until_in(job: &mut Child, what: &str, mut done: impl FnMut(u32) -> bool) {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_killed_worker_changes_no_bit() {
+    use crate::nodes::processes::all_children;
+
     let world = stocked();
     let samples = ["montecarlo", "sin(x) * y", "--samples", SAMPLES];
     let sort = ["sort", "values.npy", "-o", "out.npy"];
@@ -317,8 +290,8 @@ fn a_killed_worker_changes_no_bit() {
     for args in [&samples[..], &sort, &groups] {
         let alone = json(&world, args, "1");
         let mut job = start(&world, &[args, &["--nodes", "3"]].concat());
-        until_in(&mut job, "workers", |pid| children(pid).len() == 3);
-        if let Some(worker) = children(job.id()).get(1) {
+        until_in(&mut job, "workers", |pid| all_children(pid).len() == 3);
+        if let Some(worker) = all_children(job.id()).get(1) {
             kill(*worker);
         }
         let said = object(job);

@@ -42,68 +42,35 @@ fn the_questions_have_the_answers_that_the_page_shows() {
     assert!(seen >= 6, "{seen} commands on the page");
 }
 
+/// Cluster files, and what is said of them. `NODE` and `LINK` begin tables of known kinds, and
+/// `\n` ends a line.
+const CLUSTERS: &str = r#" | the cluster has no nodes
+[[node]]\nkind = "nope" | machine "nope" is not in the catalogue
+NODE\ncount = 10000 | 10000 nodes, at most 512
+NODE\nmemory_gb = -5 | memory_gb is -5
+NODE\nmemory_gb = inf | memory_gb is inf
+NODE\nmemory_bandwidth_gb_s = nan | bandwidth in B/s is NaN
+NODE\nmemory_bandwidth_gb_s = 0 | bandwidth in B/s is 0
+NODE\nfp16_tflops = -1 | is -1
+NODE\nload_w = nan | is NaN
+NODE\ncount = 2 | no link joins "n0" with "n1"
+NODE\ncount = 2\nLINK\nbandwidth_gbit_s = 0 | bandwidth in B/s is 0
+NODE\ncount = 2\nLINK\nlatency_us = -1 | is -
+NODE\nLINK\nbetween = ["n0", "x"] | no node named "x"
+NODE\ncount = 512\nLINK\nLINK\nLINK\nLINK\nLINK\nLINK\nLINK\nLINK\nLINK | links, at most 523264
+[[node]]\nkind = 5 | invalid type
+[[nodes]] | unknown field
+\0 | TOML parse error"#;
+
 #[test]
 fn absurd_clusters_are_refused_by_name() {
     let file = tempfile::NamedTempFile::new().unwrap();
-    for (toml, said) in [
-        ("", "the cluster has no nodes"),
-        (
-            "[[node]]\nkind = \"nope\"",
-            "machine \"nope\" is not in the catalogue",
-        ),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\ncount = 10000",
-            "10000 nodes, at most 512",
-        ),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\nmemory_gb = -5",
-            "memory_gb is -5",
-        ),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\nmemory_bandwidth_gb_s = nan",
-            "bandwidth in B/s is NaN",
-        ),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\nmemory_bandwidth_gb_s = 0",
-            "bandwidth in B/s is 0",
-        ),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\ncount = 2",
-            "no link joins \"n0\" with \"n1\"",
-        ),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\ncount = 2\n[[link]]\nkind = \"10gbe\"\nbandwidth_gbit_s = 0",
-            "bandwidth in B/s is 0",
-        ),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\n[[link]]\nkind = \"10gbe\"\nbetween = [\"n0\", \"x\"]",
-            "no node named \"x\"",
-        ),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\nmemory_gb = inf",
-            "memory_gb is inf",
-        ),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\nfp16_tflops = -1",
-            "is -1",
-        ),
-        ("[[node]]\nkind = \"rtx-3090-24\"\nload_w = nan", "is NaN"),
-        (
-            "[[node]]\nkind = \"rtx-3090-24\"\ncount = 2\n[[link]]\nkind = \"10gbe\"\nlatency_us = -1",
-            "is -",
-        ),
-        (
-            &format!(
-                "[[node]]\nkind = \"rtx-3090-24\"\ncount = 512\n{}",
-                "[[link]]\nkind = \"10gbe\"\n".repeat(9)
-            ),
-            "links, at most 523264",
-        ),
-        ("[[node]]\nkind = 5", "invalid type"),
-        ("[[nodes]]", "unknown field"),
-        ("\u{0}", "TOML parse error"),
-    ] {
-        std::fs::write(file.path(), toml).unwrap();
+    for row in CLUSTERS.lines() {
+        let (toml, said) = row.split_once(" | ").unwrap();
+        let toml = toml.replace("NODE", "[[node]]\\nkind = \"rtx-3090-24\"");
+        let toml = toml.replace("LINK", "[[link]]\\nkind = \"10gbe\"");
+        let toml = toml.replace("\\n", "\n").replace("\\0", "\0");
+        std::fs::write(file.path(), &toml).unwrap();
         let out = plan(&["Llama-3.1-8B", "--cluster", file.path().to_str().unwrap()]);
         let error = text(&out.stderr);
         assert_eq!(out.status.code(), Some(1), "{toml}: {error}");

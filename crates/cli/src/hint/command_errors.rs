@@ -212,37 +212,3 @@ fn more_context(tokens: usize, context: usize, trained: usize, in_chat: bool) ->
         format!("{shorter}: the model was trained for {trained} positions")
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_prompt_that_is_too_long_gets_advice_that_helps() {
-        for (tokens, context, trained, in_chat, advice) in [
-            (
-                9000,
-                8192,
-                32768,
-                false,
-                "shorten the prompt, or give room with --context N, up to 32768 for this model",
-            ),
-            (
-                9000,
-                8192,
-                8192,
-                true,
-                "/clear forgets the conversation: the model was trained for 8192 positions",
-            ),
-            (
-                40000,
-                8192,
-                32768,
-                false,
-                "shorten the prompt: the model was trained for 32768 positions",
-            ),
-        ] {
-            assert_eq!(more_context(tokens, context, trained, in_chat), advice);
-        }
-    }
-}

@@ -262,6 +262,7 @@ mod tests {
         assert_eq!(other_file(&pipe), None);
     }
 
+    /// More of them: `tests/run/errors.rs`.
     #[test]
     fn errors_inside_of_others_are_advised_on() {
         let file = |error| gguf::Error::InFile {
@@ -269,35 +270,15 @@ mod tests {
             error: Box::new(error),
         };
         let io = |kind| std::io::Error::from(kind);
-        let denied = || OpenError::Io(io(ErrorKind::PermissionDenied));
-        let not_gguf = gguf::Error::NotGguf {
-            looks_like: LooksLike::Html,
-        };
         let memory = || paceline_tensor::Error::Memory {
             bytes: paceline_base::Bytes(1),
             reason: String::new(),
         };
         let engine = |error| paceline_engine::Error::Model(error);
-        let cases: [(Box<dyn StdError>, &str); 6] = [
-            (
-                Box::new(paceline_model::Error::Gguf(file(not_gguf))),
-                "web page",
-            ),
-            (
-                Box::new(paceline_model::Error::Gguf(file(gguf::Error::Open(
-                    denied(),
-                )))),
-                "read access",
-            ),
+        let cases: [(Box<dyn StdError>, &str); 3] = [
             (
                 Box::new(engine(paceline_model::Error::Cache(memory()))),
                 "--context",
-            ),
-            (
-                Box::new(chat::Error::Template(chat::TemplateError::Raised {
-                    message: "no".into(),
-                })),
-                "--system",
             ),
             (
                 Box::new(tokenizer::Error::UnknownPre { name: "x".into() }),

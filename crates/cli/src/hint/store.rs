@@ -267,32 +267,6 @@ mod tests {
 
     #[test]
     fn hints_say_what_to_do() {
-        let failures = vec![
-            (
-                "hub".to_owned(),
-                Error::HubUnreachable {
-                    host: "h".into(),
-                    after: std::time::Duration::from_secs(3),
-                    cause: "no answer in time".into(),
-                },
-            ),
-            (
-                "wheel".to_owned(),
-                Error::PipMissing {
-                    program: "python3".into(),
-                },
-            ),
-        ];
-        let all = hints(&Error::AllSourcesFailed {
-            name: "x".into(),
-            failures,
-        });
-        assert_eq!(all.len(), 2);
-        assert!(
-            all[0].contains("HTTPS_PROXY") && all[1].contains("python3-pip"),
-            "{all:?}"
-        );
-
         let full = Error::DiskFull {
             path: "/x".into(),
             needed: Bytes(5 << 20),

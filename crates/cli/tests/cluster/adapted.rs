@@ -35,8 +35,7 @@ fn an_adapter_goes_to_the_machines_that_compute_with_it() {
     assert_eq!(copies(&one).len(), 1, "the adapter as one file");
     assert!(!copies(&two).is_empty(), "the same from the other");
 
-    let api = one.nodes()[0]["api"][0].as_str().unwrap().to_owned();
-    let port: u16 = api.rsplit_once(':').unwrap().1.parse().unwrap();
+    let port = one.port();
     let adapted = format!("{MODEL}:poet");
     let names = || {
         let list = http::ask(port, "/v1/models", None).body;

@@ -50,15 +50,7 @@ fn a_node_runs_alone_and_once() {
 fn an_encoder_is_loaded_and_unloaded() {
     let mut machine = TestMachine::new("solo", None);
     machine.up(&["--control-port", "0"]);
-    let address = || machine.nodes()[0]["api"][0].as_str().map(str::to_owned);
-    until("the API listens", || address().is_some());
-    let port = address()
-        .unwrap()
-        .rsplit_once(':')
-        .unwrap()
-        .1
-        .parse()
-        .unwrap();
+    let port = machine.port();
     let folder = encoder("qwen3-last");
     machine.told(&["load", &folder, "--threads", "1"]);
     until("a door is open", || {
@@ -78,9 +70,7 @@ fn an_encoder_is_loaded_and_unloaded() {
 fn a_node_without_a_model_has_an_api() {
     let mut machine = TestMachine::new("solo", None);
     machine.up(&["--control-port", "0"]);
-    let address = || machine.nodes()[0]["api"][0].as_str().map(str::to_owned);
-    until("the API listens", || address().is_some());
-    let address = address().unwrap();
+    let address = machine.api();
     let ask = |method: &str, path: &str| {
         let mut stream = TcpStream::connect(&address).unwrap();
         let head = "HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0";

@@ -1,5 +1,5 @@
-//! A machine reads prompts, another decodes: the same answers, also when the first is lost. In
-//! another class they are near.
+//! A machine reads prompts in another class, another decodes: near answers, also when the first is
+//! lost. In one class, over processes: `crate::nodes::apart`.
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -9,66 +9,6 @@ use super::{TestMachine, said, until};
 use crate::nodes::apart::assert_near;
 use crate::nodes::http;
 use crate::nodes::processes::{children, signal};
-
-/// The text, and the tokens of the prompt that the machine that decodes did not compute, of how
-/// many.
-fn answer(port: u16, word: &str) -> (String, u64, u64) {
-    let prompt = format!("{word} {}", "one two three four ".repeat(40));
-    let body = json!({
-        "model": MODEL, "prompt": prompt, "max_tokens": 24, "temperature": 0.8, "seed": 5,
-    });
-    let answer = http::ask(port, "/v1/completions", Some(&body));
-    assert_eq!(answer.status, 200, "{:?}", answer.body);
-    let usage = &answer.body["usage"];
-    let cached = &usage["prompt_tokens_details"]["cached_tokens"];
-    (
-        answer.body["choices"][0]["text"]
-            .as_str()
-            .unwrap()
-            .to_owned(),
-        cached.as_u64().unwrap_or_default(),
-        usage["prompt_tokens"].as_u64().unwrap(),
-    )
-}
-
-fn ps(host: &TestMachine) -> Vec<Value> {
-    let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
-    all.as_array().unwrap().clone()
-}
-
-fn api_port(host: &TestMachine) -> u16 {
-    let api = host.nodes()[0]["api"][0].as_str().unwrap().to_owned();
-    api.rsplit_once(':').unwrap().1.parse().unwrap()
-}
-
-#[test]
-fn a_machine_reads_prompts_for_another() {
-    let one = up("one", None);
-    let mut two = up("two", Some(&one));
-    let load = ["load", MODEL, "--nodes", "one", "--threads", "1"];
-    let refused = one.run(&[&load[..], &["--prefill-nodes", "one"]].concat());
-    let why = said(&refused);
-    assert!(
-        why.contains("one is to decode and to read prompts"),
-        "{why}"
-    );
-    one.told(&[&load[..], &["--prefill-nodes", "two"]].concat());
-    assert_eq!(ps(&one)[0]["nodes"], json!(["one"]));
-    assert_eq!(ps(&one)[0]["prompts"], json!(["two"]));
-
-    let port = api_port(&one);
-    let (red, cached, tokens) = answer(port, "red");
-    assert_eq!(cached, (tokens - 1) / 64 * 64, "of {tokens}");
-    two.kill();
-    let (blue, cached, _) = answer(port, "blue");
-    assert_eq!(cached, 0, "computed by the machine that decodes");
-
-    one.told(&["unload", MODEL]);
-    until("it is gone", || ps(&one).is_empty());
-    one.told(&load);
-    assert_eq!(answer(port, "red").0, red);
-    assert_eq!(answer(port, "blue").0, blue);
-}
 
 /// A greedy request with log-probabilities.
 fn greedy(word: &str, tokens: u32) -> Value {
@@ -103,18 +43,28 @@ fn a_machine_of_another_class_reads_prompts() {
     let load = ["load", MODEL, "--nodes", "two", "--threads", "1"];
     let load = [&load[..], &["--drafts", "0", "--class", "cpu-f32"]].concat();
     one.told(&load);
-    let port = api_port(&one);
+    let port = one.port();
     let asked = ["red", "blue"].map(|word| greedy(word, 24));
     let expected = asked.each_ref().map(|request| choice(port, request).0);
     one.told(&["unload", MODEL]);
-    until("it is gone", || ps(&two).is_empty());
+    until("it is gone", || two.ps().is_empty());
 
     let apart = ["--prefill-nodes", "one", "--prefill-class", "cpu"];
     let load = [&load[..], &apart].concat();
     let why = said(&one.run(&[&load[..], &["--strict"]].concat()));
     assert!(why.contains("answers would only be near"), "{why}");
+    let why = said(&one.run(&[&load[..], &["--prefill-nodes", "two"]].concat()));
+    assert!(
+        why.contains("two is to decode and to read prompts"),
+        "{why}"
+    );
     one.told(&load);
-    assert_eq!(ps(&one)[0]["numbers"], "cpu>cpu-f32");
+    let it = &one.ps()[0];
+    assert_eq!(it["numbers"], "cpu>cpu-f32");
+    assert_eq!(
+        (&it["nodes"], &it["prompts"]),
+        (&json!(["two"]), &json!(["one"]))
+    );
     let models = http::ask(port, "/v1/models", None).body;
     assert_eq!(models["data"][0]["numbers"], "cpu>cpu-f32");
     for _ in 0..2 {

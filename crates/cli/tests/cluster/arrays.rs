@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::{TestMachine, said, shared, until};
 use crate::common::{collect, text};
-use crate::mapreduce::children;
+use crate::nodes::processes::all_children;
 
 /// Raw values of some 30 binary orders: seven parts.
 const ROWS: u64 = 400_000;
@@ -98,7 +98,9 @@ fn a_machine_is_lost_in_the_middle(one: &TestMachine, two: &mut TestMachine) {
     until("the other machine computes", || {
         let ended = both.try_wait().unwrap();
         assert!(ended.is_none(), "it was over too early");
-        children(node).into_iter().any(|pid| ticks(pid) >= TICKS)
+        all_children(node)
+            .into_iter()
+            .any(|pid| ticks(pid) >= TICKS)
     });
     two.kill();
     let output = collect(both);

@@ -40,7 +40,7 @@ fn machines_that_sleep_together_accuse_nobody() {
     }
     let woken = Instant::now();
     while woken.elapsed() < AWAKE {
-        let told: Value = serde_json::from_str(&one.told(&["ps", "--json"])).unwrap();
+        let told = one.ps();
         let it = &told[0];
         let now = (&it["state"], &it["epoch"], &it["reason"]);
         assert_eq!(now, (&"ready".into(), &1.into(), &Value::Null), "{it}");

@@ -70,7 +70,7 @@ impl FakeBattery {
 
 /// Whether the only model is ready on this node alone.
 fn is_at(host: &TestMachine, name: &str) -> bool {
-    let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
+    let all = host.ps();
     all[0]["state"] == "ready" && all[0]["nodes"] == Value::from(vec![name])
 }
 

@@ -27,7 +27,7 @@ const DEEP: TinyModelSpec = TinyModelSpec {
 /// Name of the numbers of the only instance, as `host` lists it, without its layers: measured
 /// speeds may decide them. A name of several parts ends with the last of [`DEEP`].
 fn numbers(host: &TestMachine) -> String {
-    let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
+    let all = host.ps();
     let name = all[0]["numbers"].as_str().unwrap();
     assert!(!name.contains('+') || name.ends_with("-5"), "{name}");
     let parts = name.split('+').map(|part| part.split(':').next().unwrap());

@@ -5,7 +5,6 @@
 
 mod adapted;
 mod alone;
-mod anywhere;
 mod apart;
 mod arrays;
 mod asleep;
@@ -31,7 +30,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::common::namespaces::NamespaceNetwork;
-use crate::common::{finish, text};
+use crate::common::{finish, text, words};
 
 /// A home, and the namespace of its host where it has one.
 struct TestMachine {
@@ -99,17 +98,9 @@ impl TestMachine {
 
     /// A greedy answer of 24 tokens by `paceline run`, and its messages.
     fn answer(&self, model: &str, more: &[&str]) -> (Value, String) {
-        let run = [
-            "run",
-            model,
-            "once",
-            "--json",
-            "--temperature",
-            "0",
-            "--max-tokens",
-            "24",
-        ];
-        let output = self.run(&[&run[..], more].concat());
+        let run = ["run", model, "once", "--json"];
+        let short = words("--temperature 0 --max-tokens 24");
+        let output = self.run(&[&run[..], &short, more].concat());
         assert!(output.status.success(), "{}", said(&output));
         let answer = serde_json::from_str(&text(&output.stdout)).unwrap();
         (answer, said(&output))
@@ -147,6 +138,27 @@ impl TestMachine {
         let output = self.run(&["nodes", "--json"]);
         let nodes = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
         nodes.as_array().cloned().unwrap_or_default()
+    }
+
+    /// `paceline ps --json`.
+    fn ps(&self) -> Vec<Value> {
+        serde_json::from_str(&self.told(&["ps", "--json"])).unwrap()
+    }
+
+    /// The address of its API.
+    fn api(&self) -> String {
+        let mut api = None;
+        until("the API listens", || {
+            api = self.nodes()[0]["api"][0].as_str().map(str::to_owned);
+            api.is_some()
+        });
+        api.unwrap()
+    }
+
+    /// The port of its API.
+    fn port(&self) -> u16 {
+        let api = self.api();
+        api.rsplit_once(':').unwrap().1.parse().unwrap()
     }
 
     /// Names of the nodes in this state, as this machine sees them.
@@ -196,8 +208,7 @@ fn machines(network: &NamespaceNetwork, test: &str) -> Option<Vec<TestMachine>> 
 /// returns when its own node knows that, and the others hear of it a moment later.
 fn until_ready(loader: &TestMachine, host: &TestMachine) {
     let listed = |machine: &TestMachine| -> Vec<(Value, bool)> {
-        let all: Value = serde_json::from_str(&machine.told(&["ps", "--json"])).unwrap();
-        let all = all.as_array().unwrap().iter();
+        let all = machine.ps().into_iter();
         all.map(|it| (it["id"].clone(), it["state"] == "ready"))
             .collect()
     };

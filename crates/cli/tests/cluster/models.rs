@@ -5,7 +5,7 @@ use std::io::{BufRead as _, BufReader};
 
 use serde_json::Value;
 
-use super::{TestMachine, until, until_ready};
+use super::{TestMachine, machines, until, until_ready};
 use crate::common::namespaces::NamespaceNetwork;
 use crate::common::text;
 use crate::nodes::tiny::FAMILIES;
@@ -58,8 +58,8 @@ fn ask(host: &TestMachine, tokens: &str, temperature: &str, after: impl FnOnce()
 
 /// `paceline ps --json`: state, nodes, epoch of the only instance.
 fn only(host: &TestMachine) -> Value {
-    let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
-    assert_eq!(all.as_array().unwrap().len(), 1, "{all}");
+    let all = host.ps();
+    assert_eq!(all.len(), 1, "{all:?}");
     all[0].clone()
 }
 
@@ -81,16 +81,7 @@ fn three(
 ) -> Option<(NamespaceNetwork, Vec<TestMachine>)> {
     let name = format!("p{}{}", &test[..1], std::process::id());
     let network = NamespaceNetwork::new(&name, 3, test)?;
-    let mut hosts: Vec<TestMachine> = (0..3)
-        .zip(network.hosts())
-        .map(|(number, namespace)| TestMachine::new(&format!("n{number}"), Some(namespace)))
-        .collect();
-    let probe = hosts[0].run(&["--version"]);
-    if !probe.status.success() {
-        let said = super::said(&probe);
-        eprintln!("SKIPPED {test}: no namespaces of processes: {said}");
-        return None;
-    }
+    let mut hosts = machines(&network, test)?;
     let model = hosts[0].home.path().join(MODEL);
     FAMILIES[0].write(&model);
     let more = more(std::fs::metadata(&model).unwrap().len());

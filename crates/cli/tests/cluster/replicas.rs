@@ -12,22 +12,16 @@ use crate::nodes::http;
 /// Tokens of an answer during which a machine dies: some seconds of this model.
 const LONG: u32 = 1500;
 
-/// `paceline ps --json`.
-fn ps(host: &TestMachine) -> Vec<Value> {
-    let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
-    all.as_array().unwrap().clone()
-}
-
 /// The replica on the machine of this name, as `host` tells.
 fn on(host: &TestMachine, name: &str) -> Value {
-    let mut all = ps(host).into_iter();
+    let mut all = host.ps().into_iter();
     all.find(|it| it["nodes"] == json!([name])).unwrap()
 }
 
 /// Requests that `host` has given to the replica on each machine.
 fn asked(host: &TestMachine) -> BTreeMap<String, u64> {
     let name = |it: &Value| it["nodes"][0].as_str().unwrap().to_owned();
-    let all = ps(host).into_iter();
+    let all = host.ps().into_iter();
     all.map(|it| (name(&it), it["asked"].as_u64().unwrap()))
         .collect()
 }
@@ -99,7 +93,7 @@ fn replicas_keep_prefixes_and_outlive_each_other() {
         "{}",
         super::said(&refused)
     );
-    assert!(ps(&one).is_empty(), "nothing is loaded yet");
+    assert!(one.ps().is_empty(), "nothing is loaded yet");
     let loaded = one.told(&ask);
     for line in ["replica 1/2 answers, on ", "replica 2/2 answers, on "] {
         assert!(loaded.contains(line), "{loaded}");
@@ -109,8 +103,7 @@ fn replicas_keep_prefixes_and_outlive_each_other() {
     let numbers = ["one", "two"].map(|name| on(&one, name)["replica"]["number"].as_u64());
     assert!(numbers.contains(&Some(1)) && numbers.contains(&Some(2)));
 
-    let api = one.nodes()[0]["api"][0].as_str().unwrap().to_owned();
-    let port: u16 = api.rsplit_once(':').unwrap().1.parse().unwrap();
+    let port = one.port();
     let path = "/v1/completions";
     // The one that was ready later is asked until it has answered as often.
     until("both answer", || {
@@ -144,12 +137,12 @@ fn only_one_is_left(one: &TestMachine, port: u16, prompt: &str) {
     });
     let number = on(one, "two")["replica"]["number"].to_string();
     one.told(&["unload", MODEL, "--replica", &number]);
-    until("it is gone", || ps(one).len() == 1);
+    until("it is gone", || one.ps().len() == 1);
     assert_eq!(on(one, "one")["state"], "ready");
     answer(port, prompt, 5);
     let refused = one.run(&["unload", MODEL, "--replica", "7"]);
     let said = super::said(&refused);
     assert!(said.contains("no replica 7"), "{said}");
     one.told(&["unload", MODEL]);
-    until("all are gone", || ps(one).is_empty());
+    until("all are gone", || one.ps().is_empty());
 }

@@ -119,7 +119,7 @@ fn placements_are_previewed_and_one_is_loaded_over_http() {
     assert!(one.told(&["key", "api", "list"]).contains("owner  (admin)"));
     one.up(&["--control-port", "0"]);
     let two = up("two", Some(&one));
-    let api = one.nodes()[0]["api"][0].as_str().unwrap().to_owned();
+    let api = one.api();
 
     let ask = serde_json::json!({ "model": MODEL, "threads": 1 });
     let preview = "/v1/paceline/preview";
@@ -186,7 +186,7 @@ fn commit_is_what_was_previewed(
     assert_eq!(post(api, Some(user), load, &commit).0, 403);
     assert_eq!(post(api, Some(admin), load, &commit).0, 200);
     until("it is ready", || {
-        let all: Value = serde_json::from_str(&two.told(&["ps", "--json"])).unwrap();
+        let all = two.ps();
         all[0]["state"] == "ready" && all[0]["split"] == apart["split"]
     });
     let table = one.told(&["load", MODEL, "--preview"]);

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::{TestMachine, said, until};
+use crate::common::words;
 use crate::nodes::http;
 use crate::nodes::tiny::FAMILIES;
 
@@ -21,41 +22,19 @@ const BUSY_LIMIT: Duration = Duration::from_secs(30);
 fn an_answer_of_a_loaded_model_is_traced_from_any_node() {
     let mut one = TestMachine::new("one", None);
     let mut two = TestMachine::new("two", None);
-    let json = [
-        "--control-port",
-        "0",
-        "--log-format",
-        "json",
-        "--log",
-        "debug",
-    ];
+    let json = words("--control-port 0 --log-format json --log debug");
     one.up(&json);
     let peer = format!("127.0.0.1:{}", one.nodes()[0]["port"]);
     super::live::join_by_token(&two, &one.told(&["key", "cluster", "show"]));
     two.up(&["--control-port", "0", "--peer", &peer]);
     until("they meet", || one.sees("alive") == ["one", "two"]);
     FAMILIES[0].write(&one.home.path().join(MODEL));
-    one.told(&[
-        "load",
-        MODEL,
-        "--nodes",
-        "2",
-        "--threads",
-        "1",
-        "--split",
-        "tensor",
-    ]);
+    let load = words("--nodes 2 --threads 1 --split tensor");
+    one.told(&[&["load", MODEL][..], &load].concat());
 
     let question = "a secret question";
-    let ask = [
-        "trace",
-        MODEL,
-        question,
-        "--loaded",
-        "--json",
-        "--max-tokens",
-        "16",
-    ];
+    let ask = ["trace", MODEL, question];
+    let ask = [&ask[..], &words("--loaded --json --max-tokens 16")].concat();
     // A rank that loses its core between two records makes a rest: not thrice in a row.
     let is_small = (0..3).any(|_| largest_rest(&two.told(&ask)) <= 0.1);
     assert!(is_small, "too much of the answer is in no part");
@@ -118,12 +97,7 @@ fn is_measured(machine: &TestMachine) {
 /// A node that does not own the instance is asked for its stages while it answers, and tells what
 /// both machines send each other meanwhile.
 fn stages_are_looked_at(owner: &TestMachine, other: &TestMachine) {
-    let port = |machine: &TestMachine| {
-        let api = machine.nodes()[0]["api"][0].as_str().unwrap().to_owned();
-        let (_, port) = api.rsplit_once(':').unwrap();
-        port.parse::<u16>().unwrap()
-    };
-    let ports = [port(owner), port(other)];
+    let ports = [owner.port(), other.port()];
     let get = |path: &str| http::ask(ports[1], path, None);
     let status = get("/v1/paceline/status").body;
     let id = status["instances"][0]["id"].as_str().unwrap().to_owned();

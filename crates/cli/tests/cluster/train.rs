@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::{TestMachine, said, shared};
-use crate::common::text;
+use crate::common::{text, words};
 
 /// The model.
 pub(super) const GOLDEN: &str = concat!(
@@ -49,15 +49,7 @@ fn machines_of_the_cluster_train_with_the_bytes_of_one() {
 
 /// Collectives between the two, by TCP and never in memory that they share.
 fn measure(one: &TestMachine) {
-    let args = [
-        "bench",
-        "comm",
-        "--nodes",
-        "2",
-        "--max-bytes",
-        "1024",
-        "--json",
-    ];
+    let args = words("bench comm --nodes 2 --max-bytes 1024 --json");
     let report: Value = serde_json::from_str(&one.told(&args)).unwrap();
     assert_eq!(report["nodes"], serde_json::json!(["one", "two"]));
     assert_eq!(

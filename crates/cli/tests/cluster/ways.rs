@@ -77,7 +77,7 @@ fn three_machines_in_a_row_compute_and_answer() {
     form(&mut hosts, &[]);
     hosts[0].told(&["load", MODEL, "--nodes", "3", "--threads", "1"]);
     until_ready(&hosts[0], &hosts[2]);
-    let shown: Value = serde_json::from_str(&hosts[2].told(&["ps", "--json"])).unwrap();
+    let shown = hosts[2].ps();
     assert_eq!(shown[0]["nodes"], json!(["n1", "n0", "n2"]), "n1 relays");
     assert_eq!(shown[0]["split"], "pipeline");
     let by_three = asked(&hosts[0]);
@@ -129,7 +129,7 @@ fn the_best_cable_is_used_left_and_taken_again() {
     );
     until("the instance is there again, for both", || {
         hosts.iter().all(|host| {
-            let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
+            let all = host.ps();
             all[0]["state"] == "ready" && host.sees("alive").len() == 2
         })
     });
@@ -169,7 +169,7 @@ fn found_again(hosts: &[TestMachine], id: &Value, address: (&str, &str), answer:
     });
     until("both see both, and the instance", || {
         hosts.iter().all(|host| {
-            let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
+            let all = host.ps();
             all[0]["state"] == "ready" && host.sees("alive").len() == 2
         })
     });

@@ -459,8 +459,7 @@ fn pull_mends_a_file_from_another_machine() {
 
 /// `paceline ps --json` of the only instance.
 fn only(host: &TestMachine) -> Value {
-    let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
-    all[0].clone()
+    host.ps()[0].clone()
 }
 
 #[test]

@@ -22,7 +22,7 @@ fn load(hosts: &[TestMachine]) -> String {
 }
 
 fn wires(host: &TestMachine) -> String {
-    let all: Value = serde_json::from_str(&host.told(&["ps", "--json"])).unwrap();
+    let all = host.ps();
     all[0]["wires"].as_str().unwrap_or_default().to_owned()
 }
 

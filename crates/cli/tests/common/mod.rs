@@ -89,6 +89,11 @@ pub(crate) fn rows(table: &str) -> impl Iterator<Item = (Vec<&str>, Vec<String>)
     })
 }
 
+/// The words of a command line without quotes.
+pub(crate) fn words(line: &str) -> Vec<&str> {
+    line.split_whitespace().collect()
+}
+
 /// The text that `child`, whose stderr is piped, writes there until it closes it.
 pub(crate) fn complaints(child: &mut Child) -> String {
     let mut said = String::new();

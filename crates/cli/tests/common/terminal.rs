@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use rustix::termios::{Termios, tcgetattr};
+use rustix::termios::{Termios, Winsize, tcgetattr, tcsetwinsize};
 
 use super::PATIENCE;
 
@@ -36,6 +36,11 @@ pub(crate) struct Terminal {
 impl Terminal {
     /// Starts `command` with its input, output and diagnostics on a terminal of its own.
     pub(crate) fn start(command: &mut Command) -> Self {
+        Self::of_width(command, None)
+    }
+
+    /// As [`start`](Self::start), with this many columns.
+    pub(crate) fn of_width(command: &mut Command, columns: Option<u16>) -> Self {
         let person = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
         grantpt(&person).unwrap();
         unlockpt(&person).unwrap();
@@ -45,6 +50,15 @@ impl Terminal {
         let path = OsStr::from_bytes(name.as_bytes());
         let process = File::options().read(true).write(true).open(path).unwrap();
         let side = || process.try_clone().unwrap();
+        if let Some(ws_col) = columns {
+            let size = Winsize {
+                ws_row: 25,
+                ws_col,
+                ws_xpixel: 0,
+                ws_ypixel: 0,
+            };
+            tcsetwinsize(&process, size).unwrap();
+        }
         let settings = settings(&process);
         let child = command
             .stdin(side())

@@ -7,6 +7,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{SshHosts, assert_gone, finish, until};
+use crate::nodes::processes::all_children;
 
 /// The limit for events that should come at once, less what the machine withheld.
 const SOON: Duration = Duration::from_secs(10);
@@ -198,9 +199,9 @@ fn a_connection_that_breaks_ends_all() {
         let child = start(&world, &args(&world, hosts, &[], SLEEP));
         wait_for_ranks(&world, &[0, 1]);
         // The stand-ins for ssh wait for their sessions; the keeper's is the first of a host.
-        let sessions = children(child.id()).into_iter();
+        let sessions = all_children(child.id()).into_iter();
         let mut of_b = sessions.filter(|id| has_word(*id, "/hosts/b"));
-        let session = Pid::from_raw(of_b.nth(which).unwrap()).unwrap();
+        let session = Pid::from_raw(of_b.nth(which).unwrap() as i32).unwrap();
         kill_process(session, Signal::KILL).unwrap();
         let ended = finish(child);
         assert_eq!(ended.code, Some(1), "{ended:?}");
@@ -211,16 +212,7 @@ fn a_connection_that_breaks_ends_all() {
     }
 }
 
-/// Children of a process, oldest first.
-fn children(parent: u32) -> Vec<i32> {
-    let path = format!("/proc/{parent}/task/{parent}/children");
-    let text = std::fs::read_to_string(path).unwrap();
-    text.split_whitespace()
-        .map(|id| id.parse().unwrap())
-        .collect()
-}
-
-fn has_word(id: i32, word: &str) -> bool {
+fn has_word(id: u32, word: &str) -> bool {
     let text = std::fs::read(format!("/proc/{id}/cmdline")).unwrap();
     String::from_utf8_lossy(&text).contains(word)
 }

@@ -140,27 +140,6 @@ fn words_arrive_as_they_are() {
     assert_eq!(ended.stdout.replace("[0] ", ""), format!("{expected}\n"));
 }
 
-/// A secret is not to be read in the arguments of a process that everybody can list.
-#[test]
-fn a_variable_without_a_value_has_that_of_the_launcher() {
-    let world = SshHosts::new();
-    let run = |args: &[&str]| {
-        let mut command = world.paceline(&[&["launch"], args].concat());
-        crate::common::hosts::finish(command.env("SECRET", "s3 = x").spawn().unwrap())
-    };
-    let show = ["--", "sh", "-c", "echo \"<$SECRET>\""];
-    let ended = run(&[&["-n", "1", "--env", "SECRET"], &show[..]].concat()).ok();
-    assert_eq!(ended.stdout, "[0] <s3 = x>\n");
-    let ended = run(&[&["-n", "1", "--env", "NOT_SET_HERE"], &show[..]].concat());
-    assert_eq!(ended.code, Some(2), "{ended:?}");
-    assert!(
-        ended
-            .stderr
-            .contains("--env NOT_SET_HERE: it is not set here"),
-        "{ended:?}"
-    );
-}
-
 /// MLX takes flags of the program for its own unless `--` comes first.
 #[test]
 fn the_programs_flags_are_its_own() {

@@ -15,6 +15,7 @@ const ARGUMENTS: &str = "\
 --hosts studio true | studio has no address | hint: | topology
 --hosts fe80::1 true | fe80::1 | IPv4 only
 --backend gloo true | \"gloo\" | ring, mpi, nccl
+--env NOT_SET_HERE true | --env NOT_SET_HERE: it is not set here
 --env A-B=1 true | \"A-B=1\" | hint: | NAME=VALUE
 -p 65535 -n 2 true | beyond port 65535 | hint:
 --linger soon true | 'soon' | never

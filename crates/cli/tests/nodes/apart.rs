@@ -137,19 +137,6 @@ fn a_lost_reader_of_prompts_costs_no_answer() {
     server.stop(2);
 }
 
-/// The class that reads prompts for `cpu-f32`, and the server's library: MLX where it is there.
-fn other_class() -> (&'static str, std::ffi::OsString) {
-    match std::env::var_os("PACELINE_MLXC") {
-        Some(library) => ("mlx-f32", library),
-        None => ("cpu", std::ffi::OsString::new()),
-    }
-}
-
-/// Largest distance of log-probabilities: class `cpu` rounds activations to 15 bits.
-fn tolerance(class: &str) -> f64 {
-    if class == "cpu" { 2e-2 } else { 5e-3 }
-}
-
 /// Log-probabilities of two answers, up to the first other token.
 pub(crate) fn assert_near(got: &Value, expected: &Value, tolerance: f64) {
     let of = |answer: &Value, field| answer["logprobs"][field].as_array().unwrap().clone();
@@ -162,84 +149,6 @@ pub(crate) fn assert_near(got: &Value, expected: &Value, tolerance: f64) {
     let far: Vec<f64> = far.collect();
     assert!(!far.is_empty(), "{got} {expected}");
     assert!(far.iter().all(|far| *far <= tolerance), "{far:?}");
-}
-
-/// The answer is near, and names both classes. Its pages serve no other answer. A lost rank of
-/// either class costs none.
-#[test]
-fn prompts_are_read_in_another_class() {
-    let _alone = alone();
-    let world = TestHome::new();
-    let model = world.write_model(FAMILIES[0]);
-    let (class, library) = other_class();
-    let own = [
-        &OWN[..],
-        &["--threads", "1", "--class", "cpu-f32", "--drafts", "0"],
-    ]
-    .concat();
-    let asked = [(700, 1), (900, 2)].map(|(n, seed)| request(&model, &letters(n, seed), None));
-    let short = request(&model, &letters(200, 1), None);
-    let server = NodeServer::start(&world, &model, &own);
-    let expected = asked.each_ref().map(|it| answer(server.port, it).0);
-    server.stop(1);
-
-    let apart = ["--prefill-nodes", "1", "--prefill-from", "256"];
-    let more = ["--prefill-class", class];
-    let up = ["up", "--no-beacons", "--model", &model, "--port", "0"];
-    let args = up.iter().chain(&own).chain(&apart).chain(&more).copied();
-    let mut command = world.paceline(args);
-    let server = NodeServer::of(command.env("PACELINE_MLXC", library));
-    until("both groups are connected", || times_up(&server) == 1);
-    let [decoder, reader] = server.running.workers(2)[..] else {
-        unreachable!("two workers");
-    };
-    let port = server.port;
-    let ask = |request: &Value| {
-        let answer = http::ask(port, "/v1/completions", Some(request)).body;
-        let name = answer["system_fingerprint"].as_str().unwrap().to_owned();
-        let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
-        (answer["choices"][0].clone(), cached.as_u64().unwrap(), name)
-    };
-    for _ in 0..2 {
-        let (got, cached, name) = ask(&asked[0]);
-        assert_near(&got, &expected[0], tolerance(class));
-        assert_eq!(cached, 10 * 64);
-        let (from, to) = name.split_once('>').expect(&name);
-        assert!(
-            from.starts_with(class) && to.starts_with("cpu-f32"),
-            "{name}"
-        );
-    }
-    let (_, cached, name) = ask(&short);
-    assert_eq!((cached, name.contains('>')), (0, false), "{name}");
-
-    // The rank that decodes is lost within an answer.
-    let mut long = asked[0].clone();
-    (long["max_tokens"], long["stream"]) = (json!(200), json!(true));
-    long["ignore_eos"] = json!(true);
-    let mut stream = http::stream(port, "/v1/completions", &long);
-    let mut events = Vec::new();
-    while let Some(event) = stream.event() {
-        events.push(event);
-        if events.len() == 20 {
-            signal(decoder, Signal::KILL);
-        }
-    }
-    assert_eq!(events.last(), Some(&json!("[DONE]")));
-    let name = events[events.len() - 2]["system_fingerprint"].to_string();
-    assert!(name.contains('>') && name.contains("+continued"), "{name}");
-
-    // The rank that reads is lost while it has a prompt.
-    until("they are connected again", || times_up(&server) == 2);
-    signal(reader, Signal::STOP);
-    let (got, cached, name) = std::thread::scope(|scope| {
-        let asked = scope.spawn(|| ask(&asked[1]));
-        signal(reader, Signal::KILL);
-        asked.join().unwrap()
-    });
-    assert_eq!((got, cached), (expected[1].clone(), 0));
-    assert!(!name.contains('>'), "{name}");
-    server.stop(2);
 }
 
 #[test]

@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 use super::processes::{assert_gone, signal, templates};
 use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
-use super::{TestHome, alone, http, until};
+use super::{TestHome, alone, finish, http, until};
+use crate::common::words;
 
 /// Doubles a text forty times when a message asks for it.
 const DOUBLING: &str = "{% for m in messages %}{% if m.content == 'attack' %}\
@@ -151,17 +152,8 @@ fn workers_get_no_secrets_of_the_environment() {
     let _alone = alone();
     let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let args = [
-        "up",
-        "--no-beacons",
-        "--model",
-        &model,
-        "--port",
-        "0",
-        "--nodes",
-        "2",
-    ];
-    let mut command = world.paceline(args);
+    let up = words("up --no-beacons --port 0 --nodes 2 --model");
+    let mut command = world.paceline(up.into_iter().chain([&*model]));
     for name in ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PACELINE_API_KEY"] {
         command.env(name, "a-secret");
     }
@@ -178,25 +170,6 @@ fn workers_get_no_secrets_of_the_environment() {
     server.stop(2);
 }
 
-/// The node's audit log records loads, keys and refusals, and no prompts.
-#[test]
-fn the_audit_log_has_keys_and_refusals_and_no_prompts() {
-    let world = TestHome::new();
-    let model = world.write_model(FAMILIES[0]);
-    let made = crate::common::finish(&mut world.paceline(["key", "api", "new", "tester"]));
-    assert!(made.status.success(), "{made:?}");
-    let server = NodeServer::start(&world, &model, &[]);
-    let body = chat(&model, "a secret prompt", &json!({"max_tokens": 3}));
-    let refused = http::ask(server.port, "/v1/chat/completions", Some(&body));
-    assert_eq!(refused.status, 401);
-    let text = audited(&world, |text| {
-        text.contains("\"refused\"") && text.contains("\"ready\"")
-    });
-    assert!(text.contains("missing_api_key"), "{text}");
-    assert!(!text.contains("secret"), "{text}");
-    server.stop(1);
-}
-
 /// The audit log once it has all that is waited for.
 fn audited(world: &TestHome, is_all: impl Fn(&str) -> bool) -> String {
     let log = world.path("home/audit.jsonl");
@@ -210,34 +183,30 @@ fn audited(world: &TestHome, is_all: impl Fn(&str) -> bool) -> String {
     text
 }
 
-/// A node without a model, and one with several, keep the same audit log.
+/// A node without a model, with one and with several keeps an audit log of loads, keys and
+/// refusals, without prompts.
 #[test]
 fn every_way_to_start_a_server_keeps_the_audit_log() {
     let _alone = alone();
-    for models in [0, 2] {
+    for models in 0..3 {
         let world = TestHome::new();
-        let made = crate::common::finish(&mut world.paceline(["key", "api", "new", "tester"]));
+        let made = finish(&mut world.paceline(words("key api new tester")));
         assert!(made.status.success(), "{made:?}");
         let models: Vec<String> = (0..models)
             .map(|i| world.write_model(FAMILIES[i]))
             .collect();
-        let args = [
-            "up",
-            "--no-beacons",
-            "--port",
-            "0",
-            "--control-port",
-            "0",
-            "--context",
-            "256",
-        ];
-        let args = args.into_iter().chain(models.iter().map(String::as_str));
+        let up = words("up --no-beacons --port 0 --control-port 0 --context 256");
+        let args = up.into_iter().chain(models.iter().map(String::as_str));
         let server = NodeServer::of(&mut world.paceline(args));
-        assert_eq!(http::ask(server.port, "/v1/models", None).status, 401);
-        audited(&world, |text| {
+        let body = chat("any", "a secret prompt", &json!({"max_tokens": 3}));
+        let refused = http::ask(server.port, "/v1/chat/completions", Some(&body));
+        assert_eq!(refused.status, 401);
+        let text = audited(&world, |text| {
             let ready = text.matches("\"ready\"").count();
-            text.contains("missing_api_key") && ready == models.len()
+            text.contains("\"refused\"") && ready == models.len()
         });
+        assert!(text.contains("missing_api_key"), "{text}");
+        assert!(!text.contains("secret"), "{text}");
         server.stop(models.len());
     }
 }

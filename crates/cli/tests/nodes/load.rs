@@ -7,6 +7,7 @@ use serde_json::Value;
 use super::server::NodeServer;
 use super::tiny::FAMILIES;
 use super::{TestHome, finish, text};
+use crate::common::words;
 
 fn bench(world: &TestHome, args: &[&str]) -> std::process::Output {
     let args = ["bench", "api"].iter().chain(args).copied();
@@ -20,15 +21,7 @@ fn a_server_is_measured() {
     let model = world.write_model(FAMILIES[0]);
     let server = NodeServer::start(&world, &model, &["--context", "512", "--pace", "50"]);
     let url = format!("http://127.0.0.1:{}/v1", server.port);
-    let own = [
-        "--requests",
-        "6",
-        "--prompt",
-        "10..20",
-        "--output",
-        "8",
-        "--ignore-eos",
-    ];
+    let own = words("--requests 6 --prompt 10..20 --output 8 --ignore-eos");
     let args = [&["--url", &url][..], &own, &["--clients", "2", "--json"]].concat();
     let output = bench(&world, &args);
     assert!(output.status.success(), "{}", text(&output.stderr));

@@ -16,6 +16,7 @@ use super::processes::{
 use super::server::{NodeServer, chat};
 use super::tiny::FAMILIES;
 use super::{REPORTED, TestHome, alone, http, smollm2, until};
+use crate::common::words;
 
 /// Ways to fail, and what the error says of each.
 const KINDS: [(Signal, &str); 5] = [
@@ -295,16 +296,7 @@ fn answers_of_a_server_go_on() {
     let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
     let mut times = ShutdownTimes::default();
-    let args = [
-        "--nodes",
-        "4",
-        "--split",
-        "2x2",
-        "--context",
-        "200000",
-        "--threads",
-        "1",
-    ];
+    let args = words("--nodes 4 --split 2x2 --context 200000 --threads 1");
     for (number, (kind, how)) in KINDS.into_iter().enumerate() {
         if !long() && ![Signal::KILL, Signal::STOP].contains(&kind) {
             continue;

@@ -176,7 +176,8 @@ fn command_line(id: u32) -> Vec<u8> {
     std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default()
 }
 
-fn all_children(parent: u32) -> Vec<u32> {
+/// All children of a process, oldest first.
+pub(crate) fn all_children(parent: u32) -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").unwrap().flatten();
     let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     let mut ids: Vec<u32> = ids

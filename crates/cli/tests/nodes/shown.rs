@@ -5,6 +5,7 @@ use serde_json::Value;
 use super::processes::RunningCommand;
 use super::tiny::FAMILIES;
 use super::{TestHome, alone, finish, smollm2, text};
+use crate::common::words;
 
 #[test]
 fn every_node_has_a_line_and_the_wire_a_figure() {
@@ -51,15 +52,7 @@ fn one_node_says_nothing_of_wires() {
 fn programs_are_told_the_split() {
     let world = TestHome::new();
     let model = world.write_model(FAMILIES[0]);
-    let args = [
-        "hi",
-        "--max-tokens",
-        "8",
-        "--nodes",
-        "3",
-        "--split",
-        "pipeline",
-    ];
+    let args = words("hi --max-tokens 8 --nodes 3 --split pipeline");
     let json = world.json(&model, &args);
     assert_eq!(json["nodes"], 3);
     assert_eq!(json["split"], "pipeline");

@@ -97,28 +97,6 @@ impl ShellSession {
 }
 
 #[test]
-fn ctrl_c_ends_an_answer_and_its_workers() {
-    let _alone = alone();
-    let Some(mut shell) = ShellSession::start("ctrl_c_ends_an_answer_and_its_workers") else {
-        return;
-    };
-    let (_, workers) = shell.answer("go");
-    let start = Stopwatch::start();
-    shell.terminal.type_keys("\x03");
-    let took = wait_gone(&workers, start);
-    assert_eq!(shell.code(), "1");
-    eprintln!("Ctrl-C: workers gone after {took:?}");
-    // In a chat it ends the answer alone; /exit ends the chat.
-    let (_, workers) = shell.answer("");
-    shell.terminal.type_keys("\x03");
-    shell.terminal.expect("; stopped]");
-    shell.terminal.type_keys("/exit\n");
-    wait_gone(&workers, Stopwatch::start());
-    assert_eq!(shell.code(), "0");
-    shell.end();
-}
-
-#[test]
 fn an_answer_goes_on_after_ctrl_z_and_fg() {
     let _alone = alone();
     let Some(mut shell) = ShellSession::start("an_answer_goes_on_after_ctrl_z_and_fg") else {

@@ -1,6 +1,6 @@
 //! Splits that cannot be, and workers that nobody asked for.
 
-use std::process::Stdio;
+use std::process::{Command, Output, Stdio};
 
 use super::processes::assert_gone;
 use super::server::{NodeServer, chat};
@@ -8,7 +8,7 @@ use super::tiny::FAMILIES;
 use super::{TestHome, finish, text};
 use super::{alone, http, until};
 use crate::common::terminal::Terminal;
-use crate::common::{assert_parts, rows};
+use crate::common::{assert_parts, rows, words};
 
 /// Wrong for every model.
 const OPTIONS: &str = "\
@@ -76,33 +76,30 @@ fn nothing_is_fetched_for_a_split_that_cannot_be() {
     }
 }
 
-/// The worker that cannot reserve memory says so.
-#[test]
-fn workers_that_cannot_have_memory_say_so() {
-    let world = TestHome::new();
-    let model = world.write_model(FAMILIES[0]);
-    let mut command = world.paceline([""; 0]);
-    let paceline = command.get_program().to_owned();
-    let mut shell = std::process::Command::new("/bin/sh");
+/// The output of `paceline run MODEL hi ARGS` under a limit of the shell's `ulimit`.
+fn limited(world: &TestHome, limit: &str, model: &str, args: &str) -> Output {
+    let paceline = world.paceline([""; 0]).get_program().to_owned();
+    let mut shell = Command::new("/bin/sh");
     shell
-        .args(["-c", "ulimit -v 4000000; exec \"$0\" \"$@\""])
+        .args(["-c", &format!("ulimit {limit}; exec \"$0\" \"$@\"")])
         .arg(paceline)
-        .args([
-            "run",
-            &model,
-            "hi",
-            "--context",
-            "1000000000",
-            "--nodes",
-            "2",
-        ])
+        .args(["run", model, "hi"])
+        .args(words(args))
         .env_clear()
         .env("PACELINE_HOME", world.path("home"))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    command = shell;
-    let output = finish(&mut command);
+    finish(&mut shell)
+}
+
+/// The worker that cannot reserve memory says so.
+#[test]
+fn workers_that_cannot_have_memory_say_so() {
+    let world = TestHome::new();
+    let model = world.write_model(FAMILIES[0]);
+    let args = "--context 1000000000 --nodes 2";
+    let output = limited(&world, "-v 4000000", &model, args);
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert_eq!(text(&output.stdout), "");
@@ -119,18 +116,8 @@ fn files_that_cannot_be_opened_are_named() {
     let model = world.write_model(FAMILIES[0]);
     let mut refused = 0;
     for (files, nodes) in [(22, "2"), (24, "2"), (30, "4"), (32, "4")] {
-        let paceline = world.paceline([""; 0]).get_program().to_owned();
-        let mut shell = std::process::Command::new("/bin/sh");
-        shell
-            .args(["-c", &format!("ulimit -n {files}; exec \"$0\" \"$@\"")])
-            .arg(paceline)
-            .args(["run", &model, "hi", "--max-tokens", "2", "--nodes", nodes])
-            .env_clear()
-            .env("PACELINE_HOME", world.path("home"))
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        let output = finish(&mut shell);
+        let args = format!("--max-tokens 2 --nodes {nodes}");
+        let output = limited(&world, &format!("-n {files}"), &model, &args);
         let said = text(&output.stderr);
         if output.status.success() {
             continue;

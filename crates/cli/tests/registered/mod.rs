@@ -85,14 +85,12 @@ fn run(model: &Model, tokens: &[u32]) -> (Vec<Vec<u32>>, Vec<(u64, u64)>) {
     for rows in STEPS {
         let before = copies();
         if model.shard().leads() {
-            let sequences = [BatchSequence {
-                tokens: &tokens[done..done + rows],
-                position: done,
-                pages: &pages,
-                windows: &[],
-                adapter: 0,
-                logits: Logits::Last,
-            }];
+            let sequences = [BatchSequence::plain(
+                &tokens[done..done + rows],
+                done,
+                &pages,
+                Logits::Last,
+            )];
             let batch = Batch {
                 sequences: &sequences,
             };
@@ -206,14 +204,12 @@ fn copied_by_mlx(model: MlxModel, tokens: &[u32]) -> CopyStats {
     let mut compute = Arc::clone(&model).reserve(size, CONTEXT).unwrap();
     let pages: Vec<u32> = (0..(CONTEXT / PAGE) as u32).collect();
     if model.shard().leads() {
-        let sequences = [BatchSequence {
-            tokens: &tokens[..STEPS[0]],
-            position: 0,
-            pages: &pages,
-            windows: &[],
-            adapter: 0,
-            logits: Logits::Last,
-        }];
+        let sequences = [BatchSequence::plain(
+            &tokens[..STEPS[0]],
+            0,
+            &pages,
+            Logits::Last,
+        )];
         let batch = Batch {
             sequences: &sequences,
         };
@@ -263,6 +259,7 @@ fn ranks_on_mlx_receive_in_place() {
             positions: CONTEXT,
             rows: STEPS[0],
             sequences: 1,
+            memory: None,
             patience: MlxOptions::PATIENCE,
             last_words: MlxOptions::LAST_WORDS,
         };

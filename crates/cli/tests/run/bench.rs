@@ -6,25 +6,17 @@ use serde_json::Value;
 
 use super::tiny::TinyChatModel;
 use super::{TestHome, finish, object, text};
+use crate::common::words;
 
 #[test]
 fn bench_model_reports_speeds() {
     let world = TestHome::new();
     let model = world.tiny_model(TinyChatModel::default());
-    let small = [
-        "--prompt",
-        "40",
-        "--gen",
-        "3",
-        "--runs",
-        "2",
-        "--threads",
-        "1",
-    ];
+    let small = words("--prompt 40 --gen 3 --runs 2 --threads 1");
     let run = |more: &[&str]| {
         let args = ["bench", "model", &model]
             .into_iter()
-            .chain(small)
+            .chain(small.iter().copied())
             .chain(more.iter().copied());
         finish(
             world

@@ -1,11 +1,9 @@
 //! Where MLX's tool goes wrong, and this one must not.
 
-use std::process::Stdio;
-
 use serde_json::{Value, json};
 
 use super::{SshHosts, macs, write_program};
-use crate::common::complaints;
+use crate::common::terminal::Terminal;
 
 /// The setup goes to standard error, so that standard output is a hostfile and nothing else. Nobody
 /// is asked, so that it ends unattended, even with a standard input that never ends.
@@ -120,32 +118,10 @@ fn setup_runs_only_after_a_yes() {
 
 /// Runs the setup at a terminal, where `answer` is typed.
 fn answer_at_terminal(world: &SshHosts, answer: &str) {
-    use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-    let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
-    grantpt(&terminal).unwrap();
-    unlockpt(&terminal).unwrap();
-    let name = ptsname(&terminal, Vec::new())
-        .unwrap()
-        .into_string()
-        .unwrap();
-    let other = std::fs::File::options()
-        .read(true)
-        .write(true)
-        .open(name)
-        .unwrap();
-    let mut keys = std::fs::File::from(terminal);
-    std::io::Write::write_all(&mut keys, answer.as_bytes()).unwrap();
-    let mut child = world
-        .topology(&["--hosts", "h0,h1", "--auto-setup"])
-        .stdin(other)
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let said = complaints(&mut child);
-    assert!(child.wait().unwrap().success(), "{said}");
-    assert!(
-        said.contains("Run these commands on all hosts? [y/N]"),
-        "{said}"
-    );
+    let mut command = world.topology(&["--hosts", "h0,h1", "--auto-setup"]);
+    let mut terminal = Terminal::start(&mut command);
+    terminal.expect("Run these commands on all hosts? [y/N]");
+    terminal.type_keys(answer);
+    let status = terminal.child.wait().unwrap();
+    assert!(status.success(), "{}", terminal.rest());
 }

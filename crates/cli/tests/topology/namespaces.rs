@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::{SshHosts, finish};
 use crate::common::namespaces::NamespaceNetwork;
+use crate::common::words;
 
 /// The addresses are found, and ranks that are launched with them reach each other.
 #[test]
@@ -19,14 +20,7 @@ fn an_ethernet_between_namespaces_carries_a_launch() {
         fs::create_dir(world.path(&format!("hosts/n{number}"))).unwrap();
         fs::write(world.path(&format!("hosts/n{number}/netns")), namespace).unwrap();
     }
-    let args = [
-        "--hosts",
-        "n0,n1,n2",
-        "--over",
-        "ethernet",
-        "--output",
-        "hosts.json",
-    ];
+    let args = words("--hosts n0,n1,n2 --over ethernet --output hosts.json");
     let ended = world.run_topology(&args);
     assert_eq!(
         (ended.code, ended.stdout.as_str()),

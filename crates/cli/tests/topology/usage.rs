@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::{SshHosts, macs};
-use crate::common::{assert_parts, rows};
+use crate::common::{assert_parts, rows, words};
 
 #[test]
 fn everything_found_is_one_object() {
@@ -63,14 +63,7 @@ fn a_hostfile_names_hosts_too() {
     let world = SshHosts::with(&macs(2, &[(0, 1)]));
     let text = r#"[{"ssh": "h1"}, {"ssh": "h0"}]"#;
     std::fs::write(world.path("here/hosts.json"), text).unwrap();
-    let file = world.printed_hostfile(&[
-        "--hostfile",
-        "hosts.json",
-        "--env",
-        "A=1",
-        "--over",
-        "ethernet",
-    ]);
+    let file = world.printed_hostfile(&words("--hostfile hosts.json --env A=1 --over ethernet"));
     let expected = json!({"backend": "", "envs": ["A=1"], "hosts": [
         {"ssh": "h1", "ips": ["10.0.0.2"], "rdma": []},
         {"ssh": "h0", "ips": ["10.0.0.1"], "rdma": []},
