@@ -29,65 +29,38 @@ const THEN: &[(&str, &str)] = &[
         " 259 0 nvme0n1 10 0 1000 5 20 0 2000 9 0 0 0\n 259 1 nvme0n1p1 10 0 1000 5 20 0 2000 9 0 0 0\n \
          7 0 loop0 1 0 9 9 9 9 9 9 9 9 9\n",
     ),
-    ("sys/block/nvme0n1/size", "1000000\n"),
-    ("sys/block/loop0/size", "1\n"),
     (
         "proc/net/dev",
         "Inter-|   Receive  |  Transmit\n face |bytes packets\n    lo: 900 1 0 0 0 0 0 0 900 1 0 0 0 0 0 0\n\
          wlan0: 1000 1 0 0 0 0 0 0 5000 1 0 0 0 0 0 0\n",
     ),
-    (
-        "sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq",
-        "2400000\n",
-    ),
-    (
-        "sys/devices/system/cpu/cpu1/cpufreq/scaling_cur_freq",
-        "3600000\n",
-    ),
-    ("sys/class/hwmon/hwmon0/temp1_input", "48000\n"),
-    ("sys/class/hwmon/hwmon1/temp1_input", "71500\n"),
-    ("sys/class/hwmon/hwmon1/temp2_input", "-128000\n"),
-    (
-        "sys/class/powercap/intel-rapl:0/energy_uj",
-        "262143000000\n",
-    ),
-    (
-        "sys/class/powercap/intel-rapl:0/max_energy_range_uj",
-        "262143328850\n",
-    ),
-    ("sys/class/powercap/intel-rapl:0:0/energy_uj", "5\n"),
-    ("sys/class/power_supply/AC/type", "Mains\n"),
-    ("sys/class/power_supply/BAT0/type", "Battery\n"),
-    ("sys/class/power_supply/BAT0/capacity", "83\n"),
-    ("sys/class/power_supply/BAT0/status", "Discharging\n"),
-    ("sys/class/power_supply/BAT0/current_now", "1500000\n"),
-    ("sys/class/power_supply/BAT0/voltage_now", "12000000\n"),
-    (
-        "sys/devices/system/cpu/cpu0/thermal_throttle/package_throttle_total_time_ms",
-        "100\n",
-    ),
-    (
-        "sys/class/drm/card0/device/hwmon/hwmon3/power1_average",
-        "41000000\n",
-    ),
-    (
-        "sys/class/drm/card0/device/hwmon/hwmon3/temp1_input",
-        "55000\n",
-    ),
-    (
-        "sys/class/drm/card0/device/hwmon/hwmon3/temp2_input",
-        "63000\n",
-    ),
-    ("sys/class/drm/card0/device/gpu_busy_percent", "37\n"),
-    (
-        "sys/class/drm/card0/device/mem_info_vram_total",
-        "8589934592\n",
-    ),
-    (
-        "sys/class/drm/card0/device/mem_info_vram_used",
-        "1073741824\n",
-    ),
 ];
+
+/// Files of one line, behind their paths.
+const THEN_LINES: &str = "\
+sys/block/nvme0n1/size 1000000
+sys/block/loop0/size 1
+sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq 2400000
+sys/devices/system/cpu/cpu1/cpufreq/scaling_cur_freq 3600000
+sys/class/hwmon/hwmon0/temp1_input 48000
+sys/class/hwmon/hwmon1/temp1_input 71500
+sys/class/hwmon/hwmon1/temp2_input -128000
+sys/class/powercap/intel-rapl:0/energy_uj 262143000000
+sys/class/powercap/intel-rapl:0/max_energy_range_uj 262143328850
+sys/class/powercap/intel-rapl:0:0/energy_uj 5
+sys/class/power_supply/AC/type Mains
+sys/class/power_supply/BAT0/type Battery
+sys/class/power_supply/BAT0/capacity 83
+sys/class/power_supply/BAT0/status Discharging
+sys/class/power_supply/BAT0/current_now 1500000
+sys/class/power_supply/BAT0/voltage_now 12000000
+sys/devices/system/cpu/cpu0/thermal_throttle/package_throttle_total_time_ms 100
+sys/class/drm/card0/device/hwmon/hwmon3/power1_average 41000000
+sys/class/drm/card0/device/hwmon/hwmon3/temp1_input 55000
+sys/class/drm/card0/device/hwmon/hwmon3/temp2_input 63000
+sys/class/drm/card0/device/gpu_busy_percent 37
+sys/class/drm/card0/device/mem_info_vram_total 8589934592
+sys/class/drm/card0/device/mem_info_vram_used 1073741824";
 
 const NOW: &[(&str, &str)] = &[
     (
@@ -104,15 +77,23 @@ const NOW: &[(&str, &str)] = &[
         "    lo: 990 1 0 0 0 0 0 0 990 1 0 0 0 0 0 0\n \
          wlan0: 3000 1 0 0 0 0 0 0 5500 1 0 0 0 0 0 0\n  new0: 7 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0\n",
     ),
-    (
-        "sys/devices/system/cpu/cpu0/thermal_throttle/package_throttle_total_time_ms",
-        "600\n",
-    ),
-    // It has wrapped after 328,850 uJ; 29,671,150 more are 30 J in all.
-    ("sys/class/powercap/intel-rapl:0/energy_uj", "29671150\n"),
 ];
 
-fn write(root: &Path, files: &[(&str, &str)]) {
+/// As [`THEN_LINES`]. The energy has wrapped after 328,850 uJ; 29,671,150 more are 30 J in all.
+const NOW_LINES: &str = "\
+sys/devices/system/cpu/cpu0/thermal_throttle/package_throttle_total_time_ms 600
+sys/class/powercap/intel-rapl:0/energy_uj 29671150";
+
+/// Files of several lines, and those of one.
+fn both(
+    files: &'static [(&str, &str)],
+    lines: &'static str,
+) -> impl Iterator<Item = (&'static str, &'static str)> {
+    let lines = lines.lines().map(|line| line.split_once(' ').unwrap());
+    files.iter().copied().chain(lines)
+}
+
+fn write<'a>(root: &Path, files: impl IntoIterator<Item = (&'a str, &'a str)>) {
     for (path, text) in files {
         let path = root.join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -123,12 +104,12 @@ fn write(root: &Path, files: &[(&str, &str)]) {
 #[test]
 fn a_laptop_is_read() {
     let root = tempfile::tempdir().unwrap();
-    write(root.path(), THEN);
+    write(root.path(), both(THEN, THEN_LINES));
     let mut sampler = Sampler::new(root.path());
     let first = sampler.sample(Duration::from_secs(5));
     assert_eq!(first.cpu_busy, None);
     assert!(first.networks.is_empty() && first.package_watts.is_none());
-    write(root.path(), NOW);
+    write(root.path(), both(NOW, NOW_LINES));
     let second = sampler.sample(Duration::from_secs(7));
     assert_eq!(second.cpu_busy, Some(0.5));
     assert_eq!(second.core_busy, [1.0, 0.0]);
@@ -177,7 +158,7 @@ fn a_recorded_machine_is_read() {
     let put = |when: &str| {
         let files = recorded[when].as_object().unwrap().iter();
         let files = files.map(|(path, text)| (path.as_str(), text.as_str().unwrap()));
-        write(root.path(), &files.collect::<Vec<_>>());
+        write(root.path(), files);
     };
     put("then");
     let mut sampler = Sampler::new(root.path());
@@ -220,8 +201,8 @@ fn what_a_system_does_not_tell_is_absent() {
 fn damaged_files_are_absent_values_and_no_panic() {
     let root = tempfile::tempdir().unwrap();
     let text = "cpu 1 2\ncpu  x\n: : :\nMemTotal: 99999999999999999999 kB\nsome avg10=\n\u{0}";
-    let damaged: Vec<(&str, &str)> = THEN.iter().map(|(path, _)| (*path, text)).collect();
-    write(root.path(), &damaged);
+    let damaged = both(THEN, THEN_LINES).map(|(path, _)| (path, text));
+    write(root.path(), damaged);
     let mut sampler = Sampler::new(root.path());
     sampler.sample(Duration::ZERO);
     let sample = sampler.sample(Duration::ZERO);

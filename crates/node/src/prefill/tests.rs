@@ -58,28 +58,6 @@ const fn arrived(ticket: u64, rank: u32) -> Event {
 }
 
 #[test]
-fn a_long_prompt_is_read_apart_and_then_decoded() {
-    let mut apart = up();
-    assert_eq!(
-        apart.step(SECOND, submit(1, 100)),
-        [PrefillAction::Go(Ticket(1))]
-    );
-    assert_eq!(
-        apart.step(SECOND, submit(2, 1000)),
-        [PrefillAction::Read(Ticket(2))]
-    );
-    let read = Event::Read(Ticket(2), Ok(()));
-    assert_eq!(apart.step(5 * SECOND, read), NOTHING);
-    assert_eq!(apart.step(5 * SECOND, arrived(2, 1)), NOTHING);
-    assert_eq!(
-        apart.step(6 * SECOND, arrived(2, 0)),
-        [PrefillAction::Go(Ticket(2))]
-    );
-    assert_eq!(apart.readers().there_tok_s(), Some(200.0));
-    assert_eq!((apart.counts().handed, apart.held()), (1, 0));
-}
-
-#[test]
 fn what_is_read_sooner_here_is_read_here() {
     let mut apart = up();
     let went: Vec<bool> = (1..6)
@@ -92,33 +70,6 @@ fn what_is_read_sooner_here_is_read_here() {
     // The second prompt queues behind the first and still costs no more there than here; the third
     // does.
     assert_eq!(went, [true, true, false, false, false]);
-}
-
-#[test]
-fn a_lost_group_costs_no_request() {
-    let mut apart = up();
-    apart.step(SECOND, submit(1, 1000));
-    apart.step(SECOND, submit(2, 1000));
-    let lost = Event::PrefillLost("rank 0 was killed".to_owned());
-    let expected = [
-        PrefillAction::Stop(Ticket(1)),
-        PrefillAction::Go(Ticket(1)),
-        PrefillAction::Stop(Ticket(2)),
-        PrefillAction::Go(Ticket(2)),
-        PrefillAction::Tell(PrefillUpdate::Down {
-            reason: "rank 0 was killed".to_owned(),
-            under_way: 2,
-        }),
-    ];
-    assert_eq!(apart.step(2 * SECOND, lost), expected);
-    assert_eq!(apart.step(2 * SECOND, arrived(1, 0)), NOTHING, "too late");
-    assert_eq!(
-        apart.step(2 * SECOND, submit(3, 1000)),
-        [PrefillAction::Go(Ticket(3))]
-    );
-    // The prefill rank is back, and connects again.
-    let again = apart.step(3 * SECOND, Event::PrefillReady(1));
-    assert!(matches!(again[..], [PrefillAction::Listen(_)]), "{again:?}");
 }
 
 #[test]

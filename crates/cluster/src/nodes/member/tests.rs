@@ -1,7 +1,7 @@
 //! Tests of a member, stepped by hand; whole clusters of them are in the crate `sim`.
 
 use super::super::Register;
-use super::super::{HybridTimestamp, RecordId};
+use super::super::HybridTimestamp;
 use super::*;
 use crate::testing::SimulatedSigner;
 
@@ -118,50 +118,6 @@ fn an_old_rumour_of_a_death_is_answered_with_the_objection() {
     assert!(told.iter().any(says), "{told:?}");
 }
 
-#[test]
-fn a_node_that_does_not_answer_is_suspect_then_dead() {
-    let mut one = member(1);
-    link(&mut one, 2, 0);
-    let mut seen = Vec::new();
-    for ms in 0..6000 {
-        if one.next_wake() <= at(ms).since_start {
-            for (who, life) in lives(&one.step(at(ms), Event::Tick)) {
-                seen.push((who, life, ms));
-            }
-        }
-    }
-    let [(2, Life::Suspect, suspect), (2, Life::Dead, dead)] = seen[..] else {
-        panic!("{seen:?}");
-    };
-    assert!((400..1600).contains(&suspect), "{suspect}");
-    assert!((900..1200).contains(&(dead - suspect)), "{suspect} {dead}");
-}
-
-#[test]
-fn an_answer_in_time_keeps_it_alive() {
-    let mut one = member(1);
-    link(&mut one, 2, 0);
-    for ms in 0..6000 {
-        if one.next_wake() > at(ms).since_start {
-            continue;
-        }
-        for action in one.step(at(ms), Event::Tick) {
-            let Action::Send {
-                to,
-                message: GossipMessage::Ping { seq, root, .. },
-            } = action
-            else {
-                continue;
-            };
-            let rumours = Vec::new();
-            let message = GossipMessage::Ack { seq, root, rumours };
-            let acted = one.step(at(ms), Event::Received { from: to, message });
-            assert_eq!(acted, []);
-        }
-    }
-    assert_eq!(one.life(id(2)), Life::Alive);
-}
-
 /// Answers every ping after `took` ms, from `from` to `until`, and none later; returns whether the
 /// node counts as slow then.
 fn answers(one: &mut Membership, took: u64, (from, until): (u64, u64)) -> Option<Duration> {
@@ -252,40 +208,6 @@ fn only_a_higher_incarnation_brings_a_node_back() {
 }
 
 #[test]
-fn writes_reach_the_other_and_differences_are_exchanged() {
-    let (mut one, mut two) = (member(1), member(2));
-    let write = |number| Event::Write {
-        key: RegisterKey::Report(RecordId(number)),
-        epoch: 0,
-        value: Some(number.to_string()),
-    };
-    one.step(at(0), write(1));
-    two.step(at(0), write(2));
-    let mut mail: Vec<(u8, Action)> = Vec::new();
-    mail.extend(link(&mut one, 2, 1).into_iter().map(|action| (1, action)));
-    mail.extend(link(&mut two, 1, 1).into_iter().map(|action| (2, action)));
-    let mut count = 0;
-    while let Some((from, action)) = mail.pop() {
-        let Action::Send { message, .. } = action else {
-            continue;
-        };
-        let (to, number) = if from == 1 {
-            (&mut two, 2)
-        } else {
-            (&mut one, 1)
-        };
-        let from = id(from);
-        let actions = to.step(at(2), Event::Received { from, message });
-        mail.extend(actions.into_iter().map(|action| (number, action)));
-        count += 1;
-        assert!(count < 30, "it does not end");
-    }
-    assert_eq!(one.map().root(), two.map().root());
-    assert_eq!(one.map().get(&RegisterKey::Report(RecordId(2))), Some("2"));
-    assert_eq!(two.map().get(&RegisterKey::Report(RecordId(1))), Some("1"));
-}
-
-#[test]
 fn hostile_messages_change_nothing_and_hold_no_memory() {
     let mut one = member(1);
     link(&mut one, 2, 0);
@@ -314,28 +236,6 @@ fn hostile_messages_change_nothing_and_hold_no_memory() {
         message: GossipMessage::PingFor { id: id(2) },
     };
     assert_eq!(one.step(at(1), stranger), [], "no session, no word");
-}
-
-#[test]
-fn a_revoked_node_is_cut_off_and_not_dialled() {
-    let mut one = member(1);
-    link(&mut one, 2, 0);
-    let revoke = Event::Write {
-        key: RegisterKey::Revoked(id(2)),
-        epoch: 0,
-        value: Some("{}".into()),
-    };
-    let actions = one.step(at(1), revoke);
-    for expected in [Action::Unlink(id(2)), Action::Life(id(2), Life::Dead)] {
-        assert!(actions.contains(&expected), "{actions:?}");
-    }
-    assert_eq!(link(&mut one, 2, 2), [Action::Unlink(id(2))]);
-    one.step(at(3), Event::Found(DialTarget::Node(id(2))));
-    let later = one.step(at(9000), Event::Tick);
-    assert!(
-        !later.iter().any(|action| matches!(action, Action::Dial(_))),
-        "{later:?}"
-    );
 }
 
 /// A member may declare another one dead only in ways to which that one can object.
