@@ -1,60 +1,36 @@
 //! Elementwise reductions.
 
-use std::fmt;
-
 use half::{bf16, f16};
 
 use crate::peer_bytes::PeerBytes;
 use crate::{Complex64, Dtype};
 
-/// How the elements of two ranks are combined.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Reduce {
-    /// `a + b`; integers wrap, of bools it is "or". f16 and bf16 are added in f32 and rounded once.
-    Sum,
-    /// The larger one; NaN if either is NaN; of two equal ones (`0.0` and `-0.0`) the first.
-    /// Complex numbers compare by their real, then their imaginary part.
-    Max,
-    /// The smaller one; NaN if either is NaN; of two equal ones the first.
-    Min,
-    /// `a * b`; integers wrap, of bools it is "and". f16 and bf16 as for sums.
-    Prod,
+paceline_base::named_enum! {
+    /// How the elements of two ranks are combined.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum Reduce {
+        /// `a + b`; integers wrap, of bools it is "or". f16 and bf16 are added in f32 and rounded
+        /// once.
+        Sum = "sum",
+        /// The larger one; NaN if either is NaN; of two equal ones (`0.0` and `-0.0`) the first.
+        /// Complex numbers compare by their real, then their imaginary part.
+        Max = "max",
+        /// The smaller one; NaN if either is NaN; of two equal ones the first.
+        Min = "min",
+        /// `a * b`; integers wrap, of bools it is "and". f16 and bf16 as for sums.
+        Prod = "prod",
+    }
 }
 
 impl Reduce {
-    /// Every reduction there is.
-    pub const ALL: [Self; 4] = [Self::Sum, Self::Max, Self::Min, Self::Prod];
-
     /// Its number on the wire.
     pub const fn code(self) -> u8 {
-        match self {
-            Self::Sum => 1,
-            Self::Max => 2,
-            Self::Min => 3,
-            Self::Prod => 4,
-        }
+        1 + self as u8
     }
 
     /// The reduction with this number.
-    pub const fn from_code(code: u8) -> Option<Self> {
-        match code {
-            1 => Some(Self::Sum),
-            2 => Some(Self::Max),
-            3 => Some(Self::Min),
-            4 => Some(Self::Prod),
-            _ => None,
-        }
-    }
-}
-
-impl fmt::Display for Reduce {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Sum => "sum",
-            Self::Max => "max",
-            Self::Min => "min",
-            Self::Prod => "prod",
-        })
+    pub fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|op| op.code() == code)
     }
 }
 
@@ -417,6 +393,8 @@ fn reduce_by<'a, T: ReduceElement>(
 
 #[cfg(test)]
 mod tests {
+    use std::fmt;
+
     use super::*;
     use crate::{Data, DataMut, Element};
 

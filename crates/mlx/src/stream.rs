@@ -14,12 +14,14 @@ use crate::{Array, Error, Library};
 /// blocked wait takes 14 us and a polled one 26 us (2 cores, November 2026).
 const POLLED: Duration = Duration::from_millis(1);
 
-/// Where MLX computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DeviceKind {
-    Cpu,
-    /// The GPU: Metal or CUDA.
-    Gpu,
+paceline_base::named_enum! {
+    /// Where MLX computes.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub enum DeviceKind {
+        Cpu = "cpu",
+        /// The GPU: Metal or CUDA.
+        Gpu = "gpu",
+    }
 }
 
 impl DeviceKind {
@@ -29,19 +31,6 @@ impl DeviceKind {
             Self::Cpu => 0,
             Self::Gpu => 1,
         }
-    }
-
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Cpu => "cpu",
-            Self::Gpu => "gpu",
-        }
-    }
-}
-
-impl fmt::Display for DeviceKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 

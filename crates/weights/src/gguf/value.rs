@@ -1,44 +1,28 @@
 //! Metadata values: the thirteen types of the format.
 
-use std::fmt;
-
-/// Type of a metadata value or of the elements of an array (`enum gguf_type` in `gguf.h`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[allow(missing_docs, reason = "the names are the format's own")]
-pub enum ValueType {
-    U8,
-    I8,
-    U16,
-    I16,
-    U32,
-    I32,
-    F32,
-    Bool,
-    String,
-    Array,
-    U64,
-    I64,
-    F64,
+paceline_base::named_enum! {
+    /// Type of a metadata value or of the elements of an array (`enum gguf_type` in `gguf.h`), at
+    /// the position of its number in a file.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    #[allow(missing_docs, reason = "the names are the format's own")]
+    pub enum ValueType {
+        U8 = "u8",
+        I8 = "i8",
+        U16 = "u16",
+        I16 = "i16",
+        U32 = "u32",
+        I32 = "i32",
+        F32 = "f32",
+        Bool = "bool",
+        String = "string",
+        Array = "array",
+        U64 = "u64",
+        I64 = "i64",
+        F64 = "f64",
+    }
 }
 
 impl ValueType {
-    /// Every type, at the position of its number in the file.
-    pub const ALL: [Self; 13] = [
-        Self::U8,
-        Self::I8,
-        Self::U16,
-        Self::I16,
-        Self::U32,
-        Self::I32,
-        Self::F32,
-        Self::Bool,
-        Self::String,
-        Self::Array,
-        Self::U64,
-        Self::I64,
-        Self::F64,
-    ];
-
     /// The type with this number in a file.
     pub fn from_id(id: u32) -> Option<Self> {
         Self::ALL.get(usize::try_from(id).ok()?).copied()
@@ -59,26 +43,6 @@ impl ValueType {
             Self::U64 | Self::I64 | Self::F64 | Self::String => 8,
             Self::Array => 12,
         }
-    }
-}
-
-impl fmt::Display for ValueType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::U8 => "u8",
-            Self::I8 => "i8",
-            Self::U16 => "u16",
-            Self::I16 => "i16",
-            Self::U32 => "u32",
-            Self::I32 => "i32",
-            Self::F32 => "f32",
-            Self::Bool => "bool",
-            Self::String => "string",
-            Self::Array => "array",
-            Self::U64 => "u64",
-            Self::I64 => "i64",
-            Self::F64 => "f64",
-        })
     }
 }
 
