@@ -24,7 +24,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::compare::{argmax, gap, max_abs_diff, relative_rms};
+use common::compare::{relative_rms, worst_within};
 use common::hf::{
     DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS, MLX_EXPERT_FOLDERS, MLX_FOLDERS, golden_logits,
 };
@@ -106,24 +106,9 @@ fn mlx(library: &Path, path: &Path, class: KernelClass) -> Arc<dyn LoadedModel> 
     Arc::new(model.unwrap_or_else(|error| panic!("{}: {error}", path.display())))
 }
 
-/// The largest distance to `transformers`' logits; where first and second are further apart than
-/// twice that, the first agrees.
+/// The largest distance to `transformers`' logits, at most `tolerance`.
 fn distance(name: &str, rows: &[Vec<f32>], tolerance: f64) -> f64 {
-    let expected = golden_logits(name);
-    assert_eq!(rows.len(), expected.len(), "{name}");
-    let mut worst = 0.0f64;
-    for (position, (got, expected)) in rows.iter().zip(&expected).enumerate() {
-        let distance = max_abs_diff(got, expected);
-        worst = worst.max(distance);
-        assert!(
-            distance <= tolerance,
-            "{name}, position {position}: logits {distance:.3e} apart, at most {tolerance:.3e}"
-        );
-        if f64::from(gap(expected)) > 2.0 * tolerance {
-            assert_eq!(argmax(got), argmax(expected), "{name}, position {position}");
-        }
-    }
-    worst
+    worst_within(name, rows, &golden_logits(name), tolerance)
 }
 
 /// Folders of other recurrent layers than gated delta nets, of several residual streams, or of
@@ -586,13 +571,13 @@ fn sequences_share_pages_and_steps() {
     };
     let mut compute = Arc::clone(&model).reserve(size, 6 * PAGE).unwrap();
     let pages = [[2, 0, 4], [2, 5, 1]];
-    let part = |s: usize, range: std::ops::Range<usize>| BatchSequence {
-        tokens: &[&tokens, &other][s][range.clone()],
-        position: range.start,
-        pages: &pages[s],
-        windows: &[],
-        adapter: 0,
-        logits: Logits::Last,
+    let part = |s: usize, range: std::ops::Range<usize>| {
+        BatchSequence::plain(
+            &[&tokens, &other][s][range.clone()],
+            range.start,
+            &pages[s],
+            Logits::Last,
+        )
     };
     for (batch, ends) in [
         (vec![part(0, 0..64)], vec![(0, 63)]),

@@ -68,14 +68,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
     }
     let mut compute = model.reserve(BatchSize::single(8, 64), 64)?;
     hang();
-    let sequence = BatchSequence {
-        tokens: &[1, 2, 3],
-        position: 0,
-        pages: &[0],
-        windows: &[],
-        adapter: 0,
-        logits: Logits::Last,
-    };
+    let sequence = BatchSequence::plain(&[1, 2, 3], 0, &[0], Logits::Last);
     compute.forward(&Batch {
         sequences: &[sequence],
     })

@@ -35,14 +35,7 @@ fn variable(name: &str) -> Option<PathBuf> {
 
 /// Reads a prompt into the first page; its logits.
 fn read(compute: &mut dyn Compute) -> Result<Vec<f32>, Error> {
-    let sequence = BatchSequence {
-        tokens: &[1, 2, 3],
-        position: 0,
-        pages: &[0],
-        windows: &[],
-        adapter: 0,
-        logits: Logits::Last,
-    };
+    let sequence = BatchSequence::plain(&[1, 2, 3], 0, &[0], Logits::Last);
     compute.forward(&Batch {
         sequences: &[sequence],
     })?;

@@ -64,13 +64,13 @@ impl Interleaved {
 
     /// Computes these rows of the sequences; the largest distance of their last logits.
     fn step(&mut self, rows: &[(usize, Range<usize>)]) -> f64 {
-        let part = |(s, rows): &(usize, Range<usize>)| BatchSequence {
-            tokens: &self.tokens[*s][rows.clone()],
-            position: rows.start,
-            pages: &self.pages[*s],
-            windows: &[],
-            adapter: 0,
-            logits: Logits::Last,
+        let part = |(s, rows): &(usize, Range<usize>)| {
+            BatchSequence::plain(
+                &self.tokens[*s][rows.clone()],
+                rows.start,
+                &self.pages[*s],
+                Logits::Last,
+            )
         };
         let sequences: Vec<_> = rows.iter().map(part).collect();
         let batch = Batch {

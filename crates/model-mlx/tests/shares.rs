@@ -43,14 +43,7 @@ struct Run {
 }
 
 fn step(compute: &mut dyn Compute, position: usize) {
-    let sequence = BatchSequence {
-        tokens: &[7],
-        position,
-        pages: &[0],
-        windows: &[],
-        adapter: 0,
-        logits: Logits::Last,
-    };
+    let sequence = BatchSequence::plain(&[7], position, &[0], Logits::Last);
     let sequences = [sequence];
     let batch = Batch {
         sequences: &sequences,
