@@ -242,11 +242,6 @@ impl HfFolder {
         read_json(&self.path.join(name))
     }
 
-    /// Path of `tokenizer.json`; whether it is there is for its reader to find out.
-    pub fn tokenizer_json(&self) -> PathBuf {
-        self.path.join("tokenizer.json")
-    }
-
     /// The chat template: `chat_template.jinja`, else the field `chat_template` of
     /// `tokenizer_config.json`. If that field is a list, its entry `default`.
     pub fn chat_template(&self) -> Option<&str> {

@@ -12,11 +12,7 @@ pub fn touched(experts: f64, active: f64, rows: f64) -> f64 {
 /// E[max] = sum over k of P(max > k). P(max <= k) counts choices with at most k on each rank: the
 /// coefficient of x^A in (sum_{j<=k} C(E/P, j) x^j)^P, over C(E, A). Where P does not divide E the
 /// larger ranks are taken for all.
-pub fn expected_max(experts: u32, active: u32, ranks: u32) -> f64 {
-    busiest((experts, active, 0), ranks)
-}
-
-/// Like [`expected_max`] where the last rank also has the `shared` experts of every token.
+/// The last rank also has the `shared` experts of every token.
 pub fn busiest((experts, active, shared): (u32, u32, u32), ranks: u32) -> f64 {
     if ranks <= 1 {
         return f64::from(active) + f64::from(shared);
@@ -133,7 +129,7 @@ mod tests {
         let two = (2.0 * 784.0 + 3.0 * 896.0 + 4.0 * 140.0) / 1820.0;
         let four = (256.0 + 2.0 * 1368.0 + 3.0 * 192.0 + 4.0 * 4.0) / 1820.0;
         for (ranks, expected) in [(1, 4.0), (2, two), (4, four), (16, 1.0)] {
-            let got = expected_max(16, 4, ranks);
+            let got = busiest((16, 4, 0), ranks);
             assert!(
                 (got - expected).abs() < 1e-9,
                 "{ranks}: {got}, not {expected}"
@@ -160,7 +156,7 @@ mod tests {
     /// Qwen3-30B-A3B over two ranks: sum of max(i, 8 - i) C(64, i) C(64, 8 - i) over C(128, 8).
     #[test]
     fn the_busier_of_two_ranks_has_five_of_eight() {
-        let got = expected_max(128, 8, 2);
+        let got = busiest((128, 8, 0), 2);
         assert!((got - 5.058_881).abs() < 1e-6, "{got}");
     }
 
