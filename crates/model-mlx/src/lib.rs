@@ -73,7 +73,7 @@ use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_mlx::{Dtype, LibraryPaths};
-use paceline_model::backend::{PersistentCache, ascending_captures};
+use paceline_model::backend::PersistentCache;
 use paceline_model::{
     BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, LayerCache, LayerShape, Links,
     LoadedModel as Loaded, ModelSource, Rope, Shard, Split, WindowPool,
@@ -219,7 +219,7 @@ impl MlxModel {
     /// As [`Model::with_captures`](paceline_model::Model::with_captures).
     #[must_use]
     pub fn with_captures(mut self, layers: &[usize]) -> Self {
-        self.captures = ascending_captures(layers, &self.config);
+        self.captures = self.config.captures(layers);
         self
     }
 

@@ -599,16 +599,19 @@ fn sequences_share_pages_and_steps() {
     }
 }
 
-/// A rank on the CPU or on MLX, as its place says.
+/// A rank on the CPU or on MLX, as its place says. It captures rows before and behind a stage.
 fn rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<dyn LoadedModel> {
-    let Place { split, rank, links } = place;
+    let source = ModelSource::open(path).unwrap();
+    let captures = [1, Config::read(&source).unwrap().layers.len()];
     if class.is_mlx() {
-        return mlx_rank(Place { split, rank, links }, path, class, library);
+        let model = Arc::into_inner(mlx_rank(place, path, class, library)).unwrap();
+        return Arc::new(model.with_captures(&captures));
     }
-    let (links, source) = (links.unwrap(), ModelSource::open(path).unwrap());
+    let Place { split, rank, links } = place;
     let options = LoadOptions { class };
     let model = Model::load_shard(&source, &split, rank, options, kernels(), |_, _| {});
-    Arc::new(model.unwrap().link(links))
+    let model = model.unwrap().with_captures(&captures);
+    Arc::new(model.link(links.unwrap()))
 }
 
 fn mlx_rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<MlxModel> {
@@ -626,7 +629,8 @@ fn split(path: &Path, kind: &str, classes: &[KernelClass], library: &Path) -> Ve
     leaders.next().unwrap()
 }
 
-/// Logits that the leader computed, and bytes that each rank exchanged, in rank order.
+/// Logits and captured rows that the leader computed, and bytes that each rank exchanged, in rank
+/// order.
 fn ranks(
     path: &Path,
     kind: &str,
@@ -657,12 +661,15 @@ fn ranks(
                     sequences: &[sequence],
                 })
                 .unwrap();
-            (rows > 0).then(|| compute.logits_mut(0).to_vec())
+            let logits = (rows > 0).then(|| compute.logits_mut(0).to_vec());
+            let captured = compute.captured().to_vec();
+            assert_eq!(captured.len(), range.len() * 2 * config.width);
+            logits.into_iter().chain([captured])
         };
         chunks
             .clone()
             .into_iter()
-            .filter_map(step)
+            .flat_map(step)
             .collect::<Vec<_>>()
     };
     std::thread::scope(|scope| {

@@ -10,7 +10,6 @@
 
 pub use crate::candidates::{LogitExtent, gathered};
 pub use crate::compute::{depth, steps_max};
-pub use crate::draft_head::ascending_captures;
 pub use crate::config::{CLAMP_SLOPE, LEAST_SUM, store};
 pub use crate::families::{Half, LayerStep};
 pub use crate::page_store::{PageMemory, PersistentCache};

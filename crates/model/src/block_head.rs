@@ -7,8 +7,8 @@
 //! ```
 //!
 //! DFlash predicts the places of the masks, DSpark the token after each place. DSpark also adds a
-//! bias of low rank by the token before (its Markov head), so that tokens of a block fit each other.
-//! Its confidence head is not read: the engine knows how often drafts are accepted.
+//! bias of low rank by the token before (its Markov head), so that tokens of a block fit each
+//! other. Its confidence head is not read: the engine knows how often drafts are accepted.
 //!
 //! A row of context has the cache position of the token behind it. The keys of a block are
 //! overwritten by the next context.

@@ -547,6 +547,16 @@ pub(crate) const MAX_HEADS: u64 = 1 << 12;
 pub(crate) const MAX_CONTEXT: u64 = 1 << 27;
 
 impl Config {
+    /// `layers` without those that the model lacks, in ascending order. As many as it has stands
+    /// for the residual stream after the output norm.
+    pub fn captures(&self, layers: &[usize]) -> Vec<usize> {
+        let last = self.layers.len();
+        let mut layers: Vec<usize> = layers.iter().copied().filter(|it| *it <= last).collect();
+        layers.sort_unstable();
+        layers.dedup();
+        layers
+    }
+
     /// Reads the configuration of an opened model.
     ///
     /// # Errors

@@ -56,16 +56,6 @@ pub trait DraftHead: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn DraftHeadCompute>, Error>;
 }
 
-/// `layers` without those that the model lacks, in ascending order. As many as it has stands for
-/// the residual stream after the output norm.
-pub fn ascending_captures(layers: &[usize], model: &Config) -> Vec<usize> {
-    let last = model.layers.len();
-    let mut layers: Vec<usize> = layers.iter().copied().filter(|it| *it <= last).collect();
-    layers.sort_unstable();
-    layers.dedup();
-    layers
-}
-
 /// The layers that the draft head in `draft` captures; `None` if there is no head. `is_own`: these
 /// are the files of the model itself, whose prediction layer is a head.
 ///
@@ -219,7 +209,8 @@ pub trait DraftHeadCompute: fmt::Debug + Send {
     /// If rows exceed the reserved sizes, tokens the vocabulary, or positions the pages.
     fn forward(&mut self, sequences: &[HeadRows<'_>], pass: PassKind) -> Result<(), Error>;
 
-    /// Writes the logits of a draft token of sequence `i` of the last pass, by tokens of the model. Tokens that the head cannot propose have minus infinity.
+    /// Writes the logits of a draft token of sequence `i` of the last pass, by tokens of the model.
+    /// Tokens that the head cannot propose have minus infinity.
     fn write_logits(&mut self, i: usize, place: DraftPlace, out: &mut [f32]);
 
     /// The output of the last row of sequence `i` of the last pass, `(C,)`. It is the feature of

@@ -16,7 +16,6 @@ use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision, mem
 
 use crate::adapter::{Adapter, AdapterId, Adapters};
 use crate::config;
-use crate::draft_head::ascending_captures;
 use crate::expert_usage::{ExpertUses, LayerUses};
 use crate::links::Links;
 use crate::packed_file::PackedFile;
@@ -301,7 +300,7 @@ impl Model {
     /// between stages as the stream itself has. Call it before memory for steps is reserved.
     #[must_use]
     pub fn with_captures(mut self, layers: &[usize]) -> Self {
-        self.captures = ascending_captures(layers, &self.config);
+        self.captures = self.config.captures(layers);
         self
     }
 

@@ -13,16 +13,17 @@
 //! Both phases continue after a stop with the same bits. Workers, here or on other machines, answer
 //! prompts and compute leaves of one answer each: any number of them gives the same bits.
 
-mod answers;
+pub(crate) mod answers;
 mod attention;
 mod capture;
+pub(crate) mod job;
 mod network;
 mod save;
 mod worker;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use paceline_base::hex;
@@ -32,7 +33,7 @@ use paceline_model::{
 };
 use paceline_tensor::{Kernels, storage};
 use paceline_weights::tensor::Tensor;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -41,7 +42,7 @@ use crate::data::{ExampleReader, TrainOn};
 use crate::error::Error;
 use crate::fingerprint::fingerprint;
 use crate::messages::FromWorker;
-use crate::optimiser::{Optimiser, OptimiserOptions};
+use crate::optimiser::Optimiser;
 use crate::options::RunOptions;
 use crate::order::ExampleOrder;
 use crate::report::TrainingProgress;
@@ -51,7 +52,8 @@ use answers::{Answering, Answers};
 use capture::Captures;
 use network::{DraftRows, HeadNetwork, HeadShape};
 
-pub(crate) use answers::{Answer, group};
+use answers::{Answer, group};
+pub use job::DrafterJob;
 pub(crate) use worker::work;
 
 /// Draft tokens of a position that the head is trained on.
@@ -65,25 +67,6 @@ const ANSWERS: &str = "answers.jsonl";
 
 /// Without a file of held-out prompts, one in this many prompts is held out.
 const HELD_OUT_EVERY: usize = 20;
-
-/// All that the bits of a head depend on.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DrafterJob {
-    /// A GGUF file or a Hugging Face folder.
-    pub model: PathBuf,
-    /// A file of prompts, in any form of training data.
-    pub data: PathBuf,
-    /// Prompts that are held out; without, one in 20 of `data`.
-    pub valid: Option<PathBuf>,
-    /// Longest prompt with its answer, in tokens.
-    pub tokens_max: usize,
-    /// Answers of a step.
-    pub batch: usize,
-    pub seed: u64,
-    /// Most tokens of the draft vocabulary.
-    pub draft_vocab: usize,
-    pub optimiser: OptimiserOptions,
-}
 
 /// Events of a run.
 #[derive(Clone, Debug, PartialEq)]

@@ -6,10 +6,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::drafter::{Answer, DrafterJob};
+use crate::drafter::answers::Answer;
+use crate::drafter::job::DrafterJob;
 use crate::run::TrainingJob;
 use crate::shard::{GroupPlan, ShardFile, ShardRole};
-use crate::stage::ModelStage;
+use crate::stage::{LeafSet, ModelStage};
 
 /// All answers that a draft head is trained on, in the folder of exchanged files.
 pub(crate) const ANSWERS_FILE: &str = "answers.jsonl";
@@ -105,13 +106,6 @@ pub(crate) enum ShardSource {
         empty: Vec<usize>,
         norm: Option<u64>,
     },
-}
-
-/// Data set of leaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum LeafSet {
-    Train,
-    Valid,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

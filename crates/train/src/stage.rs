@@ -17,6 +17,13 @@ pub struct ModelStage {
     pub of: usize,
 }
 
+/// Data set of leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum LeafSet {
+    Train,
+    Valid,
+}
+
 impl ModelStage {
     /// All of a model.
     pub const WHOLE: Self = Self { index: 0, of: 1 };

@@ -65,6 +65,15 @@ mod tests {
     }
 
     fn best(costs: &Costs, pass: f64, acceptance: f64, room: usize) -> (f64, usize) {
+        best_of(costs, (pass, false), acceptance, room)
+    }
+
+    fn best_of(
+        costs: &Costs,
+        (pass, is_block): (f64, bool),
+        acceptance: f64,
+        room: usize,
+    ) -> (f64, usize) {
         let bounds = DraftLimits {
             decoding: 1,
             most: 8,
@@ -74,7 +83,7 @@ mod tests {
         let outlook = GainEstimate {
             plain,
             pass,
-            is_block: false,
+            is_block,
             bounds,
             costs,
             pipeline: None,
@@ -100,6 +109,9 @@ mod tests {
         assert_eq!(best(&slow_links, 0.002, 0.0, 16), (1.0, 0));
         // A draft model as slow as its model.
         assert_eq!(best(&slow_links, 0.1, 0.7, 16), (1.0, 0));
+        // A block takes one such pass, however long it is.
+        let (gain, depth) = best_of(&slow_links, (0.1, true), 0.7, 16);
+        assert!((1.3..1.6).contains(&gain) && depth == 8, "{gain} {depth}");
         assert_eq!(best(&slow_links, 0.002, 0.9, 3).1, 3, "no room for more");
     }
 }

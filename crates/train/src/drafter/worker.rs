@@ -5,7 +5,8 @@ use std::convert::Infallible;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{DrafterRun, group, split};
+use super::answers::group;
+use super::{DrafterRun, split};
 use crate::error::Error;
 use crate::messages::{ANSWERS_FILE, FromWorker, ToWorker};
 use crate::worker::{LeafWorker, RunChannel, unexpected};

@@ -4,10 +4,11 @@
 use std::path::Path;
 
 use crate::error::Error;
-use crate::messages::{LeafSet, roots_file};
+use crate::messages::roots_file;
 use crate::rows::{RowCalls, RowSeat};
 use crate::run::TrainingRun;
 use crate::shard::Link;
+use crate::stage::LeafSet;
 use crate::workers::{LeafModel, publish};
 
 /// Tags of blocks' gradients begin here.

@@ -25,10 +25,11 @@ use super::{RunChannel, error_chain, unexpected};
 use crate::activity::Activity;
 use crate::dropout::Dropout;
 use crate::error::Error;
-use crate::messages::{FromWorker, LeafSet, ToWorker, params_file, roots_file};
+use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
 use crate::net::{Leaf, Pass};
 use crate::run::TrainingRun;
 use crate::shard::{Link, Pending, listen, share};
+use crate::stage::LeafSet;
 use crate::workers::publish;
 
 /// Tags of what goes forward and what comes back.

@@ -8,9 +8,10 @@ use paceline_base::tree::{self, TreeNode};
 
 use super::{At, WorkerSet, publish, read_values};
 use crate::error::Error;
-use crate::messages::{FromWorker, LeafSet, ToWorker, params_file, roots_file};
+use crate::messages::{FromWorker, ToWorker, params_file, roots_file};
 use crate::report::TrainingProgress;
 use crate::run::TrainingRun;
+use crate::stage::LeafSet;
 
 /// A worker's answer.
 #[derive(Clone, Debug, Default)]
