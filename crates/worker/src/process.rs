@@ -8,21 +8,21 @@
 mod cables;
 mod draft;
 mod epoch;
+mod joining;
 mod kv_transfer;
+mod model_files;
 mod watchdog;
 
-use std::net::SocketAddr;
 use std::ops::RangeInclusive;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_cluster::{Control, EXIT_CODE_PARENT_GONE};
+use paceline_comm::Backend;
 use paceline_comm::provider::Provider;
-use paceline_comm::tcp::{self, GroupId, GroupKey, Protection};
-use paceline_comm::{Backend, Deadline, Group, JoinParams, Strict, init};
 use paceline_engine::Draft;
 use paceline_model::{Config, Links, LoadedModel, ModelSource, PageStore, Shard};
 use paceline_model_mlx::MlxPlaces;
@@ -33,7 +33,6 @@ use crate::adapters::read_all;
 use crate::disk::Disk;
 use crate::load::{PackedPlace, ShardSpec};
 use crate::messages::{FromWorker, PeerWire, PrefillRole, RankAssignment, RankFacts, ToWorker};
-use crate::partial_source::RangeRequest;
 use crate::stamp::WeightsStamp;
 use crate::traffic::RankTraffic;
 use crate::{AdapterOf, DiskCache, Error, partial_source};
@@ -207,7 +206,6 @@ impl RankWorker<'_> {
         }
     }
 
-
     fn send(&self, message: &FromWorker) -> Result<(), Error> {
         Ok(self.channel.send(message)?)
     }
@@ -272,61 +270,6 @@ impl RankWorker<'_> {
             weights,
             row_time: None,
         })
-    }
-
-    /// The model of an assignment, and the identity of its weights.
-    fn part(&self, job: &RankAssignment) -> Result<(Arc<ModelSource>, Identity), Error> {
-        let asks = (!job.is_alone).then(|| self.asks());
-        let source = Arc::new(partial_source::open(&job.model, asks)?);
-        check_identity(job, &source)?;
-        let config = Config::read(&source)?;
-        job.split.check(&config)?;
-        if job.rank >= job.split.ranks() {
-            return Err(Error::Setting {
-                field: "rank",
-                got: job.rank.to_string(),
-            });
-        }
-        let of = Identity {
-            model: job.model.clone(),
-            stamp: WeightsStamp::of(&job.model)?,
-            class: job.class.clone(),
-            kv: job.kv.clone(),
-            memory: job.memory,
-            threads: job.threads,
-            first_core: job.first_core,
-            shard: job.split.shard(&config, Rank(job.rank)),
-            adapters: job.adapters.clone(),
-        };
-        Ok((source, of))
-    }
-
-    /// Sends range requests to this worker's host.
-    fn asks(&self) -> Arc<partial_source::RangeRequester> {
-        let channel = Arc::clone(&self.channel);
-        Arc::new(move |wish| {
-            let message = match wish {
-                RangeRequest::Fetch { file, parts } => FromWorker::Wants { file, parts },
-                RangeRequest::Repair { file, parts } => FromWorker::Damaged { file, parts },
-            };
-            // If the instance is lost, the reader of the channel ends this process.
-            let _ = channel.send(&message);
-        })
-    }
-
-    /// Announces the ranges that this rank will read of incomplete files, so that the host
-    /// prefetches them.
-    fn announce(&self, job: &RankAssignment, source: &ModelSource) -> Result<(), Error> {
-        if !partial_source::is_partial(&job.model) {
-            return Ok(());
-        }
-        let config = Config::read(source)?;
-        let shard = job.split.shard(&config, Rank(job.rank));
-        let runs = partial_source::ahead(&job.model, source, (config.family, &shard));
-        for (file, parts) in runs {
-            self.send(&FromWorker::Wants { file, parts })?;
-        }
-        Ok(())
     }
 
     /// Joins the other ranks, loads and starts to compute; `None` if ordered to leave meanwhile.
@@ -472,81 +415,6 @@ impl RankWorker<'_> {
         Ok(weights)
     }
 
-    /// Connects to the other ranks: listens, reports its address, receives theirs. `None` if
-    /// ordered to leave instead.
-    fn join(&mut self, job: &RankAssignment, shard: &Shard) -> Result<Option<Links>, Error> {
-        let listener = listen(job.listen, self.ports.clone())?;
-        let addr = listener.addr();
-        self.send(&FromWorker::Listening { addr })?;
-        let addrs = match self.receive_join()? {
-            Some(ToWorker::Join { mut addrs }) => {
-                addrs
-                    .iter_mut()
-                    .for_each(|a| by_own_interface(a, job.listen));
-                addrs
-            }
-            Some(ToWorker::Leave) => return Ok(None),
-            other => return Err(unexpected(other.as_ref(), "Join")),
-        };
-        let deadline = Deadline::at(Instant::now() + START_LIMIT);
-        let seat = JoinParams {
-            listener,
-            rank: Rank(job.rank),
-            addrs: &addrs,
-            id: GroupId(job.group),
-            config: tcp::Config {
-                protection: protection(job),
-                ..tcp::Config::default()
-            },
-        };
-        let world = match &job.cables {
-            Some(cables) => {
-                let (group, wires) = cables::join(cables, seat, deadline)?;
-                self.wires = wires;
-                group
-            }
-            None => self.join_without_cables(job, seat, deadline)?,
-        };
-        let stage = world.split(shard.stage as u32, job.rank, deadline)?;
-        let patience = Duration::from_secs(job.patience_s);
-        Ok(Some(Links::new(world, stage, patience)))
-    }
-
-    fn join_without_cables(
-        &self,
-        job: &RankAssignment,
-        seat: JoinParams<'_>,
-        deadline: Deadline,
-    ) -> Result<Box<dyn Group>, Error> {
-        let backend = parse(&job.backend, "backend")?;
-        let wire = (self.find_wire)(backend).map_err(|source| Error::System {
-            what: "find the wires between ranks",
-            source,
-        })?;
-        let wire = wire.as_deref();
-        Ok(init(backend, Strict::Yes, seat, wire.as_slice(), deadline)?)
-    }
-
-    /// The next message that is not a query to an epoch. The instance may query every rank at any
-    /// time, and a rank without an epoch has no answer. `None` after a timeout.
-    fn receive_join(&self) -> Result<Option<ToWorker>, Error> {
-        let until = Instant::now() + START_LIMIT;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.channel.recv(left)? {
-                Some(
-                    ToWorker::Measure
-                    | ToWorker::Look
-                    | ToWorker::Trace { .. }
-                    | ToWorker::Receive(_)
-                    | ToWorker::HandTo(_)
-                    | ToWorker::Expect { .. },
-                ) => {}
-                other => return Ok(other),
-            }
-        }
-    }
-
     /// Handles a message of an epoch. Ignores it between epochs, when it is late.
     fn handle_message(&mut self, message: ToWorker) -> Result<(), Error> {
         let Some(epoch) = &self.epoch else {
@@ -602,76 +470,6 @@ impl RankWorker<'_> {
         let moved = RankTraffic::of(&*epoch.weights);
         self.kept = epoch.leave();
         moved
-    }
-}
-
-/// Refuses files with another identity than the instance's.
-///
-/// # Errors
-/// [`Error::OtherModel`]; [`Error::System`].
-fn check_identity(job: &RankAssignment, source: &ModelSource) -> Result<(), Error> {
-    check_file((&job.model, &job.identity), source)
-}
-
-/// Refuses files at `path` with another identity than `expected`.
-///
-/// # Errors
-/// As [`check_identity`].
-fn check_file((path, expected): (&Path, &str), source: &ModelSource) -> Result<(), Error> {
-    let got = crate::identity(source).map_err(|source| Error::System {
-        what: "read the model's files",
-        source,
-    })?;
-    if got == expected {
-        return Ok(());
-    }
-    Err(Error::OtherModel {
-        path: path.to_owned(),
-        got,
-        expected: expected.to_owned(),
-    })
-}
-
-/// Listens at `addr`: at its port, or at the first free one of `ports` if given.
-///
-/// # Errors
-/// [`Error::Ports`] when all are taken, and what the system says.
-fn listen(addr: SocketAddr, ports: Option<RangeInclusive<u16>>) -> Result<tcp::Listener, Error> {
-    let failed = |source| Error::System {
-        what: "listen for the other ranks",
-        source,
-    };
-    let Some(ports) = ports.filter(|_| !addr.ip().is_loopback()) else {
-        return tcp::Listener::bind(addr).map_err(failed);
-    };
-    for port in ports.clone() {
-        match tcp::Listener::bind(SocketAddr::new(addr.ip(), port)) {
-            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
-            bound => return bound.map_err(failed),
-        }
-    }
-    Err(Error::Ports {
-        first: *ports.start(),
-        last: *ports.end(),
-    })
-}
-
-fn protection(job: &RankAssignment) -> Protection {
-    match &job.key {
-        Some(key) => Protection::Key(GroupKey::new(key.0)),
-        None if job.plain => Protection::Plaintext,
-        None => Protection::Loopback,
-    }
-}
-
-/// Sets the interface of a link-local address to that of `own`: interface numbers differ between
-/// machines.
-fn by_own_interface(addr: &mut SocketAddr, own: SocketAddr) {
-    if let (SocketAddr::V6(addr), SocketAddr::V6(own)) = (addr, own)
-        && addr.ip().is_unicast_link_local()
-        && own.scope_id() != 0
-    {
-        addr.set_scope_id(own.scope_id());
     }
 }
 

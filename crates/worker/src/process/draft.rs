@@ -10,7 +10,8 @@ use paceline_model_mlx::MlxPlaces;
 use paceline_tensor::Kernels;
 use tracing::warn;
 
-use super::{check_file, parse};
+use super::model_files::check_file;
+use super::parse;
 use crate::messages::{DraftJob, RankAssignment};
 use crate::stamp::WeightsStamp;
 use crate::{Error, load_whole, texts};

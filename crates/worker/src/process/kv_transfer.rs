@@ -26,7 +26,8 @@ use paceline_model::{Config, Kinds, LoadedModel, PageName, PageStore, Split, kv_
 use paceline_tensor::KvType;
 use tracing::warn;
 
-use super::{ControlChannel, by_own_interface, listen, parse};
+use super::joining::{by_own_interface, listen};
+use super::{ControlChannel, parse};
 use crate::messages::{
     FromWorker, PrefillRole, RankAssignment, ReceivePages, SendPages, TransferRound,
 };
