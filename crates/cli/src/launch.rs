@@ -14,7 +14,7 @@ use paceline_board::machines::{ClusterMachine, consenting};
 use paceline_launch::hostfile::{Host, Hostfile};
 use paceline_launch::launch::{
     self, Backend, BlockingStream, Error as LaunchError, Launch, LaunchLimits, Notice, Options,
-    StdinTo, Streams, Tags, WorkingDirectory, openmpi,
+    RankTags, StdinTo, Streams, WorkingDirectory, openmpi,
 };
 use paceline_launch::remote::SshClient;
 use rustix::process::getpgrp;
@@ -301,7 +301,7 @@ impl Args {
             command,
             place,
             stdin,
-            tags: Tags::Session,
+            tags: RankTags::Session,
             limits,
         })
     }

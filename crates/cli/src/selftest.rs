@@ -75,7 +75,7 @@ Examples:
 pub(crate) struct Args {
     /// Check this engine alone [default: cpu, and mlx where it is installed]
     #[arg(long, value_enum, value_name = "ENGINE")]
-    engine: Option<Engine>,
+    engine: Option<SelftestEngine>,
     /// Also load a small model over the machines of the cluster, and compare its bits
     #[arg(long)]
     cluster: bool,
@@ -104,7 +104,7 @@ pub(crate) struct Args {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Engine {
+enum SelftestEngine {
     Cpu,
     Mlx,
 }
@@ -119,7 +119,7 @@ impl Args {
     }
 }
 
-impl Engine {
+impl SelftestEngine {
     const fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -204,10 +204,10 @@ impl<'a> SelfTest<'a> {
 
     fn run(mut self) -> anyhow::Result<Report> {
         machine().into_iter().for_each(|row| self.show(row));
-        if self.has(Engine::Cpu) {
+        if self.has(SelftestEngine::Cpu) {
             self.part(PartName::Cpu, &checks::CPU, CPU_EXIT, PART_LIMIT)?;
         }
-        if self.has(Engine::Mlx) {
+        if self.has(SelftestEngine::Mlx) {
             self.part(PartName::Mlx, &checks::MLX, MLX_EXIT, MLX_LIMIT)?;
             self.fast_sync()?;
         }
@@ -226,7 +226,7 @@ impl<'a> SelfTest<'a> {
         Ok(self.report)
     }
 
-    fn has(&self, engine: Engine) -> bool {
+    fn has(&self, engine: SelftestEngine) -> bool {
         self.args.engine.is_none_or(|only| only == engine)
     }
 
@@ -326,13 +326,13 @@ impl<'a> SelfTest<'a> {
             Ok(Resolution::NeedsDownload(_)) => (None, format!("{label} is not in the store")),
             Err(error) => (None, format!("{error:#}")),
         };
-        for engine in [Engine::Cpu, Engine::Mlx] {
+        for engine in [SelftestEngine::Cpu, SelftestEngine::Mlx] {
             if !self.has(engine) {
                 continue;
             }
             let check = format!("{}: decode", engine.name());
             match &path {
-                Some(_) if engine == Engine::Mlx && self.backend().is_none() => {
+                Some(_) if engine == SelftestEngine::Mlx && self.backend().is_none() => {
                     self.show(Row::skipped(&check, "no library"));
                 }
                 Some(path) => self.speed(engine, (path, label))?,
@@ -345,14 +345,18 @@ impl<'a> SelfTest<'a> {
     }
 
     /// Measures a model on an engine; on MLX also by mlx-lm, if a Python has it.
-    fn speed(&mut self, engine: Engine, (path, label): (&Path, &str)) -> anyhow::Result<()> {
+    fn speed(
+        &mut self,
+        engine: SelftestEngine,
+        (path, label): (&Path, &str),
+    ) -> anyhow::Result<()> {
         let mut command = self.program(&["bench", "model"])?;
         command
             .arg(path)
             .args(["--engine", engine.name(), "--json"]);
-        let is_slow = engine == Engine::Mlx && self.backend() == Some("cpu");
+        let is_slow = engine == SelftestEngine::Mlx && self.backend() == Some("cpu");
         command.args(if is_slow { FEW } else { MANY });
-        if engine == Engine::Mlx {
+        if engine == SelftestEngine::Mlx {
             match self.no_mlx_lm(path)? {
                 None => drop(command.args(["--against", "mlx-lm"])),
                 Some(reason) => self.show(Row::skipped(MLX_LM, reason)),
@@ -427,7 +431,7 @@ fn of_part(part: PartName, tiny: &Path, args: &Args, signals: &Signals) -> anyho
     match part {
         PartName::Cpu => checks::cpu(&load, &mut show),
         PartName::Mlx => {
-            let is_demanded = args.engine == Some(Engine::Mlx);
+            let is_demanded = args.engine == Some(SelftestEngine::Mlx);
             checks::mlx(&load, &home::mlx_places()?, is_demanded, &mut show);
         }
         PartName::Sync => show(qualify()?),

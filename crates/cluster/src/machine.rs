@@ -145,13 +145,13 @@ fn parse_meminfo(text: &str) -> Option<MainMemory> {
 
 /// A GPU of NVIDIA's.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Gpu {
+pub struct MachineGpu {
     pub name: String,
     pub memory: Bytes,
 }
 
 /// NVIDIA's GPUs, as their driver lists them.
-pub fn nvidia() -> Vec<Gpu> {
+pub fn nvidia() -> Vec<MachineGpu> {
     let query = [
         "--query-gpu=name,memory.total",
         "--format=csv,noheader,nounits",
@@ -160,9 +160,9 @@ pub fn nvidia() -> Vec<Gpu> {
     text.lines().filter_map(parse_gpu).collect()
 }
 
-fn parse_gpu(line: &str) -> Option<Gpu> {
+fn parse_gpu(line: &str) -> Option<MachineGpu> {
     let (name, mib) = line.rsplit_once(',')?;
-    Some(Gpu {
+    Some(MachineGpu {
         name: name.trim().to_owned(),
         memory: Bytes(mib.trim().parse::<u64>().ok()?.checked_mul(1 << 20)?),
     })

@@ -35,14 +35,14 @@ pub enum Sandbox {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Enforced {
     /// Access to files.
-    pub files: Level,
+    pub files: SandboxLevel,
     /// Which system calls may be made.
     pub calls: bool,
 }
 
 /// How much of a rule is enforced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Level {
+pub enum SandboxLevel {
     Full,
     /// As much as an older kernel knows.
     Part,
@@ -72,7 +72,7 @@ impl Sandbox {
 }
 
 const NOTHING: Enforced = Enforced {
-    files: Level::Nothing,
+    files: SandboxLevel::Nothing,
     calls: false,
 };
 
@@ -96,7 +96,7 @@ mod system {
     use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
     use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, apply_filter};
 
-    use super::{Enforced, Level, Sandbox};
+    use super::{Enforced, Sandbox, SandboxLevel};
 
     /// The newest rules that this code uses (Linux 6.12); an older kernel applies those it
     /// supports.
@@ -127,16 +127,16 @@ mod system {
             Sandbox::Template => no_files(),
         };
         Enforced {
-            files: files.map_or(Level::Nothing, |status| level(status.ruleset)),
+            files: files.map_or(SandboxLevel::Nothing, |status| level(status.ruleset)),
             calls: forbid(&forbidden(sandbox)).is_some(),
         }
     }
 
-    fn level(status: RulesetStatus) -> Level {
+    fn level(status: RulesetStatus) -> SandboxLevel {
         match status {
-            RulesetStatus::FullyEnforced => Level::Full,
-            RulesetStatus::PartiallyEnforced => Level::Part,
-            RulesetStatus::NotEnforced => Level::Nothing,
+            RulesetStatus::FullyEnforced => SandboxLevel::Full,
+            RulesetStatus::PartiallyEnforced => SandboxLevel::Part,
+            RulesetStatus::NotEnforced => SandboxLevel::Nothing,
         }
     }
 
@@ -279,7 +279,7 @@ mod system {
         /// Whether this kernel has both; tests of missing features are skipped by name.
         fn can(test: &str) -> bool {
             let enforced = Sandbox::Template.tried();
-            let can = enforced.files != Level::Nothing && enforced.calls;
+            let can = enforced.files != SandboxLevel::Nothing && enforced.calls;
             if !can {
                 eprintln!("SKIPPED {test}: this kernel enforces {enforced:?} only");
             }

@@ -49,7 +49,7 @@ const MESSAGE_BYTES_MAX: u32 = 1 << 20;
 
 /// The library, and the open devices of this process. Each is opened once, as a second context of
 /// one device hangs on macOS (ml-explore/mlx #3245).
-pub(super) struct Host {
+pub(super) struct CabledHost {
     /// `None` until a device is needed.
     verbs: Mutex<Option<Verbs>>,
     /// Registered memory, for all groups over these devices.
@@ -57,7 +57,7 @@ pub(super) struct Host {
     adapters: Mutex<BTreeMap<String, Weak<Adapter>>>,
 }
 
-impl Host {
+impl CabledHost {
     pub(super) fn adapter(&self, name: &str) -> Result<Arc<Adapter>, RdmaError> {
         let mut adapters = lock(&self.adapters);
         if let Some(adapter) = adapters.get(name).and_then(Weak::upgrade) {
@@ -81,7 +81,7 @@ impl Host {
 /// a process has one.
 #[derive(Clone)]
 pub struct Cabling {
-    pub(super) host: Arc<Host>,
+    pub(super) host: Arc<CabledHost>,
     pub(super) matrix: Arc<Matrix>,
     pub(super) config: Config,
     /// Use a ring even in a full mesh.
@@ -121,7 +121,7 @@ impl Cabling {
     fn of(verbs: Option<Verbs>, matrix: Matrix, mut config: Config) -> Self {
         let bytes = config.message_bytes;
         config.message_bytes = bytes.clamp(MESSAGE_BYTES_MIN, MESSAGE_BYTES_MAX) & !63;
-        let host = Arc::new(Host {
+        let host = Arc::new(CabledHost {
             verbs: Mutex::new(verbs),
             registry: Arc::default(),
             adapters: Mutex::default(),

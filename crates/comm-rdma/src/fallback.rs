@@ -29,7 +29,7 @@ pub(super) struct FallbackJoin {
 }
 
 /// The cables at fault by an error.
-enum Fault<'a> {
+enum FallbackFault<'a> {
     /// Another rank knows.
     Nobody,
     Pair(Rank, Rank),
@@ -118,16 +118,16 @@ impl CableJoin<'_> {
     ) -> Result<Vec<u8>, RdmaError> {
         let own = Rank(u32::try_from(self.rank).unwrap_or(u32::MAX));
         let fault = match fault_of(&error, own) {
-            Fault::Join => return Err(error),
+            FallbackFault::Join => return Err(error),
             fault => fault,
         };
         let is_at_fault = |(rank, peer): (usize, Rank)| {
             let names = self.matrix.devices(self.rank, rank);
             match fault {
-                Fault::Pair(a, b) => [(own, peer), (peer, own)].contains(&(a, b)),
-                Fault::Device(device) => names.iter().any(|name| name == device),
-                Fault::AllDevices => !names.is_empty(),
-                Fault::Nobody | Fault::Join => false,
+                FallbackFault::Pair(a, b) => [(own, peer), (peer, own)].contains(&(a, b)),
+                FallbackFault::Device(device) => names.iter().any(|name| name == device),
+                FallbackFault::AllDevices => !names.is_empty(),
+                FallbackFault::Nobody | FallbackFault::Join => false,
             }
         };
         let peers = (0..self.matrix.size()).zip((0..).map(Rank));
@@ -139,30 +139,30 @@ impl CableJoin<'_> {
     }
 }
 
-fn fault_of(error: &RdmaError, own: Rank) -> Fault<'_> {
+fn fault_of(error: &RdmaError, own: Rank) -> FallbackFault<'_> {
     match error {
-        RdmaError::Elsewhere { .. } => Fault::Nobody,
-        RdmaError::Unwired { rank, peer, .. } => Fault::Pair(*rank, *peer),
+        RdmaError::Elsewhere { .. } => FallbackFault::Nobody,
+        RdmaError::Unwired { rank, peer, .. } => FallbackFault::Pair(*rank, *peer),
         RdmaError::NotTrusted { peer }
         | RdmaError::Completion { peer, .. }
         | RdmaError::Stray { peer, .. }
         | RdmaError::Garbled { peer, .. }
         | RdmaError::Unheard { peer, .. }
         | RdmaError::Silent { peer, .. }
-        | RdmaError::GivenUp { peer, .. } => Fault::Pair(own, *peer),
+        | RdmaError::GivenUp { peer, .. } => FallbackFault::Pair(own, *peer),
         RdmaError::NoSuchDevice { wanted: device, .. }
         | RdmaError::Operation { device, .. }
         | RdmaError::Verb { device, .. }
         | RdmaError::PortDown { device, .. }
         | RdmaError::NoAddress { device, .. }
-        | RdmaError::Limit { device, .. } => Fault::Device(device),
+        | RdmaError::Limit { device, .. } => FallbackFault::Device(device),
         RdmaError::Library { .. } | RdmaError::Symbol { .. } | RdmaError::NoList { .. } => {
-            Fault::AllDevices
+            FallbackFault::AllDevices
         }
         RdmaError::Matrix(_)
         | RdmaError::Different { .. }
         | RdmaError::Side { .. }
         | RdmaError::NoMeeting { .. }
-        | RdmaError::Join(_) => Fault::Join,
+        | RdmaError::Join(_) => FallbackFault::Join,
     }
 }

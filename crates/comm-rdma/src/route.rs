@@ -15,7 +15,7 @@ const STEPS: usize = 500_000;
 pub(super) fn ring(matrix: &Matrix) -> Vec<usize> {
     let size = matrix.size();
     let rank_order: Vec<usize> = (0..size).collect();
-    let mut search = Search {
+    let mut search = RouteSearch {
         matrix,
         path: vec![0],
         used: vec![false; size],
@@ -41,7 +41,7 @@ pub(super) fn gaps(matrix: &Matrix, order: &[usize]) -> usize {
 }
 
 /// Depth-first search, cut off where a path is no better than the best ring.
-struct Search<'a> {
+struct RouteSearch<'a> {
     matrix: &'a Matrix,
     path: Vec<usize>,
     used: Vec<bool>,
@@ -51,7 +51,7 @@ struct Search<'a> {
     steps: usize,
 }
 
-impl Search<'_> {
+impl RouteSearch<'_> {
     fn extend(&mut self) {
         let (size, last) = (self.matrix.size(), self.path[self.path.len() - 1]);
         if self.path.len() == size {

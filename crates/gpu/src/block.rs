@@ -64,13 +64,13 @@ const OWN: &str = "paceline_";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockFunction {
     columns: Vec<u32>,
-    results: Results,
+    results: BlockResults,
     text: String,
 }
 
 /// The result of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Results {
+enum BlockResults {
     /// A value of a row and column.
     Value,
     /// A row of one float.
@@ -119,17 +119,17 @@ impl BlockFunction {
     /// Columns of the result.
     pub fn result_columns(&self) -> u32 {
         match self.results {
-            Results::Value => self.columns[0],
-            Results::Float => 1,
-            Results::Many(count) => count,
+            BlockResults::Value => self.columns[0],
+            BlockResults::Float => 1,
+            BlockResults::Many(count) => count,
         }
     }
 
     /// Calls for each row.
     fn calls_per_row(&self) -> u64 {
         match self.results {
-            Results::Value => u64::from(self.columns[0]),
-            Results::Float | Results::Many(_) => 1,
+            BlockResults::Value => u64::from(self.columns[0]),
+            BlockResults::Float | BlockResults::Many(_) => 1,
         }
     }
 
@@ -137,15 +137,15 @@ impl BlockFunction {
         let columns = self.columns[0];
         let row = "paceline_params[4] + at";
         let (call, store) = match self.results {
-            Results::Value => (
+            BlockResults::Value => (
                 format!("f({row} / {columns}, at % {columns})"),
                 "paceline_result.values[at] = value;".to_owned(),
             ),
-            Results::Float => (
+            BlockResults::Float => (
                 format!("f({row})"),
                 "paceline_result.values[at] = value;".to_owned(),
             ),
-            Results::Many(count) => (
+            BlockResults::Many(count) => (
                 format!("f({row})"),
                 format!(
                     "var all = value;\nfor (var k = 0; k < {count}; k += 1) {{ \
@@ -375,7 +375,7 @@ fn is_scalar(inner: &TypeInner, kind: ScalarKind) -> bool {
 }
 
 /// The result of `f`.
-fn results(module: &Module) -> Result<Results, String> {
+fn results(module: &Module) -> Result<BlockResults, String> {
     const EXPECTED: &str = "expected fn f(row: i32) -> f32, a vector or array<f32, N>, or \
                             fn f(row: i32, column: i32) -> f32";
     let mut functions = module.functions.iter();
@@ -387,10 +387,10 @@ fn results(module: &Module) -> Result<Results, String> {
     let returned = function.result.as_ref().map(|result| of(result.ty));
     let results = match (count, returned) {
         _ if !arguments.all(|inner| is_scalar(inner, ScalarKind::Sint)) => None,
-        (2, Some(inner)) if is_scalar(inner, ScalarKind::Float) => Some(Results::Value),
-        (1, Some(inner)) if is_scalar(inner, ScalarKind::Float) => Some(Results::Float),
+        (2, Some(inner)) if is_scalar(inner, ScalarKind::Float) => Some(BlockResults::Value),
+        (1, Some(inner)) if is_scalar(inner, ScalarKind::Float) => Some(BlockResults::Float),
         (1, Some(TypeInner::Vector { size, scalar })) if scalar.kind == ScalarKind::Float => {
-            Some(Results::Many(match size {
+            Some(BlockResults::Many(match size {
                 VectorSize::Bi => 2,
                 VectorSize::Tri => 3,
                 VectorSize::Quad => 4,
@@ -403,11 +403,11 @@ fn results(module: &Module) -> Result<Results, String> {
                 size: ArraySize::Constant(count),
                 ..
             }),
-        ) if is_scalar(of(*base), ScalarKind::Float) => Some(Results::Many(count.get())),
+        ) if is_scalar(of(*base), ScalarKind::Float) => Some(BlockResults::Many(count.get())),
         _ => None,
     };
     match results.ok_or_else(|| EXPECTED.to_owned())? {
-        Results::Many(count) if count > RESULTS_MAX => Err(format!(
+        BlockResults::Many(count) if count > RESULTS_MAX => Err(format!(
             "a row of {count} values, expected at most {RESULTS_MAX}"
         )),
         results => Ok(results),

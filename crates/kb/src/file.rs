@@ -45,7 +45,7 @@ enum Kind {
 }
 
 /// Entries by their key and index.
-type Places = BTreeMap<(&'static str, usize), Place>;
+type Places = BTreeMap<(&'static str, usize), FindingPlace>;
 
 type Keys = &'static [(&'static str, Kind)];
 
@@ -99,7 +99,7 @@ pub(crate) struct Document {
 
 /// Location of an entry, for error messages.
 #[derive(Debug, Default)]
-struct Place {
+struct FindingPlace {
     entry: String,
     /// Line of the header.
     header: usize,
@@ -107,7 +107,7 @@ struct Place {
     keys: BTreeMap<String, usize>,
 }
 
-impl Place {
+impl FindingPlace {
     fn problem(&self, key: &str, fault: KeyError) -> EntryError {
         EntryError {
             line: self.keys.get(key).copied().unwrap_or(self.header),
@@ -246,17 +246,17 @@ impl<'t> Checker<'t> {
         self.line_starts.partition_point(|start| *start <= at)
     }
 
-    fn place(&self, entry: String, at: usize, table: &DeTable<'_>) -> Place {
+    fn place(&self, entry: String, at: usize, table: &DeTable<'_>) -> FindingPlace {
         let keys = table.keys();
         let keys = keys.map(|key| (key.get_ref().to_string(), self.line(key.span().start)));
-        Place {
+        FindingPlace {
             entry,
             header: self.line(at),
             keys: keys.collect(),
         }
     }
 
-    fn table(&mut self, place: &Place, table: &DeTable<'_>, keys: Keys) {
+    fn table(&mut self, place: &FindingPlace, table: &DeTable<'_>, keys: Keys) {
         let names: Vec<&str> = keys.iter().map(|(name, _)| *name).collect();
         for key in table.keys().map(|key| key.get_ref().as_ref()) {
             if !names.contains(&key) {
@@ -281,7 +281,7 @@ impl<'t> Checker<'t> {
 
     fn value(
         &mut self,
-        place: &Place,
+        place: &FindingPlace,
         key: &'static str,
         kind: Kind,
         value: &Spanned<DeValue<'_>>,
@@ -321,7 +321,7 @@ impl<'t> Checker<'t> {
         KeyError::NotAnId { got }
     }
 
-    fn text(&mut self, place: &Place, at: usize, key: &str, kind: Kind, text: &str) {
+    fn text(&mut self, place: &FindingPlace, at: usize, key: &str, kind: Kind, text: &str) {
         let harmful = |c: &char| c.is_control() && !matches!(c, '\n' | '\t' | '\r');
         if let Some(code) = text.chars().find(harmful).map(u32::from) {
             self.problem(place, at, key, KeyError::ControlCharacter { code });
@@ -340,7 +340,7 @@ impl<'t> Checker<'t> {
 
     fn tables(
         &mut self,
-        file: &Place,
+        file: &FindingPlace,
         kind: &'static str,
         keys: Keys,
         items: &[Spanned<DeValue<'_>>],
@@ -362,7 +362,7 @@ impl<'t> Checker<'t> {
         }
     }
 
-    fn problem(&mut self, place: &Place, at: usize, key: &str, fault: KeyError) {
+    fn problem(&mut self, place: &FindingPlace, at: usize, key: &str, fault: KeyError) {
         let line = self.line(at);
         self.problems.push(EntryError {
             line,

@@ -59,7 +59,7 @@ pub struct Launch {
     /// The ranks that get standard input.
     pub stdin: StdinTo,
     /// How lines are assigned to ranks.
-    pub tags: Tags,
+    pub tags: RankTags,
     /// How long things may take.
     pub limits: LaunchLimits,
 }
@@ -95,7 +95,7 @@ impl StdinTo {
 
 /// How the rank of a line is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tags {
+pub enum RankTags {
     /// Each session is a rank.
     Session,
     /// The one session is `mpirun`, which marks lines itself.

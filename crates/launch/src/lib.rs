@@ -12,7 +12,7 @@
 //! ```no_run
 //! use paceline_launch::hostfile::Hostfile;
 //! use paceline_launch::launch::{self, Backend, Launch, LaunchLimits, Options};
-//! use paceline_launch::launch::{WorkingDirectory, StdinTo, Streams, Tags};
+//! use paceline_launch::launch::{WorkingDirectory, StdinTo, Streams, RankTags};
 //! use paceline_launch::remote::SshClient;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -22,7 +22,7 @@
 //!     command: vec!["python3".into(), "train.py".into()],
 //!     place: WorkingDirectory::IfPresent("/data".into()),
 //!     stdin: StdinTo::None,
-//!     tags: Tags::Session,
+//!     tags: RankTags::Session,
 //!     limits: LaunchLimits::default(),
 //! };
 //! let streams = Streams {

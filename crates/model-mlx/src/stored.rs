@@ -182,7 +182,7 @@ impl Stored {
             let bytes = Held::Mapped(tensor.bytes.clone());
             return (Self::Floats(plane(bytes, cols, dtype)), rows);
         }
-        let (n, form) = (rows.len(), Form::of(tensor.block_type));
+        let (n, form) = (rows.len(), StoredForm::of(tensor.block_type));
         let Groups {
             packed,
             scales,
@@ -191,8 +191,8 @@ impl Stored {
         } = Groups::of(tensor, rows);
         let factors = |values, dtype| plane(Held::Own(values), cols / GROUP, dtype);
         let (mode, scales, biases) = match form {
-            Form::Powers => (QuantisedMode::Mxfp4, factors(scales, Dtype::U8), None),
-            Form::Kept { .. } | Form::Fitted => (
+            StoredForm::Powers => (QuantisedMode::Mxfp4, factors(scales, Dtype::U8), None),
+            StoredForm::Kept { .. } | StoredForm::Fitted => (
                 QuantisedMode::Affine,
                 factors(scales, Dtype::F16),
                 Some(factors(biases, Dtype::F16)),
@@ -220,11 +220,11 @@ impl Stored {
             StoredTensor::Mlx(m) if m.scheme.mode.is_mlx() => {
                 groups(m.scheme.group_size, m.scheme.bits.into(), 2)
             }
-            StoredTensor::Mlx(m) => groups(GROUP, Form::of(m.block_type).bits() as u64, 2),
+            StoredTensor::Mlx(m) => groups(GROUP, StoredForm::of(m.block_type).bits() as u64, 2),
             StoredTensor::Whole(tensor) => match tensor.block_type {
                 BlockType::F32 | BlockType::F16 | BlockType::BF16 => floats.bytes() as u64 * values,
-                other => match Form::of(other) {
-                    Form::Powers => values / 32 * 17,
+                other => match StoredForm::of(other) {
+                    StoredForm::Powers => values / 32 * 17,
                     form => groups(GROUP, form.bits() as u64, 2),
                 },
             },
@@ -237,7 +237,7 @@ const VALUES_MIN: usize = 1 << 18;
 
 /// How blocks are held as groups of 32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
+enum StoredForm {
     /// Their integers, `offset` added, in `bits` bits.
     Kept { bits: usize, offset: u8 },
     /// Four-bit floats with a power of two.
@@ -246,7 +246,7 @@ enum Form {
     Fitted,
 }
 
-impl Form {
+impl StoredForm {
     const fn of(block_type: BlockType) -> Self {
         let (bits, offset) = match block_type {
             BlockType::Q4_0 => (4, 8),
@@ -276,16 +276,16 @@ pub(super) const fn nearest(block_type: BlockType) -> Option<&'static str> {
         BlockType::F32 | BlockType::F16 | BlockType::BF16 => None,
         BlockType::Q4_K => Some("4 bits in groups of 32, scales rounded to halves"),
         BlockType::Q5_K => Some("5 bits in groups of 32, scales rounded to halves"),
-        other => match Form::of(other) {
-            Form::Kept { .. } | Form::Powers => None,
-            Form::Fitted => Some("8 bits in groups of 32"),
+        other => match StoredForm::of(other) {
+            StoredForm::Kept { .. } | StoredForm::Powers => None,
+            StoredForm::Fitted => Some("8 bits in groups of 32"),
         },
     }
 }
 
 /// Blocks as groups of 32.
 struct Groups {
-    form: Form,
+    form: StoredForm,
     packed: Vec<u8>,
     /// Halves, little endian, or bytes of powers of two.
     scales: Vec<u8>,
@@ -329,7 +329,7 @@ impl Groups {
 
     /// No groups yet, with capacity for `values` values.
     fn new(block_type: BlockType, values: usize) -> Self {
-        let form = Form::of(block_type);
+        let form = StoredForm::of(block_type);
         let room = || Vec::with_capacity(values / GROUP * 2);
         Self {
             form,
@@ -341,7 +341,7 @@ impl Groups {
 
     fn add(&mut self, block_type: BlockType, block: &[u8]) {
         match self.form {
-            Form::Powers => {
+            StoredForm::Powers => {
                 self.scales.push(block[0]);
                 if block_type == BlockType::MXFP4 {
                     self.packed.extend_from_slice(&block[1..]);
@@ -349,13 +349,13 @@ impl Groups {
                     self.packed.extend(nibbles(&block[1..]));
                 }
             }
-            Form::Kept { bits, offset } => {
+            StoredForm::Kept { bits, offset } => {
                 for chunk in 0..block_type.len() / GROUP {
                     let chunk = storage::chunk(block_type, block, chunk);
                     self.keep(&chunk, bits, offset);
                 }
             }
-            Form::Fitted => {
+            StoredForm::Fitted => {
                 let mut values = [0.0; 256];
                 let values = &mut values[..block_type.len()];
                 storage::dequantise(block_type, block, values);

@@ -577,7 +577,7 @@ pub(crate) fn parse(bytes: &[u8]) {
     journals::parse(bytes);
     paceline_fleet::parse(bytes);
     let _ = serde_json::from_slice::<TraceRequest>(bytes);
-    let _ = serde_json::from_slice::<Option<speed::Speed>>(bytes);
+    let _ = serde_json::from_slice::<Option<speed::MeasuredSpeed>>(bytes);
 }
 
 fn new_id() -> Result<InstanceId, Error> {

@@ -41,7 +41,7 @@ use requests::Requests;
 use crate::cause::FailureReport;
 pub use events::{Action, Event, Notice};
 use paceline_worker::messages::FromWorker;
-use phase::{EpochReason, LeaveAction, Pending, Phase, Starting, WorkerState};
+use phase::{EpochReason, LeaveAction, PendingGroup, Phase, Starting, WorkerState};
 
 /// How long failure reports are collected after the first, to find the root cause. With the 1.5 s
 /// until a silent worker is detected, a failure is reported within 2 s.

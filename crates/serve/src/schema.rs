@@ -84,13 +84,13 @@ impl FieldWarnings {
 
 /// The path of a value in the body, such as `messages[0].content`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Place<'a> {
+pub(crate) enum SchemaPlace<'a> {
     Body,
-    Field(&'a Place<'a>, &'a str),
-    Item(&'a Place<'a>, usize),
+    Field(&'a SchemaPlace<'a>, &'a str),
+    Item(&'a SchemaPlace<'a>, usize),
 }
 
-impl fmt::Display for Place<'_> {
+impl fmt::Display for SchemaPlace<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Body => Ok(()),
@@ -135,7 +135,7 @@ pub(crate) fn read<T: DeserializeOwned + JsonSchema + 'static>(
     notes: &FieldWarnings,
 ) -> Result<T, Rejection> {
     let mut body = Value::Object(body);
-    check(schema_of::<T>(), &mut body, Place::Body, notes)?;
+    check(schema_of::<T>(), &mut body, SchemaPlace::Body, notes)?;
     serde_json::from_value(body).map_err(|error| Rejection::Invalid {
         reason: error.to_string(),
     })
@@ -145,7 +145,7 @@ pub(crate) fn read<T: DeserializeOwned + JsonSchema + 'static>(
 fn check(
     schema: &'static Value,
     value: &mut Value,
-    at: Place<'_>,
+    at: SchemaPlace<'_>,
     notes: &FieldWarnings,
 ) -> Result<(), Rejection> {
     if let Some(options) = options(schema) {
@@ -166,7 +166,7 @@ fn check(
                 return Ok(());
             };
             let mut items = items.iter_mut().enumerate();
-            items.try_for_each(|(i, item)| check(schema, item, Place::Item(&at, i), notes))
+            items.try_for_each(|(i, item)| check(schema, item, SchemaPlace::Item(&at, i), notes))
         }
         Value::Object(map) => check_object(schema, map, at, notes),
         Value::Null | Value::Bool(_) => Ok(()),
@@ -184,7 +184,7 @@ fn option(
     schema: &'static Value,
     options: &'static [Value],
     value: &Value,
-    at: Place<'_>,
+    at: SchemaPlace<'_>,
 ) -> Result<&'static Value, Rejection> {
     let fits: Vec<&'static Value> = options.iter().filter(|one| is_kind(one, value)).collect();
     let alike = fits.iter().find(|one| is_like(one, value));
@@ -209,7 +209,7 @@ fn option(
     if let Some(one) = fits.iter().find(is_named).or_else(open) {
         return Ok(one);
     }
-    let at = Place::Field(&at, tag);
+    let at = SchemaPlace::Field(&at, tag);
     let expected = one_of(fits.iter().filter_map(|one| constant(one)));
     match given {
         Value::Null => Err(Rejection::Missing {
@@ -297,7 +297,12 @@ fn one_of<'a>(values: impl IntoIterator<Item = &'a Value>) -> String {
     }
 }
 
-fn unlisted(schema: &'static Value, value: &Value, at: Place<'_>, expected: String) -> Rejection {
+fn unlisted(
+    schema: &'static Value,
+    value: &Value,
+    at: SchemaPlace<'_>,
+    expected: String,
+) -> Rejection {
     let (param, got) = (at.to_string(), show(value));
     match schema.get(WHY).and_then(Value::as_str) {
         Some(why) => Rejection::Unsupported { param, got, why },
@@ -309,7 +314,11 @@ fn unlisted(schema: &'static Value, value: &Value, at: Place<'_>, expected: Stri
     }
 }
 
-fn check_listed(schema: &'static Value, value: &Value, at: Place<'_>) -> Result<(), Rejection> {
+fn check_listed(
+    schema: &'static Value,
+    value: &Value,
+    at: SchemaPlace<'_>,
+) -> Result<(), Rejection> {
     let values = match (schema.get("enum"), schema.get("const")) {
         (Some(Value::Array(values)), _) => values.as_slice(),
         (_, Some(value)) => std::slice::from_ref(value),
@@ -321,7 +330,7 @@ fn check_listed(schema: &'static Value, value: &Value, at: Place<'_>) -> Result<
     Err(unlisted(schema, value, at, one_of(values)))
 }
 
-fn check_text(schema: &'static Value, text: &str, at: Place<'_>) -> Result<(), Rejection> {
+fn check_text(schema: &'static Value, text: &str, at: SchemaPlace<'_>) -> Result<(), Rejection> {
     let most = schema.get("maxLength").and_then(Value::as_u64);
     // Bytes first: counting the characters of a long text takes a while.
     let is_far_over = most.is_none_or(|most| text.len() as u64 > 4 * most);
@@ -338,7 +347,7 @@ fn check_length(
     of: &str,
     got: usize,
     unit: &'static str,
-    at: Place<'_>,
+    at: SchemaPlace<'_>,
 ) -> Result<(), Rejection> {
     let bound = |side: &str| schema.get(format!("{side}{of}")).and_then(Value::as_u64);
     let (min, max) = (bound("min"), bound("max"));
@@ -358,7 +367,11 @@ fn check_length(
     })
 }
 
-fn check_number(schema: &'static Value, value: &mut Value, at: Place<'_>) -> Result<(), Rejection> {
+fn check_number(
+    schema: &'static Value,
+    value: &mut Value,
+    at: SchemaPlace<'_>,
+) -> Result<(), Rejection> {
     let (min, max) = (schema.get("minimum"), schema.get("maximum"));
     let (is_in, min, max) = if kinds(schema).any(|kind| kind == "integer") {
         let bound = |bound: Option<&Value>, or| bound.and_then(Value::as_i64).unwrap_or(or);
@@ -395,12 +408,12 @@ fn check_number(schema: &'static Value, value: &mut Value, at: Place<'_>) -> Res
 fn check_object(
     schema: &'static Value,
     map: &mut Map<String, Value>,
-    at: Place<'_>,
+    at: SchemaPlace<'_>,
     notes: &FieldWarnings,
 ) -> Result<(), Rejection> {
     check_length(schema, "Properties", map.len(), "entries", at)?;
     for (name, mut value) in std::mem::take(map) {
-        let place = Place::Field(&at, &name);
+        let place = SchemaPlace::Field(&at, &name);
         let known = schema["properties"].get(&name);
         let known = match (known, schema.get("additionalProperties")) {
             (Some(_), _) if value.is_null() => continue,
@@ -429,7 +442,7 @@ fn check_object(
     };
     let about = schema["properties"][name]["description"].as_str();
     Err(Rejection::Missing {
-        param: Place::Field(&at, name).to_string(),
+        param: SchemaPlace::Field(&at, name).to_string(),
         expected: about.unwrap_or("a value").to_owned(),
     })
 }

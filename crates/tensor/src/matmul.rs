@@ -87,7 +87,7 @@ pub(crate) struct GroupArgs<'a> {
 #[inline(always)]
 pub(crate) unsafe fn group<S: Isa, F: Format, const TERMS: usize>(args: GroupArgs<'_>) {
     // SAFETY: passed on.
-    unsafe { tiles::<S>(args, Quantised::<F, TERMS>(std::marker::PhantomData)) }
+    unsafe { tiles::<S>(args, QuantisedLeaf::<F, TERMS>(std::marker::PhantomData)) }
 }
 
 /// Like [`group`] for float weights.
@@ -222,14 +222,14 @@ pub(crate) unsafe fn store_lanes<S: Isa>(out: *mut f32, sum: S::F, lanes: usize)
 
 /// Integer weights of format `F`.
 #[derive(Debug)]
-struct Quantised<F, const TERMS: usize>(std::marker::PhantomData<F>);
+struct QuantisedLeaf<F, const TERMS: usize>(std::marker::PhantomData<F>);
 
-impl<F, const TERMS: usize> Clone for Quantised<F, TERMS> {
+impl<F, const TERMS: usize> Clone for QuantisedLeaf<F, TERMS> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<F, const TERMS: usize> Copy for Quantised<F, TERMS> {}
+impl<F, const TERMS: usize> Copy for QuantisedLeaf<F, TERMS> {}
 
 /// Prefetch distance in bytes into L1 (NEAR) and L2 (FAR), for products of few rows. `paceline
 /// bench kernels` on an Intel Xeon with AMX, relative to plain reads: Q4_0 0.57 -> 0.92, Q8_0 0.60
@@ -266,7 +266,7 @@ impl Prefetch {
     }
 }
 
-impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for Quantised<F, TERMS> {
+impl<S: Isa, F: Format, const TERMS: usize> Leaf<S> for QuantisedLeaf<F, TERMS> {
     #[inline(always)]
     unsafe fn leaf<const N: usize>(
         self,

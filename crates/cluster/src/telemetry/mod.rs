@@ -26,7 +26,7 @@ pub use energy::Energy;
 use files::SystemFiles;
 use mac::Mac;
 use nvml::Nvml;
-use rates::Counters;
+use rates::RateCounters;
 
 /// Load of a machine, as far as its system reports it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -158,7 +158,7 @@ pub struct Sampler {
     files: SystemFiles,
     nvml: Nvml,
     mac: Mac,
-    before: Option<(Duration, Counters)>,
+    before: Option<(Duration, RateCounters)>,
 }
 
 impl Sampler {
@@ -180,7 +180,7 @@ impl Sampler {
         files.memory(&mut sample);
         files.sensors(&mut sample);
         sample.gpus.extend(self.nvml.gpus());
-        let counters = Counters::read(files);
+        let counters = RateCounters::read(files);
         if let Some((then, before)) = &self.before {
             counters.rates(before, now.saturating_sub(*then), &mut sample);
         }

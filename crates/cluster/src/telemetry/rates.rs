@@ -11,7 +11,7 @@ const SECTOR_BYTES: u64 = 512;
 
 /// Counters that only grow, except for wraps and devices that come and go.
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct RateCounters {
     /// Busy and total time of all cores together and of each, in the kernel's ticks.
     cores: Vec<(u64, u64)>,
     /// Bytes read and written, by disk.
@@ -24,7 +24,7 @@ pub(super) struct Counters {
     throttled_ms: Option<u64>,
 }
 
-impl Counters {
+impl RateCounters {
     pub(super) fn read(files: &SystemFiles) -> Self {
         let text = |path| files.text(path).unwrap_or_default();
         Self {

@@ -35,7 +35,7 @@ pub(super) type SnapshotSender = mpsc::SyncSender<Vec<(Ticket, Snapshot)>>;
 pub(super) type EngineQuery<C> = Box<dyn FnOnce(&C) + Send>;
 
 /// State shared by callers and the engine's thread, under one lock that is held briefly.
-pub(super) struct Inbox<C> {
+pub(super) struct RunnerInbox<C> {
     pub(super) state: State,
     /// The runner is being dropped.
     pub(super) stop: bool,
@@ -52,7 +52,7 @@ pub(super) struct Inbox<C> {
 
 /// The inbox, and the condition that wakes the engine's thread.
 pub(super) struct SharedInbox<C> {
-    inbox: Mutex<Inbox<C>>,
+    inbox: Mutex<RunnerInbox<C>>,
     pub(super) wake: Condvar,
     pub(super) clock: StepClock,
     limits: RequestLimits,
@@ -60,7 +60,7 @@ pub(super) struct SharedInbox<C> {
 
 impl<C> SharedInbox<C> {
     fn new(limits: RequestLimits) -> Self {
-        let inbox = Inbox {
+        let inbox = RunnerInbox {
             state: State::Ready,
             stop: false,
             submissions: VecDeque::new(),
@@ -78,13 +78,13 @@ impl<C> SharedInbox<C> {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Inbox<C>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, RunnerInbox<C>> {
         // No code that can panic leaves the inbox inconsistent.
         lock(&self.inbox)
     }
 }
 
-impl<C> Inbox<C> {
+impl<C> RunnerInbox<C> {
     /// # Errors
     /// [`RequestFailure::Unavailable`] with the reason.
     fn check_ready(&self) -> Result<(), RequestFailure> {
@@ -168,7 +168,7 @@ impl<C: Core> Driver<C> {
         Ok(ticket)
     }
 
-    fn enqueue(&self, mut inbox: MutexGuard<'_, Inbox<C>>, sequence: QueuedSequence) {
+    fn enqueue(&self, mut inbox: MutexGuard<'_, RunnerInbox<C>>, sequence: QueuedSequence) {
         inbox.open.insert(sequence.ticket);
         inbox.submissions.push_back(sequence);
         drop(inbox);

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use super::plan::RankPlan;
-use super::{Launch, LaunchLimits, StdinTo, Tags, WorkingDirectory};
+use super::{Launch, LaunchLimits, RankTags, StdinTo, WorkingDirectory};
 
 /// Parameters of an `mpirun`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,7 +91,7 @@ pub fn launch(
         command: words,
         place,
         stdin,
-        tags: Tags::Mpirun,
+        tags: RankTags::Mpirun,
         limits,
     }
 }
@@ -143,7 +143,7 @@ mod tests {
             );
             assert_eq!(
                 (all.ranks.len(), all.stdin, all.tags),
-                (1, StdinTo::Rank0, Tags::Mpirun)
+                (1, StdinTo::Rank0, RankTags::Mpirun)
             );
             all.command.join(" ")
         };

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use paceline_base::Rank;
 use paceline_process::{LineBuffer, PrefixedWriter};
 
-use super::Tags;
+use super::RankTags;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OutputStream {
@@ -55,10 +55,10 @@ pub(super) enum LineRouter {
 }
 
 impl LineRouter {
-    pub(super) fn new(tags: Tags, rank: Rank) -> Self {
+    pub(super) fn new(tags: RankTags, rank: Rank) -> Self {
         match tags {
-            Tags::Session => Self::Session(rank, LineBuffer::default()),
-            Tags::Mpirun => Self::Mpirun(LineBuffer::default(), TagParser::default()),
+            RankTags::Session => Self::Session(rank, LineBuffer::default()),
+            RankTags::Mpirun => Self::Mpirun(LineBuffer::default(), TagParser::default()),
         }
     }
 
@@ -165,7 +165,7 @@ impl Tag {
 mod tests {
     use super::*;
 
-    fn sorted(tags: Tags, text: &str) -> Vec<String> {
+    fn sorted(tags: RankTags, text: &str) -> Vec<String> {
         let mut sorter = LineRouter::new(tags, Rank(7));
         let mut found = Vec::new();
         let mut note = |rank: Option<Rank>, line: &str| {
@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn a_session_is_a_rank() {
         assert_eq!(
-            sorted(Tags::Session, "a\n[1,0]<stdout>:b"),
+            sorted(RankTags::Session, "a\n[1,0]<stdout>:b"),
             ["7 a", "7 [1,0]<stdout>:b"]
         );
     }
@@ -207,7 +207,7 @@ mod tests {
                 &["- [1,x]<stdout>:y]<stdin>:"],
             ),
         ] {
-            assert_eq!(sorted(Tags::Mpirun, text), lines, "{text:?}");
+            assert_eq!(sorted(RankTags::Mpirun, text), lines, "{text:?}");
         }
     }
 }

@@ -51,12 +51,12 @@ struct KeptRange {
     left: u64,
     /// A scan has failed.
     is_broken: bool,
-    pieces: Vec<Piece>,
+    pieces: Vec<RangePiece>,
 }
 
 /// Keys of a range in one part.
 #[derive(Debug)]
-struct Piece {
+struct RangePiece {
     /// Where they are in the file.
     at: u64,
     /// First byte of each bucket of the range behind `at`, and the end of the last.
@@ -181,7 +181,7 @@ impl RangeStore {
         source: &FileSource,
         part: u64,
         buckets: &Range<u64>,
-    ) -> Result<Piece, Error> {
+    ) -> Result<RangePiece, Error> {
         let scatter = &gather.scatter;
         let first = |part: u64| source.rows().min(part.saturating_mul(scatter.part_rows));
         let rows = first(part)..first(part + 1);
@@ -199,7 +199,7 @@ impl RangeStore {
         let written = self.file.write_all_at(kept, at);
         written.map_err(|source| Error::file("write", &self.path, source))?;
         let own = starts[first..=last].iter();
-        Ok(Piece {
+        Ok(RangePiece {
             at,
             starts: own.map(|start| start - starts[first]).collect(),
         })

@@ -7,7 +7,7 @@ use paceline_weights::hf::HfFolder;
 use serde_json::Value;
 
 use super::decoder;
-use super::dense::{self, Dense};
+use super::dense::{self, EncoderDense};
 use crate::{Error, ModelFamily, ModelSource};
 
 /// Largest accepted sizes: several times those of published encoders.
@@ -131,13 +131,13 @@ impl EncoderConfig {
     }
 
     /// As [`read`](Self::read), with the products behind the pooling.
-    pub(super) fn with_dense(source: &ModelSource) -> Result<(Self, Vec<Dense>), Error> {
+    pub(super) fn with_dense(source: &ModelSource) -> Result<(Self, Vec<EncoderDense>), Error> {
         let mut config = match decoder::is_embedder(source) {
             true => decoder::read(source)?,
             false => Bert::read(source)?.0,
         };
         let dense = dense::read(source, config.width)?;
-        config.width = dense.last().map_or(config.width, Dense::outputs);
+        config.width = dense.last().map_or(config.width, EncoderDense::outputs);
         Ok((config, dense))
     }
 }

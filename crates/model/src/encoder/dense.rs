@@ -28,7 +28,7 @@ const TENSORS: [&str; 2] = ["dense_2.weight", "dense_3.weight"];
 
 /// A product and an activation on the pooled vector.
 #[derive(Debug)]
-pub(super) struct Dense {
+pub(super) struct EncoderDense {
     /// `(outputs, inputs)`
     weights: Vec<f32>,
     /// `(outputs,)`; empty without.
@@ -41,19 +41,19 @@ pub(super) struct Dense {
 ///
 /// # Errors
 /// A module of another kind, by name, or one without its files.
-pub(super) fn read(source: &ModelSource, width: usize) -> Result<Vec<Dense>, Error> {
-    let mut all: Vec<Dense> = Vec::new();
+pub(super) fn read(source: &ModelSource, width: usize) -> Result<Vec<EncoderDense>, Error> {
+    let mut all: Vec<EncoderDense> = Vec::new();
     match source {
         ModelSource::Hf(folder) => {
             for place in places(folder)? {
-                let inputs = all.last().map_or(width, Dense::outputs);
-                all.push(Dense::of_folder(folder, place, inputs)?);
+                let inputs = all.last().map_or(width, EncoderDense::outputs);
+                all.push(EncoderDense::of_folder(folder, place, inputs)?);
             }
         }
         ModelSource::Gguf(file) => {
             for name in TENSORS.into_iter().filter(|name| file.has(name)) {
-                let inputs = all.last().map_or(width, Dense::outputs);
-                all.push(Dense::new(&file.tensor(name)?, inputs)?);
+                let inputs = all.last().map_or(width, EncoderDense::outputs);
+                all.push(EncoderDense::new(&file.tensor(name)?, inputs)?);
             }
         }
     }
@@ -79,7 +79,8 @@ fn places(folder: &HfFolder) -> Result<Vec<(&'static str, &'static str)>, Error>
             .find(|(name, ..)| kind == "Dense" && *name == path);
         let Some((_, config, weights)) = place else {
             let got = format!("{kind} at {path:?}");
-            let expected = "Transformer, Pooling, Normalize, or Dense at 2_Dense and 3_Dense";
+            let expected =
+                "Transformer, Pooling, Normalize, or EncoderDense at 2_Dense and 3_Dense";
             return Err(wrong(FIELD, got, expected));
         };
         places.push((*config, *weights));
@@ -87,7 +88,7 @@ fn places(folder: &HfFolder) -> Result<Vec<(&'static str, &'static str)>, Error>
     Ok(places)
 }
 
-impl Dense {
+impl EncoderDense {
     fn of_folder(
         folder: &HfFolder,
         (config, weights): (&'static str, &'static str),

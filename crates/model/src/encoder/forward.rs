@@ -9,7 +9,7 @@ use std::ops::Range;
 use paceline_tensor::{Activations, Kernels, PackedMatrix, Precision, Product};
 
 use super::config::{Bert, EncoderActivation, Pooling};
-use super::weights::{EncoderLayer, EncoderWeights, Linear, Norm};
+use super::weights::{EncoderLayer, EncoderLinear, EncoderWeights, Norm};
 
 /// A step with its buffers.
 pub(super) struct EncoderPass<'a> {
@@ -219,7 +219,7 @@ fn ranges(texts: &[&[u32]]) -> Vec<Range<usize>> {
 fn add_product(
     kernels: &Kernels,
     from: &Activations,
-    linear: &Linear,
+    linear: &EncoderLinear,
     out: &mut [f32],
     x: &mut Activations,
     norm: impl Fn(&mut [f32]) + Sync,

@@ -36,7 +36,7 @@ pub use config::{EncoderConfig, EncoderFamily, Pooling};
 use crate::{Error, ModelSource};
 use config::Bert;
 use decoder::Decoder;
-use dense::Dense;
+use dense::EncoderDense;
 use forward::EncoderPass;
 use weights::EncoderWeights;
 
@@ -50,7 +50,7 @@ pub struct Encoder {
     config: EncoderConfig,
     layers: Layers,
     /// Products behind the pooling.
-    dense: Vec<Dense>,
+    dense: Vec<EncoderDense>,
 }
 
 /// The network: layers of BERT, or a decoder trained for embeddings.
@@ -153,7 +153,7 @@ impl Encoder {
             } => Some(EncoderPass::new(shape, weights, kernels, texts).run()),
             Layers::Decoder(decoder) => decoder.embed(texts, is_over)?,
         };
-        let dense = |x: Vec<f64>, dense: &Dense| dense.apply(&x);
+        let dense = |x: Vec<f64>, dense: &EncoderDense| dense.apply(&x);
         let vector = |pooled: Vec<f64>| unit(&self.dense.iter().fold(pooled, dense));
         Ok(pooled.map(|texts| texts.into_iter().map(vector).collect()))
     }

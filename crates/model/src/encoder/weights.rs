@@ -27,24 +27,24 @@ pub(super) struct EncoderWeights {
 #[derive(Debug)]
 pub(super) struct EncoderLayer {
     /// `(C, C)`
-    pub(super) query: Linear,
+    pub(super) query: EncoderLinear,
     /// `(C, C)`
-    pub(super) key: Linear,
+    pub(super) key: EncoderLinear,
     /// `(C, C)`
-    pub(super) value: Linear,
+    pub(super) value: EncoderLinear,
     /// `(C, C)`
-    pub(super) output: Linear,
+    pub(super) output: EncoderLinear,
     pub(super) attention_norm: Norm,
     /// `(F, C)`
-    pub(super) up: Linear,
+    pub(super) up: EncoderLinear,
     /// `(C, F)`
-    pub(super) down: Linear,
+    pub(super) down: EncoderLinear,
     pub(super) ffn_norm: Norm,
 }
 
 /// A matrix `(outputs, inputs)` with a bias `(outputs,)`.
 #[derive(Debug)]
-pub(super) struct Linear {
+pub(super) struct EncoderLinear {
     pub(super) matrix: PackedMatrix,
     pub(super) bias: Vec<f32>,
 }
@@ -190,7 +190,7 @@ impl EncoderLoader<'_> {
         Ok(floats(&self.tensor(names, kind, &[n])?))
     }
 
-    fn linear(&self, names: WeightNames<'_>, shape: [usize; 2]) -> Result<Linear, Error> {
+    fn linear(&self, names: WeightNames<'_>, shape: [usize; 2]) -> Result<EncoderLinear, Error> {
         let tensor = self.tensor(names, "weight", &shape)?;
         let [rows, cols] = shape;
         let values = floats(&tensor);
@@ -210,7 +210,7 @@ impl EncoderLoader<'_> {
             source,
         })?;
         let bias = self.vector(names, "bias", rows)?;
-        Ok(Linear { matrix, bias })
+        Ok(EncoderLinear { matrix, bias })
     }
 
     fn norm(&self, names: WeightNames<'_>, n: usize) -> Result<Norm, Error> {

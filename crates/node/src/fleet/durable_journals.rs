@@ -47,7 +47,7 @@ type Tell = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// The journals on disk.
 pub(super) struct DurableJournals {
-    index: Arc<Mutex<Index>>,
+    index: Arc<Mutex<JournalIndex>>,
     queue: SyncSender<Task>,
     began: Instant,
 }
@@ -61,7 +61,7 @@ enum Task {
 
 /// The journals on disk and in the queue.
 #[derive(Default)]
-struct Index(BTreeMap<String, IndexEntry>);
+struct JournalIndex(BTreeMap<String, IndexEntry>);
 
 struct IndexEntry {
     bytes: u64,
@@ -70,7 +70,7 @@ struct IndexEntry {
     failed: Option<(String, Instant)>,
 }
 
-impl Index {
+impl JournalIndex {
     /// Records a segment that is to be written.
     fn put(&mut self, piece: &ReplicatedSegment, now: Instant) -> JournalStored {
         let is_named = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
@@ -147,7 +147,7 @@ impl DurableJournals {
         fs::set_permissions(&folder, Permissions::from_mode(0o700))?;
         let began = Instant::now();
         let until = began + (RETURN_STAY - STAY);
-        let mut index = Index::default();
+        let mut index = JournalIndex::default();
         for (id, bytes) in read_all(&folder)? {
             let piece = ReplicatedSegment { id, at: 0, bytes };
             if index.put(&piece, until) == JournalStored::Yes {
@@ -248,7 +248,7 @@ fn either(disk: JournalStored, remote: JournalStored) -> JournalStored {
 struct Writer {
     storage: Box<dyn Storage>,
     folder: PathBuf,
-    index: Arc<Mutex<Index>>,
+    index: Arc<Mutex<JournalIndex>>,
     tell: Tell,
     /// Whether the last failure was told.
     is_told: bool,
@@ -424,7 +424,7 @@ mod tests {
 
     #[test]
     fn the_index_has_bounds_gaps_and_an_end() {
-        let (mut index, now) = (Index::default(), Instant::now());
+        let (mut index, now) = (JournalIndex::default(), Instant::now());
         assert_eq!(index.put(&piece("a", 4, "x"), now), JournalStored::Gap);
         assert_eq!(index.put(&piece("a", 0, "one"), now), JournalStored::Yes);
         assert_eq!(index.put(&piece("a", 4, "x"), now), JournalStored::Gap);

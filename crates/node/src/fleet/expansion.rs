@@ -28,7 +28,7 @@ const GAIN: f64 = 1.15;
 
 /// Why an instance stays where it is.
 #[derive(Debug)]
-enum Refusal {
+enum ExpansionRefusal {
     /// The predicted speed on the other nodes, as a multiple of that now.
     Gain(f64),
     /// It may be possible soon.
@@ -81,7 +81,7 @@ impl Inner {
         let inner = Arc::clone(self);
         let run = move || {
             let refused = inner.try_take(&chance).err();
-            let is_slower = matches!(refused, Some(Refusal::Gain(_)));
+            let is_slower = matches!(refused, Some(ExpansionRefusal::Gain(_)));
             inner.tell_refusal(&chance, refused);
             let mut state = lock(&inner.state);
             state.is_evaluating = false;
@@ -94,12 +94,12 @@ impl Inner {
         }
     }
 
-    fn tell_refusal(&self, chance: &Chance, refused: Option<Refusal>) {
+    fn tell_refusal(&self, chance: &Chance, refused: Option<ExpansionRefusal>) {
         let names: Vec<String> = chance.nodes.iter().map(|id| self.name(*id)).collect();
         let told = refused.map(|refusal| {
             let reason = match refusal {
-                Refusal::Gain(gain) => format!("predicted {gain:.2} times as fast"),
-                Refusal::NotYet(reason) => reason,
+                ExpansionRefusal::Gain(gain) => format!("predicted {gain:.2} times as fast"),
+                ExpansionRefusal::NotYet(reason) => reason,
             };
             format!("it does not move to {}: {reason}", names.join(", "))
         });
@@ -111,22 +111,24 @@ impl Inner {
     }
 
     /// Writes the next record if its user asked for the nodes, or the gain is sufficient.
-    fn try_take(&self, chance: &Chance) -> Result<(), Refusal> {
+    fn try_take(&self, chance: &Chance) -> Result<(), ExpansionRefusal> {
         let (owned, nodes) = (&chance.owned, &chance.nodes);
-        let (now, then) = self.predicted(owned, nodes).map_err(Refusal::NotYet)?;
+        let (now, then) = self
+            .predicted(owned, nodes)
+            .map_err(ExpansionRefusal::NotYet)?;
         let gain = now.map(|now| then[0].decode_tok_s / now.max(f64::MIN_POSITIVE));
         match gain {
             _ if chance.is_asked() => {}
             Ok(gain) if gain >= GAIN => {}
-            Ok(gain) => return Err(Refusal::Gain(gain)),
-            Err(reason) => return Err(Refusal::NotYet(reason)),
+            Ok(gain) => return Err(ExpansionRefusal::Gain(gain)),
+            Err(reason) => return Err(ExpansionRefusal::NotYet(reason)),
         }
         if !chance.in_use && open(&chance.instance) > 0 {
-            return Err(Refusal::NotYet("it is in use".to_owned()));
+            return Err(ExpansionRefusal::NotYet("it is in use".to_owned()));
         }
         let next = next_record(&owned.wanted, nodes, &then);
         let written = self.want(owned.id, owned.epoch + 1, Some(&next));
-        written.map_err(|error| Refusal::NotYet(error.to_string()))?;
+        written.map_err(|error| ExpansionRefusal::NotYet(error.to_string()))?;
         let names: Vec<String> = nodes.iter().map(|id| self.name(*id)).collect();
         let (model, names) = (&owned.wanted.model, names.join(", "));
         let gain = gain.map_or(String::new(), |gain| {

@@ -20,7 +20,7 @@ use paceline_model::{Config, ModelSource};
 use serde::Serialize;
 
 use super::hosts::NodeConnection;
-use super::speed::{self, Speed};
+use super::speed::{self, MeasuredSpeed};
 use super::{Error, Inner, LoadRequest, SPEED};
 use crate::forecast::devices::DeviceSpeed;
 use crate::forecast::machines::{RemoteDevice, RemoteMachine, best_first};
@@ -322,17 +322,17 @@ impl Inner {
         })
     }
 
-    pub(super) fn own_speed(&self) -> Option<Speed> {
+    pub(super) fn own_speed(&self) -> Option<MeasuredSpeed> {
         let kernels = || (self.spec.kernels)(self.spec.threads);
         self.speed.get(kernels).ok()
     }
 
-    fn speed_of(&self, id: NodeId) -> Option<Speed> {
+    fn speed_of(&self, id: NodeId) -> Option<MeasuredSpeed> {
         if id == self.agent.id() {
             return self.own_speed();
         }
         let line = NodeConnection(self.agent.open(id, SPEED, speed::LIMIT).ok()?);
-        receive_message::<Option<Speed>>(&line, speed::LIMIT)
+        receive_message::<Option<MeasuredSpeed>>(&line, speed::LIMIT)
             .ok()?
             .flatten()
     }
@@ -393,8 +393,8 @@ pub(super) fn why(proposals: &[Proposal]) -> Option<String> {
 /// A node's speed relative to this one: by both measurements, else by their cores.
 fn machine(
     view: &NodeView,
-    speed: Option<Speed>,
-    own: Option<Speed>,
+    speed: Option<MeasuredSpeed>,
+    own: Option<MeasuredSpeed>,
     own_view: &NodeView,
 ) -> RemoteMachine {
     let cores = |view: &NodeView| f64::from(view.facts.cores.max(1));

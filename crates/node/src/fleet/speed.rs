@@ -23,7 +23,7 @@ pub(super) const LIMIT: Duration = Duration::from_secs(10);
 
 /// Peak rates of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Speed {
+pub(super) struct MeasuredSpeed {
     /// Bytes a second read by all threads together.
     pub(super) reads: f64,
     /// Integer operations a second of all threads together.
@@ -32,7 +32,7 @@ pub(super) struct Speed {
 
 /// Cache of this machine's speed; empty before the first call.
 #[derive(Default)]
-pub(super) struct SpeedCache(Mutex<Option<Speed>>);
+pub(super) struct SpeedCache(Mutex<Option<MeasuredSpeed>>);
 
 impl SpeedCache {
     /// Measures the first time, which takes some tenths of a second.
@@ -42,7 +42,7 @@ impl SpeedCache {
     pub(super) fn get(
         &self,
         kernels: impl FnOnce() -> io::Result<Arc<Kernels>>,
-    ) -> io::Result<Speed> {
+    ) -> io::Result<MeasuredSpeed> {
         let mut known = lock(&self.0);
         if let Some(speed) = *known {
             return Ok(speed);
@@ -53,7 +53,7 @@ impl SpeedCache {
     }
 }
 
-fn measure(kernels: &Kernels) -> io::Result<Speed> {
+fn measure(kernels: &Kernels) -> io::Result<MeasuredSpeed> {
     let memory = ReadLimit::new(READ_BYTES, kernels.pool()).map_err(io::Error::other)?;
     let reads = (0..ROUNDS).flat_map(|_| AHEAD).map(|ahead| {
         let start = Instant::now();
@@ -64,7 +64,7 @@ fn measure(kernels: &Kernels) -> io::Result<Speed> {
         let start = Instant::now();
         integer_work(kernels) as f64 / start.elapsed().as_secs_f64()
     });
-    Ok(Speed {
+    Ok(MeasuredSpeed {
         reads: reads.fold(1.0, f64::max),
         computes: computes.fold(1.0, f64::max),
     })

@@ -43,7 +43,7 @@ impl Keeper {
         after: Duration,
     ) {
         let lasts = Arc::new(());
-        let round = Round {
+        let round = SpareRound {
             lasts: Arc::downgrade(&lasts),
             shared: Arc::downgrade(shared),
             tag,
@@ -64,7 +64,7 @@ impl Keeper {
     }
 }
 
-struct Round {
+struct SpareRound {
     /// Dropped when the round is over.
     lasts: Weak<()>,
     shared: Weak<InstanceShared>,
@@ -72,7 +72,7 @@ struct Round {
     after: Duration,
 }
 
-impl Round {
+impl SpareRound {
     fn run(&self, ranks: &mut [(RankAssignment, Tries)]) {
         let begun = Instant::now();
         while begun.elapsed() < self.after {

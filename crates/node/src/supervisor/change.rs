@@ -5,7 +5,7 @@ use std::time::Duration;
 use paceline_plan::split_selection::{self, SplitChange};
 use serde::Serialize;
 
-use super::{Action, EpochReason, LeaveAction, Notice, Pending, Phase, Supervisor};
+use super::{Action, EpochReason, LeaveAction, Notice, PendingGroup, Phase, Supervisor};
 
 /// A change of the split, or a failed attempt.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -78,7 +78,7 @@ impl Supervisor {
 
     fn change(&mut self, now: Duration, order: SplitChange) {
         self.learn(now);
-        let pending = Pending {
+        let pending = PendingGroup {
             order,
             begun: now,
             back: self.steering.measured(order.to).is_some(),
@@ -104,12 +104,12 @@ impl Supervisor {
     }
 
     /// The change failed.
-    pub(super) fn refuse(&mut self, now: Duration, pending: Pending, reason: String) {
+    pub(super) fn refuse(&mut self, now: Duration, pending: PendingGroup, reason: String) {
         self.steering.step(now, split_selection::Event::Refused);
         self.report_change(now, pending, Some(reason));
     }
 
-    fn report_change(&mut self, now: Duration, pending: Pending, refused: Option<String>) {
+    fn report_change(&mut self, now: Duration, pending: PendingGroup, refused: Option<String>) {
         let SplitChange {
             from,
             to,

@@ -27,14 +27,14 @@ pub(super) enum EpochReason {
     /// After a failure.
     Again,
     /// Change to another split.
-    Change(Pending),
+    Change(PendingGroup),
     /// Back to the previous split, because the other one did not start.
-    Back(Pending, String),
+    Back(PendingGroup, String),
 }
 
 /// A change of the split in progress.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pending {
+pub(super) struct PendingGroup {
     pub(super) order: SplitChange,
     pub(super) begun: Duration,
     /// Whether the target split was in use before.

@@ -15,7 +15,7 @@ use crate::NodeLink;
 
 /// Algorithm of an all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Algorithm {
+pub enum CostedAlgorithm {
     /// Everybody sends everything to everybody.
     OneShot,
     /// Pairs, then pairs of pairs.
@@ -25,7 +25,7 @@ pub enum Algorithm {
 }
 
 /// Seconds of an all-reduce of `bytes` among `ranks` by `algorithm`.
-pub fn all_reduce_by(algorithm: Algorithm, link: &NodeLink, ranks: usize, bytes: f64) -> f64 {
+pub fn all_reduce_by(algorithm: CostedAlgorithm, link: &NodeLink, ranks: usize, bytes: f64) -> f64 {
     if ranks < 2 {
         return 0.0;
     }
@@ -35,21 +35,22 @@ pub fn all_reduce_by(algorithm: Algorithm, link: &NodeLink, ranks: usize, bytes:
     let at_once = if link.shared { p } else { 1.0 };
     let transfer = at_once * bytes / link.beta;
     match algorithm {
-        Algorithm::OneShot => link.alpha + (p - 1.0) * transfer,
-        Algorithm::RecursiveDoubling => doublings * (link.alpha + transfer),
-        Algorithm::Ring => 2.0 * (p - 1.0) * (link.alpha + transfer / p),
+        CostedAlgorithm::OneShot => link.alpha + (p - 1.0) * transfer,
+        CostedAlgorithm::RecursiveDoubling => doublings * (link.alpha + transfer),
+        CostedAlgorithm::Ring => 2.0 * (p - 1.0) * (link.alpha + transfer / p),
     }
 }
 
 /// The soonest of the algorithms and its seconds; ties go to the one with fewest steps.
-pub fn all_reduce(link: &NodeLink, ranks: usize, bytes: f64) -> (Algorithm, f64) {
+pub fn all_reduce(link: &NodeLink, ranks: usize, bytes: f64) -> (CostedAlgorithm, f64) {
     let all = [
-        Algorithm::OneShot,
-        Algorithm::RecursiveDoubling,
-        Algorithm::Ring,
+        CostedAlgorithm::OneShot,
+        CostedAlgorithm::RecursiveDoubling,
+        CostedAlgorithm::Ring,
     ];
     let timed = all.map(|algorithm| (algorithm, all_reduce_by(algorithm, link, ranks, bytes)));
-    let soonest = |x: (Algorithm, f64), y: (Algorithm, f64)| if y.1 < x.1 { y } else { x };
+    let soonest =
+        |x: (CostedAlgorithm, f64), y: (CostedAlgorithm, f64)| if y.1 < x.1 { y } else { x };
     timed.into_iter().fold(timed[0], soonest)
 }
 
@@ -81,24 +82,27 @@ mod tests {
             (5, 49.0, 39.0, 8.0 * (1.0 + 12.0 / 5.0)),
         ] {
             let by = |a| all_reduce_by(a, &l, ranks, 12.0);
-            assert_eq!(by(Algorithm::OneShot), one_shot, "{ranks}");
-            assert_eq!(by(Algorithm::RecursiveDoubling), doubling, "{ranks}");
-            assert!((by(Algorithm::Ring) - ring).abs() < 1e-12, "{ranks}");
+            assert_eq!(by(CostedAlgorithm::OneShot), one_shot, "{ranks}");
+            assert_eq!(by(CostedAlgorithm::RecursiveDoubling), doubling, "{ranks}");
+            assert!((by(CostedAlgorithm::Ring) - ring).abs() < 1e-12, "{ranks}");
         }
     }
 
     #[test]
     fn small_messages_want_few_steps_and_large_ones_few_bytes() {
         let l = link(5e-6, 6e9, false);
-        assert_eq!(all_reduce(&l, 4, 8192.0).0, Algorithm::OneShot);
-        assert_eq!(all_reduce(&l, 4, 64e6).0, Algorithm::Ring);
+        assert_eq!(all_reduce(&l, 4, 8192.0).0, CostedAlgorithm::OneShot);
+        assert_eq!(all_reduce(&l, 4, 64e6).0, CostedAlgorithm::Ring);
         assert_eq!(all_reduce(&l, 1, 64e6).1, 0.0);
     }
 
     #[test]
     fn a_shared_medium_pays_for_every_rank() {
         let (own, shared) = (link(0.0, 1.0, false), link(0.0, 1.0, true));
-        assert_eq!(all_reduce_by(Algorithm::OneShot, &own, 4, 1.0), 3.0);
-        assert_eq!(all_reduce_by(Algorithm::OneShot, &shared, 4, 1.0), 12.0);
+        assert_eq!(all_reduce_by(CostedAlgorithm::OneShot, &own, 4, 1.0), 3.0);
+        assert_eq!(
+            all_reduce_by(CostedAlgorithm::OneShot, &shared, 4, 1.0),
+            12.0
+        );
     }
 }

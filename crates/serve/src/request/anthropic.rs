@@ -354,7 +354,7 @@ struct OutputFormat {
 
 /// Contents of a message's blocks.
 #[derive(Default)]
-struct Contents {
+struct BlockContents {
     texts: Vec<String>,
     thoughts: Vec<String>,
     calls: Vec<ToolCall>,
@@ -461,27 +461,27 @@ impl RequestParser<'_> {
 
 /// The turn of `system`, unless it is empty.
 fn system(blocks: Blocks<TextBlock>) -> Option<ChatMessage> {
-    let mut texts = Contents::of(blocks, TextBlock::add).texts;
+    let mut texts = BlockContents::of(blocks, TextBlock::add).texts;
     texts.retain(|text| !text.trim_start().starts_with(VOLATILE));
     let text = texts.join("\n");
     (!text.is_empty()).then(|| ChatMessage::new("system", text))
 }
 
 impl AnthropicMessage {
-    fn contents(self) -> (&'static str, Contents) {
+    fn contents(self) -> (&'static str, BlockContents) {
         match self {
-            Self::User(said) => ("user", Contents::of(said.content, UserBlock::add)),
+            Self::User(said) => ("user", BlockContents::of(said.content, UserBlock::add)),
             Self::Assistant(said) => {
-                let contents = Contents::of(said.content, AssistantBlock::add);
+                let contents = BlockContents::of(said.content, AssistantBlock::add);
                 ("assistant", contents)
             }
-            Self::System(said) => ("system", Contents::of(said.content, TextBlock::add)),
+            Self::System(said) => ("system", BlockContents::of(said.content, TextBlock::add)),
         }
     }
 }
 
 impl TextBlock {
-    fn add(self, to: &mut Contents) {
+    fn add(self, to: &mut BlockContents) {
         match self {
             Self::Text(block) => to.texts.push(block.text),
             Self::ToolReference(tool) => to.named.extend(tool.tool_name),
@@ -490,14 +490,14 @@ impl TextBlock {
 }
 
 impl UserBlock {
-    fn add(self, to: &mut Contents) {
+    fn add(self, to: &mut BlockContents) {
         match self {
             Self::Text(block) => to.texts.push(block.text),
             Self::ToolReference(tool) => to.named.extend(tool.tool_name),
             Self::ToolResult(result) => {
                 let inner = result
                     .content
-                    .map(|inner| Contents::of(inner, TextBlock::add));
+                    .map(|inner| BlockContents::of(inner, TextBlock::add));
                 let mut inner = inner.unwrap_or_default();
                 to.named.append(&mut inner.named);
                 to.results
@@ -508,7 +508,7 @@ impl UserBlock {
 }
 
 impl AssistantBlock {
-    fn add(self, to: &mut Contents) {
+    fn add(self, to: &mut BlockContents) {
         match self {
             Self::Text(block) => to.texts.push(block.text),
             Self::Thinking(block) => to.thoughts.push(block.thinking),
@@ -522,7 +522,7 @@ impl AssistantBlock {
     }
 }
 
-impl Contents {
+impl BlockContents {
     fn of<B>(blocks: Blocks<B>, add: impl Fn(B, &mut Self)) -> Self {
         let mut contents = Self::default();
         match blocks {

@@ -71,7 +71,7 @@ pub fn wrong_groups<F: GroupBytes + ?Sized>(
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let useful = usize::try_from(bytes / THREAD_BYTES).unwrap_or(usize::MAX);
     let threads = useful.min(cores).clamp(1, THREADS_MAX);
-    let search = Search {
+    let search = DamageSearch {
         file,
         check,
         groups,
@@ -127,7 +127,7 @@ pub fn merged(mut runs: Vec<Range<u64>>) -> Vec<Range<u64>> {
 }
 
 /// A search by several threads. Each thread takes the next group.
-struct Search<'a, F: ?Sized> {
+struct DamageSearch<'a, F: ?Sized> {
     file: &'a F,
     check: &'a dyn GroupCheck,
     groups: &'a [u64],
@@ -136,7 +136,7 @@ struct Search<'a, F: ?Sized> {
     wrong: Mutex<Vec<u64>>,
 }
 
-impl<F: GroupBytes + ?Sized> Search<'_, F> {
+impl<F: GroupBytes + ?Sized> DamageSearch<'_, F> {
     fn run(&self, count: &Count<'_>) {
         let mut buffer = Vec::new();
         while !self.is_over.load(Ordering::Relaxed) {

@@ -8,7 +8,7 @@ use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::sync::OnceLock;
 
-use crate::batch::registers::{LINE, Registers, TILE_BYTES};
+use crate::batch::registers::{LINE, TILE_BYTES, TileRegisters};
 use crate::batch::rows::TILE_ROWS;
 
 /// Whether this process may use AMX.
@@ -140,7 +140,7 @@ macro_rules! tile {
     clippy::undocumented_unsafe_blocks,
     reason = "every block is one instruction under the trait's contract, see above"
 )]
-impl Registers for Amx {
+impl TileRegisters for Amx {
     #[inline(always)]
     unsafe fn configured() -> Self {
         const WHOLE: Configuration = Configuration::new();

@@ -32,7 +32,7 @@ pub(crate) const LINE: usize = 4 * LANES;
 /// The integers of a chunk: by byte of the activations (high, low), and once more for the second
 /// half where it counts apart. Within each they lie by row. Only values that were stored are read.
 #[repr(C, align(64))]
-pub(crate) struct Results(pub(crate) [[[i32; LANES]; TILE_ROWS]; 4]);
+pub(crate) struct ByteResults(pub(crate) [[[i32; LANES]; TILE_ROWS]; 4]);
 
 /// Activations of a tile: high and low bytes of its first row, and the way to the next.
 #[derive(Clone, Copy, Debug)]
@@ -54,7 +54,12 @@ pub(crate) trait Tiles {
     unsafe fn configured(rows: usize, depth: usize) -> Self;
     /// Multiplies rows of activations by the quads of a chunk as [`Bytes::arranged`] left them, in
     /// halves if `HALVES`. Writes the results, for as many rows as were configured.
-    unsafe fn step<const HALVES: bool>(&mut self, x: ByteRows, quads: *const u8, out: *mut Results);
+    unsafe fn step<const HALVES: bool>(
+        &mut self,
+        x: ByteRows,
+        quads: *const u8,
+        out: *mut ByteResults,
+    );
     /// Gives registers back.
     unsafe fn release(self);
 }
@@ -148,7 +153,7 @@ struct TileProduct<'a, S, T, const HALVES: bool, const MIN: bool, const WIDE: bo
     next: (usize, usize, usize),
     /// Blocks that were started.
     started: usize,
-    results: [MaybeUninit<Results>; SLOTS],
+    results: [MaybeUninit<ByteResults>; SLOTS],
     _isa: PhantomData<S>,
 }
 
@@ -264,7 +269,7 @@ impl<'a, S: Isa, T: Tiles, const HALVES: bool, const MIN: bool, const WIDE: bool
     #[inline(always)]
     unsafe fn add(
         factors: *const ChunkFactors,
-        results: *const Results,
+        results: *const ByteResults,
         i: usize,
         meta: Meta,
         totals: &mut [S::I; 2],

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use crate::batch::registers::Registers;
+use crate::batch::registers::TileRegisters;
 use crate::isa::LANES;
 
 /// 16 rows of 64 bytes.
@@ -50,7 +50,7 @@ impl Emulated {
     clippy::undocumented_unsafe_blocks,
     reason = "every block is one copy under the trait's contract, see above"
 )]
-impl Registers for Emulated {
+impl TileRegisters for Emulated {
     unsafe fn configured() -> Self {
         (0..8).for_each(|t| set(t, [[0; 64]; 16]));
         Self

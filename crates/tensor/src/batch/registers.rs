@@ -1,6 +1,6 @@
 //! Tile registers of AMX.
 //!
-//! [`Registers`] is what AMX offers of them, one method for each instruction. `crate::batch::amx`
+//! [`TileRegisters`] is what AMX offers of them, one method for each instruction. `crate::batch::amx`
 //! is the processor's, and a test's emulation proves everything but the encodings. Weights of 64
 //! columns are a tile, all bytes. Column `k` of weight row `n` is byte `4 n + k % 4` of the tile's
 //! row `k / 4`. Activations of row `t` are row `t` of a tile, column `k` at byte `k`. Results are
@@ -17,7 +17,7 @@ pub(crate) const TILE_BYTES: usize = TILE_ROWS * LINE;
 /// # Safety
 /// Every method requires that the CPU and the system allow it, and that pointers are good for a
 /// tile.
-pub(crate) trait Registers {
+pub(crate) trait TileRegisters {
     /// Configures all of them.
     unsafe fn configured() -> Self;
     /// Registers as [`configured`](Self::configured) left them, for a caller that

@@ -3,7 +3,7 @@
 
 use std::arch::aarch64::*;
 
-use crate::batch::bytes::{ByteRows, LINE, Results, Tiles};
+use crate::batch::bytes::{ByteResults, ByteRows, LINE, Tiles};
 use crate::isa::smmla;
 
 /// Columns that one instruction takes.
@@ -60,7 +60,7 @@ impl Tiles for Smmla {
         &mut self,
         x: ByteRows,
         quads: *const u8,
-        out: *mut Results,
+        out: *mut ByteResults,
     ) {
         let (halves, columns) = if HALVES { (2, 16) } else { (1, 32) };
         for half in 0..halves {

@@ -18,7 +18,7 @@
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-use crate::batch::registers::{Registers, TILE_BYTES};
+use crate::batch::registers::{TILE_BYTES, TileRegisters};
 use crate::batch::rows::{TILE_ROWS, step_of, steps};
 use crate::batch::{
     CHUNK_BYTES, GROUP_SUMS, LEVEL_LEN, MOST, Segment, Unpack, carries, prefetch_chunk,
@@ -148,7 +148,7 @@ unsafe fn unpack_planes<S: BytePlanes, F: Format>(
 /// # Safety
 /// Features of `R`.
 #[inline(always)]
-pub(crate) unsafe fn begin<R: Registers>() {
+pub(crate) unsafe fn begin<R: TileRegisters>() {
     // SAFETY: passed on. What is forgotten is in the processor, or nothing.
     std::mem::forget(unsafe { R::configured() });
 }
@@ -158,7 +158,7 @@ pub(crate) unsafe fn begin<R: Registers>() {
 /// # Safety
 /// Features of `R`; behind [`begin`].
 #[inline(always)]
-pub(crate) unsafe fn end<R: Registers>() {
+pub(crate) unsafe fn end<R: TileRegisters>() {
     // SAFETY: passed on.
     unsafe { R::left().release() };
 }
@@ -170,10 +170,10 @@ pub(crate) unsafe fn end<R: Registers>() {
 /// # Safety
 /// Features of `R`.
 #[inline(always)]
-pub(crate) unsafe fn dots<R: Registers>(count: u64) -> u64 {
+pub(crate) unsafe fn dots<R: TileRegisters>(count: u64) -> u64 {
     const CYCLES: u64 = 16;
     let ones = Ones([1; TILE_BYTES]);
-    let mut results = Results(MaybeUninit::uninit());
+    let mut results = TileResults(MaybeUninit::uninit());
     let out: *mut i32 = (&raw mut results).cast();
     // SAFETY: tiles that are there; four of the results are stored.
     unsafe {
@@ -213,7 +213,12 @@ struct Ones([u8; TILE_BYTES]);
 /// Features of `S`, and `R`; between [`begin`] and [`end`] of `R`; the segment's pointers cover its
 /// chunks, rows and sums.
 #[inline(always)]
-pub(crate) unsafe fn multiply<S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>(
+pub(crate) unsafe fn multiply<
+    S: BytePlanes,
+    R: TileRegisters,
+    const BYTES: usize,
+    const WIDE: bool,
+>(
     segment: &Segment<'_>,
 ) {
     // SAFETY: passed on.
@@ -264,7 +269,7 @@ struct TileStep {
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct PendingProducts {
-    results: Results,
+    results: TileResults,
     /// That turn's, whose panel is overwritten.
     step: [f32; LANES],
     turn: Option<TileStep>,
@@ -274,7 +279,7 @@ impl PendingProducts {
     /// No turn.
     pub(crate) const fn new() -> Self {
         Self {
-            results: Results(MaybeUninit::uninit()),
+            results: TileResults(MaybeUninit::uninit()),
             step: [0.0; LANES],
             turn: None,
         }
@@ -295,9 +300,9 @@ struct Tiles<'a, S, R, const BYTES: usize, const WIDE: bool> {
 /// `p m + q h`, `p l + q m` and `q l`.
 #[derive(Debug)]
 #[repr(C, align(64))]
-struct Results(MaybeUninit<[[[i32; LANES]; TILE_ROWS]; 4]>);
+struct TileResults(MaybeUninit<[[[i32; LANES]; TILE_ROWS]; 4]>);
 
-impl<'a, S: BytePlanes, R: Registers, const BYTES: usize, const WIDE: bool>
+impl<'a, S: BytePlanes, R: TileRegisters, const BYTES: usize, const WIDE: bool>
     Tiles<'a, S, R, BYTES, WIDE>
 {
     /// Bytes of the activations of 64 columns of a tile.

@@ -93,23 +93,23 @@ pub struct SparseScratch {
 
 /// A row of a batch.
 #[derive(Clone, Copy)]
-struct Row<'a> {
+struct SparseRow<'a> {
     sequence: &'a AttentionRows<'a>,
     position: usize,
 }
 
-impl Row<'_> {
+impl SparseRow<'_> {
     /// Rows that it chooses among.
     const fn seen(&self) -> usize {
         self.position + 1
     }
 }
 
-fn row_of<'a>(sequences: &'a [AttentionRows<'a>], mut row: usize) -> Row<'a> {
+fn row_of<'a>(sequences: &'a [AttentionRows<'a>], mut row: usize) -> SparseRow<'a> {
     for sequence in sequences {
         if row < sequence.rows {
             let position = sequence.position + row;
-            return Row { sequence, position };
+            return SparseRow { sequence, position };
         }
         row -= sequence.rows;
     }
@@ -189,7 +189,7 @@ impl Kernels {
         let dim = cache.index_dim(layer);
         let writer = cache.writer(layer);
         self.for_rows(rows_of(sequences), |t| {
-            let Row { sequence, position } = row_of(sequences, t);
+            let SparseRow { sequence, position } = row_of(sequences, t);
             let (page, slot) = (sequence.page(position / PAGE), position % PAGE);
             // SAFETY: rows are positions of their own.
             unsafe { writer.write_index(page, slot, &keys[t * dim..][..dim]) }

@@ -45,13 +45,13 @@ const MAX_FREE_IDS: u64 = 1024;
 const TOKENIZER: &str = "tokenizer.json";
 
 /// The parts of the crate's tokenizer, run one after the other.
-pub(super) struct Pipeline {
+pub(super) struct TokenizerPipeline {
     inner: tokenizers::Tokenizer,
     steps: Steps,
     space_prefix: bool,
 }
 
-impl std::fmt::Debug for Pipeline {
+impl std::fmt::Debug for TokenizerPipeline {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pipeline")
             .field("space_prefix", &self.space_prefix)
@@ -120,7 +120,7 @@ fn build(inner: tokenizers::Tokenizer, config: &Config) -> Result<Tokenizer, Err
     steps::check_model(inner.get_model()).map_err(malformed)?;
     let steps = Steps::new(&inner).map_err(malformed)?;
     Tokenizer::assemble(TokenizerParts {
-        algorithm: Algorithm::Json(Box::new(Pipeline {
+        algorithm: Algorithm::Json(Box::new(TokenizerPipeline {
             inner,
             steps,
             space_prefix,
@@ -136,7 +136,7 @@ fn build(inner: tokenizers::Tokenizer, config: &Config) -> Result<Tokenizer, Err
     })
 }
 
-impl Pipeline {
+impl TokenizerPipeline {
     pub(super) fn space_prefix(&self) -> bool {
         self.space_prefix
     }

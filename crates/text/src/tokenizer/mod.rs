@@ -197,7 +197,7 @@ enum Algorithm {
     ByteBpe(Box<bpe::ByteBpe>),
     TextBpe(Box<bpe::TextBpe>),
     Sentence(Box<spm::Spm>),
-    Json(Box<json::Pipeline>),
+    Json(Box<json::TokenizerPipeline>),
 }
 
 /// Parts of a tokenizer that a reader has found.

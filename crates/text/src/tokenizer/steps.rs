@@ -103,7 +103,7 @@ fn within(what: &str, value: usize, limit: usize) -> std::result::Result<(), Str
 /// Normaliser and pre-tokenizer of a file, as lists of steps.
 pub(super) struct Steps {
     normalizers: Vec<Rewrite>,
-    pre_tokenizers: Vec<Split>,
+    pre_tokenizers: Vec<SplitStep>,
 }
 
 impl Steps {
@@ -125,7 +125,7 @@ impl Steps {
         within("growth by pre_tokenizers", growth, MAX_SPLIT_GROWTH)?;
         Ok(Self {
             normalizers: collect(&normalizers, Rewrite::new)?,
-            pre_tokenizers: collect(&pre_tokenizers, Split::new)?,
+            pre_tokenizers: collect(&pre_tokenizers, SplitStep::new)?,
         })
     }
 
@@ -318,7 +318,7 @@ fn longest_rule(map: &Precompiled) -> std::result::Result<usize, String> {
 }
 
 /// A step of a pre-tokenizer.
-enum Split {
+enum SplitStep {
     Pattern {
         regex: Regex,
         behavior: SplitDelimiterBehavior,
@@ -327,7 +327,7 @@ enum Split {
     Other(PreTokenizerWrapper),
 }
 
-impl Split {
+impl SplitStep {
     fn new(step: &PreTokenizerWrapper) -> std::result::Result<Self, String> {
         let PreTokenizerWrapper::Split(split) = step else {
             return Ok(Self::Other(step.clone()));
@@ -453,7 +453,7 @@ mod tests {
         // way, `a|a` would be one.
         let split = json!({"type": "Split", "behavior": "Isolated", "invert": false,
                            "pattern": {"Regex": "(?:a(?!b)|a(?!c)){18}(?=b)|a"}});
-        let split = Split::new(&serde_json::from_value(split).unwrap()).unwrap();
+        let split = SplitStep::new(&serde_json::from_value(split).unwrap()).unwrap();
         let mut text = PreTokenizedString::from("a".repeat(100_000));
         let error = split.run(&mut text, Instant::now() + Duration::from_millis(20));
         let error = error.unwrap_err().to_string();

@@ -23,8 +23,8 @@ impl WeightMap {
 
 impl<'de> Deserialize<'de> for WeightMap {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Entries;
-        impl<'de> Visitor<'de> for Entries {
+        struct WeightMapEntries;
+        impl<'de> Visitor<'de> for WeightMapEntries {
             type Value = WeightMap;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -39,6 +39,6 @@ impl<'de> Deserialize<'de> for WeightMap {
                 Ok(WeightMap { entries })
             }
         }
-        deserializer.deserialize_map(Entries)
+        deserializer.deserialize_map(WeightMapEntries)
     }
 }

@@ -17,15 +17,15 @@ const STRANGERS_MAX: usize = 16;
 
 /// The handshakes in progress.
 #[derive(Default)]
-pub(super) struct Handshakes(Arc<Mutex<Table>>);
+pub(super) struct Handshakes(Arc<Mutex<HandshakeTable>>);
 
 #[derive(Default)]
-struct Table {
+struct HandshakeTable {
     next: u64,
-    rows: Vec<Row>,
+    rows: Vec<HandshakeRow>,
 }
 
-struct Row {
+struct HandshakeRow {
     id: u64,
     peer: Peer,
     is_silent: bool,
@@ -58,7 +58,7 @@ impl Peer {
 /// A place among the handshakes; dropping it frees the place.
 pub(super) struct HandshakeSlot {
     id: u64,
-    table: Arc<Mutex<Table>>,
+    table: Arc<Mutex<HandshakeTable>>,
 }
 
 impl HandshakeSlot {
@@ -106,7 +106,7 @@ impl Handshakes {
         }
         table.next += 1;
         let id = table.next;
-        table.rows.push(Row {
+        table.rows.push(HandshakeRow {
             id,
             peer,
             is_silent: true,

@@ -214,7 +214,7 @@ fn folder_files(folder: &Path) -> io::Result<Vec<PartFile>> {
 /// The names of files in an index of weights.
 fn indexed_weights(index: &Path) -> io::Result<BTreeSet<String>> {
     #[derive(Deserialize)]
-    struct Index {
+    struct FileIndex {
         weight_map: BTreeMap<String, String>,
     }
     let text = match fs::read(index) {
@@ -224,7 +224,7 @@ fn indexed_weights(index: &Path) -> io::Result<BTreeSet<String>> {
         }
         text => text?,
     };
-    let index: Index = serde_json::from_slice(&text)?;
+    let index: FileIndex = serde_json::from_slice(&text)?;
     Ok(index.weight_map.into_values().collect())
 }
 
