@@ -348,12 +348,6 @@ impl InstanceSpec {
         }
     }
 
-    /// Whether it has several nodes and MLX computes on one of them, which allows no split of a
-    /// stage between classes.
-    pub fn splits_on_mlx(&self) -> bool {
-        self.nodes.len() > 1 && self.nodes.iter().any(|id| self.is_on_mlx(*id))
-    }
-
     /// The classes of its nodes in rank order, as `cpu` or `mlx+cpu`. Equal texts state equal
     /// numbers only where every class is exact.
     pub fn class_names(&self) -> String {

@@ -174,11 +174,6 @@ impl Timeline {
         }
     }
 
-    /// Seconds from the request to the end of the answer.
-    pub fn whole_s(&self) -> f64 {
-        self.whole as f64 / 1e9
-    }
-
     /// Parts of each rank's time over the whole answer, in rank order.
     pub fn parts(&self) -> Vec<TimeBreakdown> {
         self.parts_of((0, self.whole))

@@ -106,11 +106,6 @@ impl StopMatcher {
         self.conclude()
     }
 
-    /// Bytes that are held back now.
-    pub fn n_held(&self) -> usize {
-        self.held.len()
-    }
-
     /// Lets all automata read `byte`, which ends at offset `end` of `held`.
     fn advance(&mut self, byte: u8, end: usize) {
         for (which, stop) in self.stops.iter_mut().enumerate() {
@@ -277,7 +272,7 @@ mod tests {
                 return (text, out.stopped);
             }
             assert_eq!(
-                matcher.n_held(),
+                matcher.held.len(),
                 naive_held(&read, stops),
                 "{read:?} {stops:?}"
             );

@@ -443,12 +443,6 @@ impl Tokenizer {
         self.add_bos && self.bos.is_some()
     }
 
-    /// Whether the model was trained with EOS after a text;
-    /// [`encode_whole`](Self::encode_whole) adds it.
-    pub fn adds_eos(&self) -> bool {
-        self.add_eos
-    }
-
     /// Whether encoding puts a space before a text, which decoding from the start must drop.
     pub fn adds_space_prefix(&self) -> bool {
         match &self.algorithm {
