@@ -10,22 +10,21 @@ use paceline_base::lock;
 use super::core::{Core, EngineLoad, RequestLimits};
 use super::worker::EngineWorker;
 use super::{Now, StepClock};
-use crate::{
-    GenerationRequest, RequestFailure, ServiceStatus, Sink, Snapshot, State, Submission, Ticket,
-};
+use crate::{RequestFailure, ServiceStatus, Sink, Snapshot, State, Submission, Ticket};
 
 /// A sequence to start in the engine.
-pub(super) struct QueuedSequence {
-    pub(super) ticket: Ticket,
-    pub(super) start: SequenceStart,
-    pub(super) sink: Sink,
+pub(super) enum QueuedSequence {
+    Request(Submission),
+    Restore(Ticket, Box<Snapshot>),
 }
 
-/// How a sequence starts.
-pub(super) enum SequenceStart {
-    /// With the tokens that the caller has.
-    Request(Box<GenerationRequest>, Vec<u32>),
-    Restore(Box<Snapshot>),
+impl QueuedSequence {
+    pub(super) const fn ticket(&self) -> Ticket {
+        match self {
+            Self::Request(submission) => submission.ticket,
+            Self::Restore(ticket, _) => *ticket,
+        }
+    }
 }
 
 /// Reply channel of a caller that takes all sequences out of the engine.
@@ -39,7 +38,7 @@ pub(super) struct RunnerInbox<C> {
     pub(super) state: State,
     /// The runner is being dropped.
     pub(super) stop: bool,
-    pub(super) submissions: VecDeque<QueuedSequence>,
+    pub(super) submissions: VecDeque<(QueuedSequence, Sink)>,
     /// Requests to cancel, each at most once.
     pub(super) cancels: Vec<Ticket>,
     pub(super) questions: Vec<EngineQuery<C>>,
@@ -125,13 +124,9 @@ impl<C: Core> Driver<C> {
     /// separate one.
     pub(super) fn accept(&self, submission: Submission, sink: Sink) -> Result<(), RequestFailure> {
         let limits = self.shared.limits;
-        let Submission {
-            ticket,
-            request,
-            tokens,
-        } = submission;
-        let is_new = tokens.is_empty();
+        let is_new = submission.tokens.is_empty();
         if is_new {
+            let request = &submission.request;
             request.check(limits.vocab, limits.context)?;
         }
         let inbox = self.shared.lock();
@@ -140,15 +135,7 @@ impl<C: Core> Driver<C> {
         if is_new && waiting >= limits.max_waiting {
             return Err(RequestFailure::Busy { waiting });
         }
-        let start = SequenceStart::Request(request, tokens);
-        self.enqueue(
-            inbox,
-            QueuedSequence {
-                ticket,
-                start,
-                sink,
-            },
-        );
+        self.enqueue(inbox, QueuedSequence::Request(submission), sink);
         Ok(())
     }
 
@@ -156,21 +143,20 @@ impl<C: Core> Driver<C> {
     pub(super) fn resume(&self, snapshot: Snapshot, sink: Sink) -> Result<Ticket, RequestFailure> {
         let inbox = self.shared.lock();
         inbox.check_ready()?;
-        let (ticket, start) = (Ticket::draw(), SequenceStart::Restore(Box::new(snapshot)));
-        self.enqueue(
-            inbox,
-            QueuedSequence {
-                ticket,
-                start,
-                sink,
-            },
-        );
+        let ticket = Ticket::draw();
+        let restored = QueuedSequence::Restore(ticket, Box::new(snapshot));
+        self.enqueue(inbox, restored, sink);
         Ok(ticket)
     }
 
-    fn enqueue(&self, mut inbox: MutexGuard<'_, RunnerInbox<C>>, sequence: QueuedSequence) {
-        inbox.open.insert(sequence.ticket);
-        inbox.submissions.push_back(sequence);
+    fn enqueue(
+        &self,
+        mut inbox: MutexGuard<'_, RunnerInbox<C>>,
+        sequence: QueuedSequence,
+        sink: Sink,
+    ) {
+        inbox.open.insert(sequence.ticket());
+        inbox.submissions.push_back((sequence, sink));
         drop(inbox);
         self.shared.wake.notify_one();
     }
@@ -196,7 +182,8 @@ impl<C: Core> Driver<C> {
         if !inbox.open.remove(&ticket) {
             return;
         }
-        let at = inbox.submissions.iter().position(|s| s.ticket == ticket);
+        let mut waiting = inbox.submissions.iter();
+        let at = waiting.position(|(sequence, _)| sequence.ticket() == ticket);
         let submission = at.and_then(|at| inbox.submissions.remove(at));
         if submission.is_none() {
             inbox.cancels.push(ticket);

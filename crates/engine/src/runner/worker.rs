@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::Now;
 use super::core::{Core, EngineLoad};
-use super::driver::{EngineQuery, QueuedSequence, SequenceStart, SharedInbox, SnapshotSender};
+use super::driver::{EngineQuery, QueuedSequence, SharedInbox, SnapshotSender};
 use crate::{
     DraftCounts, Error, Event, Reply, RequestFailure, ResumeOutcome, SequenceId, Sink, Snapshot,
     State, Ticket,
@@ -16,7 +16,7 @@ use crate::{
 
 /// Contents of the inbox since the last step.
 struct InboxBatch<C> {
-    submissions: Vec<QueuedSequence>,
+    submissions: Vec<(QueuedSequence, Sink)>,
     cancels: Vec<Ticket>,
     questions: Vec<EngineQuery<C>>,
     takers: Vec<SnapshotSender>,
@@ -117,8 +117,8 @@ impl<C: Core> EngineWorker<C> {
     }
 
     fn handle_mail(&mut self, mail: InboxBatch<C>) {
-        for submission in mail.submissions {
-            self.submit(submission);
+        for (sequence, sink) in mail.submissions {
+            self.submit(sequence, sink);
         }
         for ticket in mail.cancels {
             let of_it =
@@ -150,18 +150,14 @@ impl<C: Core> EngineWorker<C> {
         taken
     }
 
-    fn submit(&mut self, sequence: QueuedSequence) {
-        let QueuedSequence {
-            ticket,
-            start,
-            mut sink,
-        } = sequence;
-        let taken = match start {
-            SequenceStart::Request(request, tokens) if tokens.is_empty() => {
-                self.core.submit(*request).map(ResumeOutcome::Running)
+    fn submit(&mut self, sequence: QueuedSequence, mut sink: Sink) {
+        let ticket = sequence.ticket();
+        let taken = match sequence {
+            QueuedSequence::Request(it) if it.tokens.is_empty() => {
+                self.core.submit(*it.request).map(ResumeOutcome::Running)
             }
-            SequenceStart::Request(request, tokens) => self.core.resume(*request, &tokens),
-            SequenceStart::Restore(snapshot) => {
+            QueuedSequence::Request(it) => self.core.resume(*it.request, &it.tokens),
+            QueuedSequence::Restore(_, snapshot) => {
                 self.core.restore(*snapshot).map(ResumeOutcome::Running)
             }
         };
@@ -229,7 +225,8 @@ impl<C: Core> EngineWorker<C> {
         let submissions = std::mem::take(&mut inbox.submissions);
         drop(inbox);
         let taken = std::mem::take(&mut self.open).into_values();
-        let waiting = submissions.into_iter().map(|s| (s.ticket, s.sink));
+        let waiting = submissions.into_iter();
+        let waiting = waiting.map(|(sequence, sink)| (sequence.ticket(), sink));
         for (ticket, mut sink) in taken.map(|open| (open.ticket, open.sink)).chain(waiting) {
             let reason = reason.to_owned();
             if still_open.contains(&ticket) {
