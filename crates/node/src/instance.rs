@@ -344,8 +344,7 @@ impl Instance {
             turn_over: Condvar::new(),
         });
         let (first, started) = channel();
-        let (cuts, together) = (spec.cuts.clone(), spec.together());
-        let classes = spec.classes.clone();
+        let (cuts, together, classes) = (spec.cuts.clone(), spec.together(), spec.classes.clone());
         let follower = || Follower::new(&spec.config, &cuts, spec.first);
         let mut shell = Shell {
             follower: spec.follows.then(follower),
@@ -448,8 +447,7 @@ impl Instance {
 
     /// The placement in use: one pipeline, with the epoch's number.
     pub fn placement(&self) -> Placement {
-        let state = lock(&self.shared.state);
-        let view = &state.status;
+        let view = &lock(&self.shared.state).status;
         let own = self.cuts[view.way].placement.clone();
         let behind = self.cuts[view.way].split.ranks() as usize;
         Placement {
@@ -547,8 +545,7 @@ impl Service for Instance {
     }
 
     fn status(&self) -> ServiceStatus {
-        let state = lock(&self.shared.state);
-        let view = &state.status;
+        let view = &lock(&self.shared.state).status;
         let (running, waiting) = view.load;
         let is_open = view.door.is_ok();
         let state = match &view.health {

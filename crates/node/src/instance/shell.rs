@@ -140,8 +140,7 @@ impl Shell {
                     return;
                 }
                 FromWorker::Left { moved, .. } => {
-                    let mut state = lock(&self.shared.state);
-                    let view = &mut state.status;
+                    let view = &mut lock(&self.shared.state).status;
                     view.moved = [view.moved, (*moved).into()].into_iter().sum();
                 }
                 _ => {}
@@ -222,8 +221,7 @@ impl Shell {
     /// Publishes the status to callers.
     pub(super) fn publish(&self) {
         let supervisor = &self.supervisor;
-        let mut state = lock(&self.shared.state);
-        let view = &mut state.status;
+        let view = &mut lock(&self.shared.state).status;
         view.health = supervisor.health();
         view.door = supervisor.check();
         view.load = supervisor.load();
