@@ -1,4 +1,7 @@
-//! Rules on public items: errors have types, and the control plane's structs one mutex each.
+//! Rules on items: errors have types, the control plane's structs one mutex each, and types names
+//! of their own.
+
+use std::collections::BTreeMap;
 
 use syn::spanned::Spanned;
 use syn::visit::Visit;
@@ -10,6 +13,21 @@ use crate::repo;
 /// Crates whose structs have one mutex over one state, so that no order of locks matters.
 const CONTROL_PLANE: [&str; 4] = ["board", "cluster", "fleet", "node"];
 
+/// Types of one name over the tree: a third one needs a name of its own.
+const NAMESAKES_MAX: usize = 2;
+
+/// Words of the field that any module may have a type of, because its path says which.
+#[rustfmt::skip]
+const SHARED_NAMES: [&str; 25] = [
+    // Rust's and this tree's words for parts of a module.
+    "Action", "Args", "Command", "Config", "Error", "Event", "FromWorker", "Header", "Inner",
+    "JoinError", "Kind", "Options", "Report", "State", "ToWorker",
+    // Parts of a model: in its configuration, its weights and those of a device.
+    "DeltaNet", "Experts", "Indexer", "Latent",
+    // Words of tensors and groups, which differ by library.
+    "Adapter", "Backend", "Dtype", "Matrix", "Ring", "Sums",
+];
+
 /// Findings about the items of one file.
 pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     let mut items = Items {
@@ -20,6 +38,50 @@ pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
         items.visit_file(&file.syntax);
     }
     items.findings
+}
+
+/// Findings about names that more than [`NAMESAKES_MAX`] types have.
+pub(crate) fn check_names(files: &[RustFile]) -> Vec<Finding> {
+    let mut names = Names::default();
+    for file in files.iter().filter(|file| !file.test_file) {
+        let mut types = Types(Vec::new());
+        types.visit_file(&file.syntax);
+        for name in types.0 {
+            let line = name.span().start().line;
+            if !file.is_test(line) {
+                let place = (file.path.clone(), line);
+                names.entry(name.to_string()).or_default().push(place);
+            }
+        }
+    }
+    names.retain(|name, places| places.len() > NAMESAKES_MAX && !SHARED_NAMES.contains(&&**name));
+    let finding = |(name, places): (String, Vec<(String, usize)>)| {
+        let (path, line) = &places[NAMESAKES_MAX];
+        let message = format!("{} types are named {name}", places.len());
+        Finding::error(path, *line, "type-name", message)
+    };
+    names.into_iter().map(finding).collect()
+}
+
+/// Places of types by their name.
+type Names = BTreeMap<String, Vec<(String, usize)>>;
+
+/// Names of the types of a file.
+struct Types(Vec<syn::Ident>);
+
+impl<'ast> Visit<'ast> for Types {
+    fn visit_item_struct(&mut self, item: &'ast syn::ItemStruct) {
+        self.0.push(item.ident.clone());
+    }
+
+    fn visit_item_enum(&mut self, item: &'ast syn::ItemEnum) {
+        self.0.push(item.ident.clone());
+    }
+
+    fn visit_item_trait(&mut self, item: &'ast syn::ItemTrait) {
+        self.0.push(item.ident.clone());
+        syn::visit::visit_item_trait(self, item);
+    }
 }
 
 struct Items<'a> {
@@ -146,6 +208,18 @@ mod tests {
         for (text, found) in cases {
             let file = RustFile::parse("crates/node/src/lib.rs", text).expect("the sample is Rust");
             assert_eq!(check(&file).len(), found, "{text}");
+        }
+    }
+    #[test]
+    fn a_third_type_of_a_name_is_found() {
+        let types = "struct Row; mod a { enum Row {} } fn f() { trait Row {} } struct Config;";
+        for (text, found) in [
+            (format!("{types} mod c {{ struct Config; }}"), 1),
+            (types.replace("enum Row {}", ""), 0),
+            (types.replace("fn f", "#[cfg(test)] fn f"), 0),
+        ] {
+            let file = RustFile::parse("crates/a/src/lib.rs", &text).expect("the sample is Rust");
+            assert_eq!(check_names(&[file]).len(), found, "{text}");
         }
     }
 }
