@@ -103,7 +103,11 @@ ROWS = {
     "mistral3 multimodal": golden("ministral3-bf16") | {"wrap": "mistral3"},
     "kimi_linear": golden("kimi-linear-bf16"),
     "kimi_linear groups, 2 shared": golden("kimi-linear-bf16") | {"num_expert_group": 2, "num_shared_experts": 2, "first_k_dense_replace": 2},
-    "minimax_m3": golden("minimax-m3-bf16"),
+    "minimax_m3": golden("minimax-m3-bf16"), "minimax_m3 blocks": golden("minimax-m3-blocks-bf16"),
+    "minimax_m3 two local blocks": golden("minimax-m3-blocks-bf16") | {"index_local_blocks": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
+                                                                      "index_n_heads": 3},
+    "gemma3n": golden("gemma3n-bf16"), "gemma3n plain gates": golden("gemma3n-bf16") | {"activation_sparsity_pattern": [0.0] * 5},
+    "gemma3n multimodal": golden("gemma3n-bf16") | {"wrap": "gemma3n"},
     "smollm3": golden("smollm3-bf16"), "granite": golden("granite-bf16"), "olmo2": golden("olmo2-bf16"),
     "olmo3": golden("olmo3-bf16"), "phi3 partial": golden("phi3-bf16"),
 }

@@ -510,6 +510,27 @@ MODELS |= {
         "model_type": "minimax_m3_vl", "tie_word_embeddings": False, "vision_config": {},
         "text_config": MINIMAX_M3}, torch.bfloat16, 1),
 }
+MODELS |= {
+    # As Gemma 3n: three streams, cut gates in two layers, the last two without a cache, fewer
+    # embeddings of the layers than tokens.
+    "gemma3n-bf16": ({k: v for k, v in GEMMA4.items() if "global" not in k} | {
+        "architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text",
+        "num_hidden_layers": 5, "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING],
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 32, "altup_num_inputs": 3,
+        "intermediate_size": [160, 160, 160, 320, 320], "laurel_rank": 16, "head_dim": 32,
+        "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.0],
+        "vocab_size_per_layer_input": VOCABULARY - 40, "final_logit_softcapping": 20.0,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+            FULL: {"rope_type": "default", "rope_theta": 1000000.0}},
+        "dtype": "bfloat16"}, torch.bfloat16, 1),
+    # As MiniMax M3 where the context is five times what its indexer chooses: blocks of four.
+    "minimax-m3-blocks-bf16": ({
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+        "model_type": "minimax_m3_vl", "tie_word_embeddings": False, "vision_config": {},
+        "text_config": MINIMAX_M3 | {"index_block_size": 4, "index_topk_blocks": 2}},
+        torch.bfloat16, 1),
+}
 # Folders whose configuration and weights have the text part in a place of its own.
 WITH_PICTURES = ["gemma4-moe-bf16"]
 
@@ -556,7 +577,7 @@ CHAT = [
 def draw(model, rng):
     """Random weights in place: sizes that keep scores and logits well away from flat."""
     gemma = model.config.model_type.startswith("gemma")
-    gemma4 = model.config.model_type.startswith("gemma4")  # which stores its norms' weights as they are
+    gemma4 = model.config.model_type.startswith(("gemma4", "gemma3n"))  # which stores its norms' weights as they are
     # Weights of norms are stored less one.
     delta = model.config.model_type in (*DELTA_NETS, "minimax_m3_vl_text")
     for name, weight in sorted(model.state_dict().items()):
@@ -762,8 +783,12 @@ def write_weights(folder, state, shards):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def half_kv(module, query, key, value, attention_mask, scaling, softcap=None, **_):
+def half_kv(module, query, key, value, attention_mask, scaling, softcap=None, block_indices=None, **_):
     """Eager attention with keys and values rounded to half precision, as our KV cache holds them."""
+    if block_indices is not None:
+        positions = torch.arange(query.shape[2]).unsqueeze(0)
+        attention_mask = module.indexer.build_block_mask(
+            block_indices, attention_mask, key.shape[2], query.dtype, query.device, positions)
     key, value = (x.half().to(query.dtype) for x in (key, value))
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
@@ -953,6 +978,8 @@ def trace(model, prompt):
         # A feed-forward is a block of its own there, and the second half of a layer here.
         halves = [kind in ("mlp", "moe") for kind in model.config.layers_block_type]
         stream = [h for h, half in zip(stream, [*halves, False, False]) if not half]
+    if model.config.model_type == "gemma3n_text":  # streams come first there
+        stream = [*(h.permute(1, 2, 0, 3) for h in stream[:-1]), stream[-1]]
     tensors = {f"hidden.{i}": h[0] for i, h in enumerate(stream[:-1])}
     return {"logits": logits[0], "final": stream[-1][0]} | tensors
 

@@ -1,6 +1,8 @@
 //! `paceline models --families`: what is supported for each model family, from its code.
 
-use paceline_model::ModelFamily;
+use std::borrow::Cow;
+
+use paceline_model::{ModelFamily, UNCOMPUTED};
 use serde::Serialize;
 
 use crate::output::print;
@@ -10,7 +12,7 @@ use crate::output::print;
 struct FamilyRow {
     /// Names in files.
     names: Vec<&'static str>,
-    models: &'static str,
+    models: Cow<'static, str>,
     engines: Vec<&'static str>,
     splits: Vec<&'static str>,
     drafts: bool,
@@ -45,7 +47,7 @@ pub(crate) fn run(json: bool) -> anyhow::Result<()> {
 fn rows() -> impl Iterator<Item = FamilyRow> {
     let decoders = ModelFamily::ALL.into_iter().map(|family| FamilyRow {
         names: family.stored_names(),
-        models: family.models(),
+        models: family.models().into(),
         engines: family.engines().to_vec(),
         splits: family.splits().to_vec(),
         drafts: true,
@@ -55,7 +57,7 @@ fn rows() -> impl Iterator<Item = FamilyRow> {
     });
     let encoders = ENCODERS.into_iter().map(|(names, models)| FamilyRow {
         names: names.to_vec(),
-        models,
+        models: models.into(),
         engines: vec!["cpu"],
         splits: Vec::new(),
         drafts: false,
@@ -63,7 +65,17 @@ fn rows() -> impl Iterator<Item = FamilyRow> {
         pictures: false,
         checked: "transformers",
     });
-    decoders.chain(encoders)
+    let uncomputed = UNCOMPUTED.iter().map(|of| FamilyRow {
+        names: of.names.to_vec(),
+        models: format!("{}: refused, lacks {}", of.models, of.lacks).into(),
+        engines: Vec::new(),
+        splits: Vec::new(),
+        drafts: false,
+        training: false,
+        pictures: false,
+        checked: "-",
+    });
+    decoders.chain(encoders).chain(uncomputed)
 }
 
 fn text(rows: &[FamilyRow]) -> String {
@@ -74,7 +86,7 @@ fn text(rows: &[FamilyRow]) -> String {
     };
     let cells = |row: &FamilyRow| {
         [
-            row.models.to_owned(),
+            row.models.to_string(),
             list(&row.engines),
             list(&row.splits),
             yes(row.drafts).to_owned(),

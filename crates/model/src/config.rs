@@ -191,9 +191,10 @@ pub struct Indexer {
     pub pairs: RopePairs,
 }
 
-/// An indexer of pools of positions. A pool has one key, made of all of its rows. Its score is the
-/// sum over queries of `max(query . key, 0)`. A row attends to the positions of the best pools, and
-/// to those behind the last whole one.
+/// An indexer of pools or of blocks of positions. A pool has one key, made of all of its rows. Its
+/// score is the sum over queries of `max(query . key, 0)`. A row attends to the positions of the
+/// best pools, and to those behind the last whole one. A block has the score of its best position,
+/// by one query for each KV head, which attends to the best blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolIndexer {
     pub choice: Choice,
@@ -293,6 +294,9 @@ pub struct LayerShape {
     pub gated: bool,
     /// Width of the feed-forward (F).
     pub ffn: usize,
+    /// Gates up to their mean plus this many standard deviations become 0, and larger ones are
+    /// reduced by that (Gemma 3n); `None` without.
+    pub gate_cutoff: Option<f32>,
     /// Experts in place of the feed-forward.
     pub experts: Option<Experts>,
     /// Latent attention, where all heads share one key whose first elements are the value.
@@ -418,6 +422,11 @@ impl LayerShape {
         queries + width * latent.key_dim() + expanded + output
     }
 
+    /// The indexer of blocks, if it has one.
+    pub(crate) fn block_indexer(&self) -> Option<PoolIndexer> {
+        self.pooled.filter(|own| own.choice.local > 0)
+    }
+
     /// Bytes of a sequence's states, with the rows since their last update; `None` without states.
     /// A delta net and a convolution take two pages per sequence: the last full page and the
     /// current one.
@@ -452,20 +461,31 @@ impl LayerShape {
     }
 }
 
-/// Residual streams of a position. Each half of a layer reads a mix of them and adds its output,
-/// with a weight, to every one.
-///
-/// Source: Zhu et al. 2024 (Hyper-Connections); `Qwen4ExpTextGatedResidual` of transformers.
+/// Residual streams of a position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Streams {
     /// Number of streams (S): 2 to [`MAX_STREAMS`].
     pub count: usize,
-    /// Rank of the matrices that weigh the mix (R).
+    /// Rank of the matrices that weigh the mix, or of the path beside attention (R).
     pub rank: usize,
+    pub rule: StreamRule,
+}
+
+/// How layers read and write residual streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamRule {
+    /// Each half of a layer reads a mix and adds its output, with a weight, to every stream.
+    ///
+    /// Source: Zhu et al. 2024 (Hyper-Connections); `Qwen4ExpTextGatedResidual` of transformers.
+    Gated,
+    /// A layer predicts all streams, computes the first, and corrects all by the difference.
+    ///
+    /// Source: Baykal et al. 2023 (Alternating Updates); `Gemma3nTextAltUp` of transformers.
+    Alternating,
 }
 
 /// Maximum residual streams: twice those of published models.
-pub(crate) const MAX_STREAMS: u64 = 8;
+pub(crate) const MAX_STREAMS: usize = 8;
 
 /// The shape of a model. Every number is checked to be computable.
 #[derive(Clone, Debug, PartialEq)]
@@ -525,6 +545,8 @@ pub struct Config {
     pub layers: Vec<LayerShape>,
     /// Width of the per-layer embeddings (P); 0 for none.
     pub per_layer: usize,
+    /// Rows of the per-layer embeddings; later tokens have those of token 0.
+    pub per_layer_vocab: usize,
     /// Soft cap of attention scores, as `softcap` (Gemma 2); `None` for no cap.
     pub attention_cap: Option<f32>,
     /// Soft cap of the logits: `cap * tanh(z / cap)`; `None` for no cap.
@@ -637,6 +659,7 @@ impl Config {
             ropes: Vec::new(),
             layers: Vec::new(),
             per_layer: 0,
+            per_layer_vocab: fields.vocab()?,
             attention_cap: None,
             softcap: None,
             clamp_qkv: None,
@@ -729,6 +752,7 @@ impl Config {
             query_scale: 1.0 / self.head_dim_root(),
             gated: false,
             ffn: self.ffn,
+            gate_cutoff: None,
             experts: None,
             latent: self.latent,
             pooled: None,
@@ -789,12 +813,22 @@ impl Config {
         let tables = if tied { 1 } else { 2 };
         let layers: u64 = self.layers.iter().map(|l| l.parameters(self.width)).sum();
         let (width, n) = (self.per_layer as u64, self.layers.len() as u64);
-        let per_layer = n * width * (3 * self.width + self.vocab) as u64;
-        let mixes = self.streams.map_or(0, |of| {
-            let (each, all) = (2 * of.rank, of.count * self.width);
-            (2 * self.layers.len() * (each + of.count) + each) * all
-        });
-        layers + mixes as u64 + per_layer + tables * self.width as u64 * self.vocab as u64
+        let per_layer = n * width * (3 * self.width + self.per_layer_vocab) as u64;
+        let streams = self.streams.map_or(0, |of| self.stream_parameters(of));
+        layers + streams as u64 + per_layer + tables * self.width as u64 * self.vocab as u64
+    }
+
+    /// Weights of the residual streams, without norms.
+    const fn stream_parameters(&self, of: Streams) -> usize {
+        let (each, all, layers) = (2 * of.rank, of.count * self.width, self.layers.len());
+        match of.rule {
+            StreamRule::Gated => (2 * layers * (each + of.count) + each) * all,
+            StreamRule::Alternating => {
+                let mixes = (of.count + 1) * of.count * of.count;
+                let ends = 2 * (of.count - 1) * self.width * self.width;
+                layers * ((each + of.count) * self.width + mixes) + ends
+            }
+        }
     }
 
     /// As [`LayerShape::looks_back`], for the furthest reader of the layer's cache.
@@ -834,6 +868,7 @@ impl Config {
             rope: layer.rope,
             query_scale: layer.query_scale,
             value_norm: layer.value_norm,
+            gate_cutoff: layer.gate_cutoff,
             ..self.usual_layer()
         };
         layer == usual

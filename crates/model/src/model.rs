@@ -12,7 +12,9 @@ use std::thread;
 use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
-use paceline_tensor::{Kernels, KvCache, KvType, LayerStore, PAGE, Precision, memory};
+use paceline_tensor::{
+    Kernels, KvCache, KvType, LayerStore, PAGE, PackedMatrix, Precision, memory,
+};
 
 use crate::adapter::{Adapter, AdapterId, Adapters};
 use crate::config;
@@ -27,7 +29,7 @@ use crate::step::{Batch, BatchSequence, BatchSize, ForwardStep, PlanLimits, Work
 use crate::streaming::{MemoryLimit, StreamCounts, StreamUnit, Streamer};
 use crate::trace::{Kind, SECOND_HALF, Tracer};
 use crate::weights::{
-    self, Experts, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor, StreamMix,
+    self, Experts, HeadStreams, LayerShard, Linear, PerLayerInputs, ShardLoader, StoredTensor,
     WeightReader,
 };
 use crate::{Config, Error, Kinds, ModelSource, WindowPages};
@@ -60,7 +62,9 @@ pub struct Model {
     uses: Vec<LayerUses>,
     /// Norm and output head, in the last stage.
     head: Option<(Vec<f32>, Linear)>,
-    head_streams: Option<StreamMix>,
+    head_streams: Option<HeadStreams>,
+    /// From the embedding to further residual streams, in the first stage.
+    first_streams: Vec<PackedMatrix>,
     tied: bool,
     adapters: Adapters,
     /// Layers whose input steps capture, in ascending order.
@@ -256,6 +260,7 @@ impl Model {
         let head = shard.has_head().then(head).transpose()?;
         let head_streams = head.as_ref().map(|_| loader.head_streams());
         let head_streams = head_streams.transpose()?.flatten();
+        let first_streams = loader.first_streams()?;
         progress(n + 1, n + 1);
         Ok(Self {
             leader: split.leader(),
@@ -267,6 +272,7 @@ impl Model {
             embedding,
             per_layer,
             kernels,
+            first_streams,
             layers,
             head_streams,
             head,
@@ -386,8 +392,10 @@ impl Model {
         let inputs = self.per_layer.as_ref();
         let layers = layers + inputs.map_or(0, |inputs| inputs.projection.bytes().0);
         let layers = layers + self.adapters.bytes().0;
-        let mix = self.head_streams.as_ref().map_or(0, |mix| mix.bytes());
-        Bytes(layers + mix + head.map_or(0, |(_, output)| output.matrix.bytes().0))
+        let mix = self.head_streams.as_ref().map_or(0, HeadStreams::bytes);
+        let first = self.first_streams.iter().map(|matrix| matrix.bytes().0);
+        let head = head.map_or(0, |(_, output)| output.matrix.bytes().0);
+        Bytes(layers + mix + first.sum::<u64>() + head)
     }
 
     /// Number of weights of the whole model, without norms.
@@ -406,9 +414,14 @@ impl Model {
         self.per_layer.as_ref()
     }
 
-    /// The mix of residual streams before the output head, in the last stage.
-    pub(crate) const fn head_streams(&self) -> Option<&StreamMix> {
+    /// The residual streams before the output head, in the last stage.
+    pub(crate) const fn head_streams(&self) -> Option<&HeadStreams> {
         self.head_streams.as_ref()
+    }
+
+    /// Matrices from the embedding to each stream but the first, where these differ.
+    pub(crate) fn first_streams(&self) -> &[PackedMatrix] {
+        &self.first_streams
     }
 
     /// Norm and output head, in the last stage.

@@ -23,12 +23,12 @@ pub enum Role {
     PerLayerProjection,
     /// `(P,)`: norm of each layer's part of the projection.
     PerLayerNorm,
-    /// The mix of residual streams before the output head.
+    /// The residual streams behind the embedding and before the output head.
     Streams(StreamPart),
     Layer(usize, LayerRole),
 }
 
-/// A weight of a mix of S residual streams, whose matrices have rank R.
+/// A weight of S residual streams. Matrices of a gated mix have rank R.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamPart {
     /// `(S C,)`: the norms of all streams.
@@ -39,6 +39,20 @@ pub enum StreamPart {
     Up,
     /// `(S, S C)`: weights of the half's output in the streams; none before the output head.
     Inject,
+    /// `(C,)`, of alternating streams, like all variants that follow.
+    RouterNorm,
+    /// `(S, C)`
+    Router,
+    /// `(S S, S)`
+    Predict,
+    /// `(S, S)`
+    Correct,
+    /// `(C,)`: factors of the corrected first stream.
+    OutputScale,
+    /// `(C, C)`: from the embedding to stream i + 1.
+    Expand(usize),
+    /// `(C, C)`: from stream i + 1 to the output.
+    Collapse(usize),
 }
 
 /// Index of an expert or a head, and how many the layer has.
@@ -58,6 +72,12 @@ pub enum LayerRole {
     AttentionStreams(StreamPart),
     /// The same before the feed-forward.
     FfnStreams(StreamPart),
+    /// `(R, C)`: the low-rank path beside attention (Gemma 3n).
+    LaurelDown,
+    /// `(C, R)`
+    LaurelUp,
+    /// `(C,)`
+    LaurelNorm,
     /// `(H D, C)`
     Query,
     /// `(K D, C)`

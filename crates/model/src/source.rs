@@ -583,6 +583,9 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::MambaInput => "ssm_in",
         LayerRole::MambaSkip => "ssm_d",
         LayerRole::AttentionStreams(_) | LayerRole::FfnStreams(_) => "hyper_connection",
+        LayerRole::LaurelDown => "laurel_l",
+        LayerRole::LaurelUp => "laurel_r",
+        LayerRole::LaurelNorm => "laurel_post_norm",
         LayerRole::ConvQuery | LayerRole::ConvKey | LayerRole::ConvValue => "shortconv.in_proj",
         LayerRole::ConvTaps => "shortconv.conv",
         LayerRole::ConvOutput => "shortconv.out_proj",
@@ -641,6 +644,10 @@ fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
         Role::PerLayerEmbedding => return format!("{model}.embed_tokens_per_layer"),
         Role::PerLayerProjection => return format!("{model}.per_layer_model_projection"),
         Role::PerLayerNorm => return format!("{model}.per_layer_projection_norm"),
+        Role::Streams(StreamPart::Expand(i)) => return format!("{model}.altup_projections.{i}"),
+        Role::Streams(StreamPart::Collapse(i)) => {
+            return format!("{model}.altup_unembed_projections.{i}");
+        }
         Role::Streams(part) => {
             return format!("{model}.hyper_connection_mixer.{}", stream_part(part));
         }
@@ -664,6 +671,7 @@ const fn stream_part(part: StreamPart) -> &'static str {
         StreamPart::Down => "input_mix_weight_down",
         StreamPart::Up => "input_mix_weight_up",
         StreamPart::Inject => "block_inject_weight",
+        _ => "", // named by their family
     }
 }
 
@@ -733,6 +741,9 @@ fn hf_part(names: &FileNames, part: LayerRole) -> &'static str {
         LayerRole::ConvQuery | LayerRole::ConvKey | LayerRole::ConvValue => "conv.in_proj",
         LayerRole::ConvTaps => "conv.conv",
         LayerRole::MambaInput | LayerRole::MambaSkip => "", // named by their family
+        LayerRole::LaurelDown => "laurel.linear_left",
+        LayerRole::LaurelUp => "laurel.linear_right",
+        LayerRole::LaurelNorm => "laurel.post_laurel_norm",
         LayerRole::ConvOutput => "conv.out_proj",
         other => unreachable!("{other:?} is a part of experts"),
     }
@@ -798,6 +809,7 @@ impl LayerRole {
                 | Self::DeltaBias
                 | Self::DeltaScale
                 | Self::MambaSkip
+                | Self::AttentionStreams(StreamPart::OutputScale)
         )
     }
 }

@@ -735,6 +735,16 @@ impl LeafCut {
         self.roots[..self.index].iter().sum()
     }
 
+    /// Leaves of each rank, in rank order.
+    pub(crate) fn leaf_ranges(&self) -> &[Range<usize>] {
+        &self.ranges
+    }
+
+    /// Index of this rank in [`leaf_ranges`](Self::leaf_ranges).
+    pub(crate) const fn place(&self) -> usize {
+        self.index
+    }
+
     /// Leaves of this rank.
     fn mine(&self) -> Range<usize> {
         self.ranges[self.index].clone()

@@ -11,19 +11,22 @@ use paceline_base::lock;
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
-    Activations, AttentionRows, AttentionScratch, AttentionStep, DeltaStep, KvCache, PackedMatrix,
-    Product, Recurrence, Recurrent, ShortConvStep, StateRule, vector,
+    Activations, AttentionRows, AttentionScratch, AttentionStep, DeltaStep, Kernels, KvCache,
+    PackedMatrix, Product, Recurrence, Recurrent, ShortConvStep, StateRule, vector,
 };
 
 use crate::families::{Half, LayerStep};
 use crate::model::Model;
 use crate::split::LeafCut;
-use crate::weights::{self, LayerShard, Linear, Summed};
+use crate::weights::{self, Alternation, HeadStreams, LayerShard, Linear, Summed};
 use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Links, Rope};
 
 mod adapter_products;
+mod alternating;
 mod batch;
+mod blocks;
 mod both_ways;
+mod cutoff;
 mod delta_net;
 mod draw;
 mod experts;
@@ -43,6 +46,9 @@ pub use batch::{Batch, BatchSequence, BatchSize, Logits, TopLogits, WindowPages}
 pub use draw::{ForbiddenTokens, TokenDraw};
 
 use adapter_products::{AdapterProducts, AdapterRows};
+use alternating::AlternatingRows;
+use blocks::BlockBuffers;
+use cutoff::GateCutoffs;
 use delta_net::Mixer;
 use experts::ExpertBuffers;
 use halves::HalfTurn;
@@ -83,8 +89,12 @@ pub struct Workspace {
     up: RegisteredMemory<f32>,
     /// `(T, F)`, quantised
     hidden: Inputs,
-    /// For several residual streams.
+    /// For gated residual streams.
     streams: Option<StreamRows>,
+    /// For alternating residual streams.
+    alternating: Option<AlternatingRows>,
+    /// For gates that are cut.
+    cutoffs: Option<GateCutoffs>,
     /// For norms over all heads.
     projections: Option<Projections>,
     /// For latent attention.
@@ -93,6 +103,8 @@ pub struct Workspace {
     index: Option<IndexBuffers>,
     /// For indexers of pools.
     pools: Option<PoolBuffers>,
+    /// For indexers of blocks.
+    blocks: Option<BlockBuffers>,
     /// For gated heads and gated delta nets.
     mixer: Option<Mixer>,
     /// For layers with experts.
@@ -204,6 +216,8 @@ impl Workspace {
         };
         let head = model.head().map(|(_, output)| &output.matrix);
         let inputs = model.per_layer().map(|inputs| &inputs.projection);
+        let ends = model.head_streams().map_or(&[][..], HeadStreams::of_width);
+        let inputs = inputs.into_iter().chain(ends).chain(model.first_streams());
         let has_beside = c.layers.iter().any(|layer| layer.dense_beside);
         // Products store whole cache lines, so their outputs begin at cache lines.
         let rows = |n: usize| RegisteredMemory::new(None, size.rows * n);
@@ -237,10 +251,13 @@ impl Workspace {
             up: rows(of_layers(dense_ffn)),
             hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
             streams: StreamRows::new(model, size.rows),
+            alternating: AlternatingRows::new(model, size.rows),
+            cutoffs: GateCutoffs::new(model, size.rows),
             projections: Projections::new(model, size.rows),
             latents: LatentBuffers::new(model, size.rows),
             index: IndexBuffers::new(model, size),
             pools: PoolBuffers::new(model, size),
+            blocks: BlockBuffers::new(model, size),
             mixer: Mixer::new(model, size.rows),
             experts: c
                 .experts()
@@ -526,11 +543,37 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
             angles: &ws.angles[shape.rope],
             sequences,
         };
-        let pools = ws.pools.as_mut().expect("made for this family");
-        pools.select(&place, w, &ws.x, (self.cache, held));
+        match &mut ws.blocks {
+            Some(blocks) => blocks.project(&place, w, &ws.x, (self.cache, held)),
+            None => {
+                let pools = ws.pools.as_mut().expect("made for this family");
+                pools.select(&place, w, &ws.x, (self.cache, held));
+            }
+        }
     }
 
-    /// tokens -> residual (T, S, C), the same in all streams
+    /// Runs `compute` on the alternating streams, the residual and x.
+    fn alternate(
+        &mut self,
+        w: &LayerShard,
+        compute: impl FnOnce(
+            &mut AlternatingRows,
+            (&Kernels, f32),
+            &Alternation,
+            &mut [f32],
+            &mut Activations,
+        ),
+    ) {
+        let own = w.streams.as_ref().and_then(|streams| streams.alternation());
+        let (model, ws) = (self.model, &mut *self.ws);
+        let streams = ws.alternating.as_mut().expect("made for these streams");
+        let place = (model.kernels(), model.config().norm_eps);
+        let residual = &mut ws.residual[..self.rows * model.config().residual_width()];
+        let own = own.expect("loaded for this family");
+        compute(streams, place, own, residual, &mut ws.x);
+    }
+
+    /// tokens -> residual (T, S, C)
     fn embed(&mut self) {
         let (width, all) = (
             self.model.config().width,
@@ -542,6 +585,11 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
             (width..all)
                 .step_by(width)
                 .for_each(|at| out.copy_within(..width, at));
+        }
+        if let Some(alternating) = &mut self.ws.alternating {
+            let (ends, kernels) = (self.model.first_streams(), self.model.kernels());
+            let residual = &mut self.ws.residual[..self.rows * all];
+            alternating.expand(kernels, ends, residual, &mut self.ws.x);
         }
     }
 
@@ -619,10 +667,17 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
         let (width, wanted) = (model.config().residual_width(), &ws.wanted);
         let residual = &ws.residual;
         let row = |i: usize| &residual[wanted[i] * width..][..width];
-        let head = model.head_streams().zip(ws.streams.as_mut());
-        match head {
-            Some((w, streams)) => {
+        match model.head_streams() {
+            Some(HeadStreams::Gated(w)) => {
+                let streams = ws.streams.as_mut().expect("made for several streams");
                 streams.mix((kernels, model.config().norm_eps), w, row, &mut ws.head_x);
+            }
+            Some(HeadStreams::Alternating(ends)) => {
+                ws.x.resize(rows);
+                let streams = ws.alternating.as_mut().expect("made for these streams");
+                let all = streams.collapse(kernels, ends, row, &mut ws.x);
+                let row = |i: usize| &all[i * norm.len()..][..norm.len()];
+                kernels.fill_rows(&mut ws.head_x, |i, out| norm_row(model, row(i), norm, out));
             }
             None => kernels.fill_rows(&mut ws.head_x, |i, out| norm_row(model, row(i), norm, out)),
         }
@@ -666,20 +721,18 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         };
         let weight = weight.expect("loaded for this family");
         let model = self.model;
-        let (width, residual) = (weight.len(), &self.ws.residual);
-        model.kernels().fill_rows(&mut self.ws.x, |t, out| {
+        let (width, ws) = (weight.len(), &mut *self.ws);
+        let alternating = ws.alternating.as_ref();
+        let residual = alternating.map_or(&ws.residual, |streams| &streams.active);
+        model.kernels().fill_rows(&mut ws.x, |t, out| {
             norm_row(model, &residual[t * width..(t + 1) * width], weight, out);
         });
         Ok(())
     }
 
     fn mix_streams(&mut self, w: &LayerShard, half: Half) -> Result<(), Error> {
-        let [attention, ffn] = w.streams.as_deref().expect("loaded for this family");
-        let mix = if half == Half::Attention {
-            attention
-        } else {
-            ffn
-        };
+        let mixes = w.streams.as_ref().expect("loaded for this family").mixes();
+        let mix = &mixes[usize::from(half != Half::Attention)];
         let (config, ws) = (self.model.config(), &mut *self.ws);
         let (width, residual) = (config.residual_width(), &ws.residual);
         let row = |t: usize| &residual[t * width..(t + 1) * width];
@@ -695,6 +748,32 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let residual = &mut ws.residual[..self.rows * config.residual_width()];
         let streams = ws.streams.as_ref().expect("made for several streams");
         streams.add(self.model.kernels(), delta, residual);
+        Ok(())
+    }
+
+    fn predict_streams(&mut self, w: &LayerShard) -> Result<(), Error> {
+        self.alternate(w, |streams, place, w, residual, x| {
+            streams.predict(place, w, residual, x);
+        });
+        Ok(())
+    }
+
+    fn project_laurel(&mut self, w: &LayerShard) -> Result<(), Error> {
+        self.alternate(w, |streams, place, w, _, x| streams.project_laurel(place, w, x));
+        Ok(())
+    }
+
+    fn add_laurel(&mut self) -> Result<(), Error> {
+        let n = self.rows * self.model.config().width;
+        let streams = self.ws.alternating.as_mut();
+        streams.expect("made for these streams").add_laurel(n);
+        Ok(())
+    }
+
+    fn correct_streams(&mut self, w: &LayerShard) -> Result<(), Error> {
+        self.alternate(w, |streams, place, w, residual, x| {
+            streams.correct(place, w, residual, x);
+        });
         Ok(())
     }
 
@@ -884,6 +963,8 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
             let query_len = cut.heads.len() * shape.head_dim;
             let out = &mut out[..self.rows * cut.heads.len() * shape.value_dim];
             both_ways::attention(kernels, &step, query_len, scratch, out);
+        } else if let Some(blocks) = self.ws.blocks.as_mut().filter(|_| shape.pooled.is_some()) {
+            blocks.attend(kernels, &step, cut.kv_heads.clone(), scratch, out);
         } else {
             let pools = self.ws.pools.as_mut().filter(|_| shape.pooled.is_some());
             let selected = pools.and_then(|pools| pools.selected.as_mut());
@@ -1122,8 +1203,11 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
 
     fn add_delta(&mut self) -> Result<(), Error> {
         let (rows, width) = (self.rows, self.model.config().width);
-        let delta = &self.ws.sums.delta;
-        let residual = DisjointMut::new(&mut self.ws.residual[..rows * width], width);
+        let ws = &mut *self.ws;
+        let delta = &ws.sums.delta;
+        let alternating = ws.alternating.as_mut();
+        let residual = alternating.map_or(&mut ws.residual, |streams| &mut streams.active);
+        let residual = DisjointMut::new(&mut residual[..rows * width], width);
         self.model.kernels().for_rows(rows, |t| {
             // SAFETY: each row is visited once.
             let row = unsafe { residual.part(t) };
@@ -1178,8 +1262,13 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
     }
 
     fn activate(&mut self) -> Result<(), Error> {
+        let cutoff = self.layer().0.gate_cutoff;
         let (kernels, held) = (self.model.kernels(), self.held(self.index));
         let ws = &mut *self.ws;
+        if let (Some(cutoff), Some(cutoffs)) = (cutoff, &mut ws.cutoffs) {
+            let place = (self.model, self.index);
+            cutoffs.cut(place, (cutoff, &mut ws.gate), self.rows, self.turn.as_mut())?;
+        }
         let hidden = ws.hidden.of(held);
         let ffn = hidden.cols();
         let (gate, up, config) = (&ws.gate, &ws.up, self.model.config());
@@ -1228,10 +1317,14 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         };
         let (held, model, width) = (self.held(index), self.model, self.model.config().width);
         let (n, ws) = (self.rows * width, &mut *self.ws);
-        let residual = &ws.residual;
+        let (residual, all) = (&ws.residual, model.config().residual_width());
+        let alternation = w.streams.as_ref().and_then(|streams| streams.alternation());
         let kernels = model.kernels();
         kernels.fill_rows(&mut ws.x, |t, out| {
-            out.copy_from_slice(&residual[t * width..(t + 1) * width]);
+            out.copy_from_slice(&residual[t * all..][..width]);
+            if let Some(own) = alternation {
+                multiply(out, &own.scale);
+            }
         });
         let buffers = ws
             .per_layer
@@ -1240,7 +1333,15 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let delta = &mut ws.sums.delta[..n];
         buffers.layer(kernels, weights, held, &ws.x, delta);
         per_layer::norm(model, weights, delta);
-        self.add_delta()
+        if alternation.is_none() {
+            return self.add_delta();
+        }
+        let rows = ws.residual[..self.rows * all].chunks_exact_mut(all);
+        for (row, delta) in rows.zip(ws.sums.delta.chunks_exact(width)) {
+            let further = row[width..].chunks_exact_mut(width);
+            further.for_each(|stream| vector::add_assign(stream, delta));
+        }
+        Ok(())
     }
 
     fn scale_residual(&mut self, w: &LayerShard) -> Result<(), Error> {
@@ -1283,7 +1384,11 @@ const fn beside(w: &LayerShard) -> &weights::ParallelExpertNorms {
 }
 
 fn product<'a>(out: &'a mut [f32], linear: &'a Linear, rows: usize) -> Product<'a> {
-    let weights: &PackedMatrix = &linear.matrix;
+    whole(&linear.matrix, out, rows)
+}
+
+/// Product of `rows` rows with a whole matrix.
+fn whole<'a>(weights: &'a PackedMatrix, out: &'a mut [f32], rows: usize) -> Product<'a> {
     Product {
         weights,
         first_col: 0,

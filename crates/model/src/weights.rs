@@ -14,12 +14,14 @@ use paceline_tensor::{PackOptions, PackedMatrix, StoredMatrix, ThreadPool, UNIT,
 use paceline_weights::mlx::{BLOCK_BYTES_MAX, Quantised};
 use paceline_weights::tensor::{MappedBytes, Tensor};
 
+use crate::config::StreamRule;
 use crate::packed_file::PackedFile;
 use crate::rope::{LongContext, LongFrequencies, MIN_DIVISOR};
 use crate::split::{LeafCut, Shard};
 use crate::streaming::StreamUnit;
 use crate::{Config, Error, LayerCache, LayerRole, ModelFamily, ModelSource, Nth, Role, config};
 
+mod alternating;
 mod delta_net;
 mod indexer;
 mod pooled;
@@ -32,7 +34,8 @@ pub use delta_net::{DeltaRowLayout, MatrixRows};
 pub(crate) use indexer::Indexer;
 pub(crate) use latent::Latent;
 pub(crate) use pooled::PoolIndexer;
-pub(crate) use streams::StreamMix;
+pub(crate) use alternating::Alternation;
+pub(crate) use streams::{HeadStreams, LayerStreams, StreamMix};
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
 #[derive(Debug)]
@@ -63,8 +66,8 @@ impl Summed {
 /// A rank's weights of one layer; [`Part`] has the whole shapes.
 #[derive(Debug)]
 pub(crate) struct LayerShard {
-    /// Mixes of residual streams before the halves.
-    pub(crate) streams: Option<Box<[StreamMix; 2]>>,
+    /// For several residual streams.
+    pub(crate) streams: Option<Box<LayerStreams>>,
     pub(crate) attention_norm: Option<Vec<f32>>,
     /// From the compressed query, if the layer compresses.
     pub(crate) query: Linear,
@@ -588,7 +591,7 @@ impl ShardLoader<'_> {
         Ok(Some(PerLayerInputs {
             embedding: self
                 .names
-                .as_stored(Role::PerLayerEmbedding, [c.vocab, all])?,
+                .as_stored(Role::PerLayerEmbedding, [c.per_layer_vocab, all])?,
             projection: projection.matrix,
             norm: self.names.norm(Role::PerLayerNorm, p)?,
         }))
@@ -669,11 +672,12 @@ impl ShardLoader<'_> {
         self.rows(role, shape, rows)
     }
 
-    /// Norm before the output head; empty in models of several residual streams.
+    /// Norm before the output head; empty in models of gated residual streams.
     pub(crate) fn output_norm(&self) -> Result<Vec<f32>, Error> {
         match self.config.streams {
-            Some(_) => Ok(Vec::new()), // the mix of the streams has norms
-            None => self.names.norm(Role::OutputNorm, self.config.width),
+            // The mix of gated streams has norms.
+            Some(of) if of.rule == StreamRule::Gated => Ok(Vec::new()),
+            _ => self.names.norm(Role::OutputNorm, self.config.width),
         }
     }
 
@@ -1149,8 +1153,7 @@ impl LayerShard {
             .iter()
             .flat_map(|net| net.of_downs())
             .flatten();
-        let mixes = self.streams.iter().flat_map(|mixes| mixes.iter());
-        let mixes: u64 = mixes.map(StreamMix::bytes).sum();
+        let mixes = self.streams.as_ref().map_or(0, |streams| streams.bytes());
         let more: u64 = latent
             .chain(own)
             .chain(net)
@@ -1176,6 +1179,7 @@ impl LayerShard {
             delta_net,
             feed_forward,
             per_layer,
+            streams,
             ..
         } = self;
         let compressed = latent
@@ -1188,14 +1192,17 @@ impl LayerShard {
         let net = delta_net.iter().flat_map(|net| net.matrices());
         let index = latent.iter().flat_map(|latent| &latent.indexer);
         let index = index.flat_map(|own| [&own.key.matrix, &own.weights.matrix]);
-        let pools = pooled.iter().map(|own| &own.query_key.matrix);
+        let pools = pooled.iter().flat_map(|own| [Some(&own.query_key), own.key.as_ref()]);
+        let pools = pools.flatten().map(|linear| &linear.matrix);
         let gate = per_layer.iter().map(|own| &own.gate);
+        let alternation = streams.iter().filter_map(|streams| streams.alternation());
         linears
             .chain(net)
             .chain(index)
             .chain(pools)
             .chain(feed_forward.of_normed())
             .chain(gate)
+            .chain(alternation.flat_map(Alternation::of_width))
             .collect()
     }
 }

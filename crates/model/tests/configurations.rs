@@ -10,7 +10,7 @@ use crate::common::tiny::{Tiny, TinyTensor};
 use crate::common::{golden, golden_json, kernels, load};
 use paceline_base::{BlockType, KernelClass};
 use paceline_model::{BatchSize, Config, LoadedModel, ModelFamily, ModelSource, Selection};
-use paceline_tensor::{KvType, RopePairs};
+use paceline_tensor::{Choice, KvType, RopePairs};
 use paceline_weights::gguf::MetadataValue as Entry;
 use serde_json::{Value, json};
 
@@ -576,10 +576,9 @@ fn an_absent_indexer_bounds_the_context() {
     );
 }
 
-/// A context in which the indexer chooses all blocks is the longest, by the names of published
-/// folders and by those of transformers.
+/// The indexer of blocks, by the names of published folders and by those of transformers.
 #[test]
-fn an_indexer_of_blocks_bounds_the_context() {
+fn an_indexer_of_blocks_has_two_names() {
     let stated = golden_json("hf/minimax-m3-bf16/config.json")["text_config"].clone();
     let config = |changes: Value| {
         let mut text = stated.clone();
@@ -588,16 +587,28 @@ fn an_indexer_of_blocks_bounds_the_context() {
         }
         hf("minimax-m3-bf16", &json!({"text_config": text}))
     };
-    assert_eq!(config(json!({})).context, 256);
-    assert_eq!(config(json!({"index_topk_blocks": 3})).indexed, Some(48));
+    let choices = |config: &Config| -> Vec<_> {
+        let choices = config.layers.iter().map(|layer| layer.pooled);
+        choices.map(|own| own.map(|own| own.choice)).collect()
+    };
+    let choice = |top_k| {
+        Some(Choice {
+            top_k,
+            pool: 16,
+            local: 1,
+        })
+    };
+    let own = config(json!({"index_topk_blocks": 3}));
+    assert_eq!(choices(&own), [None, choice(48), choice(48)]);
     let published = config(json!({
         "layer_types": null, "mlp_layer_types": null, "moe_layer_freq": [0, 1, 1],
         "index_topk_blocks": null, "index_block_size": null, "hidden_act": "swigluoai",
-        "sparse_attention_config": {
-            "sparse_attention_freq": [0, 1, 1], "sparse_topk_blocks": 2, "sparse_block_size": 16
+        "index_local_blocks": null, "sparse_attention_config": {
+            "sparse_attention_freq": [0, 1, 1], "sparse_topk_blocks": 2, "sparse_block_size": 16,
+            "sparse_local_block": 1
         }
     }));
-    assert_eq!((published.context, published.indexed), (32, Some(32)));
+    assert_eq!(choices(&published), [None, choice(32), choice(32)]);
     let has_experts = |layer: usize| published.layers[layer].experts.is_some();
     assert_eq!([0, 1, 2].map(has_experts), [false, true, true]);
 }

@@ -2,6 +2,41 @@
 
 use super::ModelFamily;
 
+/// A family whose definition is public and which is not computed.
+#[derive(Clone, Copy, Debug)]
+pub struct UncomputedFamily {
+    /// `model_type` in folders, of the whole or of the text part.
+    pub names: &'static [&'static str],
+    /// Published models.
+    pub models: &'static str,
+    /// What is missing to compute them.
+    pub lacks: &'static str,
+}
+
+/// Families that are refused with a reason.
+pub const UNCOMPUTED: [UncomputedFamily; 4] = [
+    UncomputedFamily {
+        names: &["deepseek_v4"],
+        models: "DeepSeek V4",
+        lacks: "attention to compressed keys",
+    },
+    UncomputedFamily {
+        names: &["deepseek_v41"],
+        models: "DeepSeek V4.1",
+        lacks: "attention to compressed keys",
+    },
+    UncomputedFamily {
+        names: &["glm5_next", "glm5_next_text"],
+        models: "GLM 5.3 Flash",
+        lacks: "constrained residual streams",
+    },
+    UncomputedFamily {
+        names: &["kimi_k3"],
+        models: "Kimi K3",
+        lacks: "attention to residuals of earlier layers",
+    },
+];
+
 impl ModelFamily {
     /// Published models of the family.
     pub const fn models(self) -> &'static str {
@@ -16,6 +51,7 @@ impl ModelFamily {
             Self::Phi3 => "Phi 3 and 4",
             Self::Gemma2 => "Gemma 2",
             Self::Gemma3 => "Gemma 3, EmbeddingGemma",
+            Self::Gemma3n => "Gemma 3n",
             Self::Gemma4 => "Gemma 4, also with experts",
             Self::Mixtral => "Mixtral",
             Self::Qwen2Moe => "Qwen 1.5 and 2 with experts",
@@ -24,7 +60,7 @@ impl ModelFamily {
             Self::GptOss => "gpt-oss",
             Self::Glm4Moe => "GLM 4.5 to 4.7",
             Self::MiniMaxM2 => "MiniMax M2 to M2.7",
-            Self::MiniMaxM3 => "MiniMax M3 up to 2,048 positions",
+            Self::MiniMaxM3 => "MiniMax M3",
             Self::DeepSeek => {
                 "DeepSeek V2 to V3.2 and R1, Kimi K2 to K2.6, GLM 4.7 Flash, GLM 5, Mistral 4"
             }
@@ -51,7 +87,8 @@ impl ModelFamily {
     /// attention, no clamped feed-forward and no more than one residual stream yet.
     pub const fn engines(self) -> &'static [&'static str] {
         match self {
-            Self::Qwen4Exp
+            Self::Gemma3n
+            | Self::Qwen4Exp
             | Self::KimiLinear
             | Self::MiniMaxM3
             | Self::Lfm2
@@ -82,6 +119,7 @@ impl ModelFamily {
             Self::Phi3 => &["phi3-bf16"],
             Self::Gemma2 => &["gemma2-bf16"],
             Self::Gemma3 => &["gemma3-bf16", "gemma3-linear-bf16"],
+            Self::Gemma3n => &["gemma3n-bf16"],
             Self::Gemma4 => &["gemma4-e-bf16", "gemma4-moe-bf16", "gemma4-unified-bf16"],
             Self::Mixtral => &["mixtral"],
             Self::Qwen2Moe => &["qwen2moe-bf16"],
@@ -90,7 +128,7 @@ impl ModelFamily {
             Self::GptOss => &["gpt-oss-bf16", "gpt-oss-mxfp4"],
             Self::Glm4Moe => &["glm4moe-bf16", "glm4moe-air-bf16"],
             Self::MiniMaxM2 => &["minimax-m2-bf16"],
-            Self::MiniMaxM3 => &["minimax-m3-bf16"],
+            Self::MiniMaxM3 => &["minimax-m3-bf16", "minimax-m3-blocks-bf16"],
             Self::DeepSeek => &[
                 "deepseek-v2",
                 "deepseek-v3-bf16",

@@ -30,7 +30,7 @@ use paceline_tensor::RopePairs;
 use paceline_weights::gguf::{self, Array, Gguf, Metadata};
 use serde_json::Value;
 
-use super::ModelFamily;
+use super::{ModelFamily, UNCOMPUTED};
 use crate::config::{Activation, MAX_WIDTH};
 use crate::{Config, Error, ModelSource};
 use experts::MAX_EXPERTS;
@@ -59,8 +59,20 @@ fn text_part(config: &Value) -> &Value {
 }
 
 /// Default of a field that files leave out. The published text parts of Gemma 3 lack fields with
-/// the default of their class (`configuration_gemma3.py` of transformers).
+/// the default of their class (`configuration_gemma3.py` and its siblings of transformers).
 pub(crate) fn class_default(model_type: Option<&str>, field: &str) -> Option<&'static Value> {
+    static GEMMA3N: LazyLock<Value> = LazyLock::new(|| {
+        serde_json::json!({
+            "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_size": 2048,
+            "intermediate_size": 16_384, "max_position_embeddings": 32_768,
+            "num_attention_heads": 8, "num_hidden_layers": 35, "num_key_value_heads": 2,
+            "num_kv_shared_layers": 15, "rms_norm_eps": 1e-6, "sliding_window": 512,
+            "vocab_size": 262_400, "vocab_size_per_layer_input": 262_144
+        })
+    });
+    if model_type == Some(ModelFamily::Gemma3n.hf_name()) {
+        return GEMMA3N.get(field);
+    }
     if model_type != Some(ModelFamily::Gemma3.hf_name()) {
         return None;
     }
@@ -86,7 +98,10 @@ impl<'a> ConfigFields<'a> {
                     architecture: metadata.str("general.architecture")?,
                 }
             }
-            ModelSource::Hf(folder) => Self::Hf(text_part(folder.config())),
+            ModelSource::Hf(folder) => {
+                refuse_uncomputed(folder.config())?;
+                Self::Hf(text_part(folder.config()))
+            }
         })
     }
 
@@ -193,14 +208,23 @@ impl<'a> ConfigFields<'a> {
         Ok(Some(number as usize))
     }
 
-    /// An integer in `low..=high` for each of `layers` layers. GGUF files have one for all, or a
-    /// list. `None` if absent or null.
+    /// An integer in `low..=high` for each of `layers` layers: one for all, or a list. `None` if
+    /// absent or null.
     pub(crate) fn opt_sizes(
         &self,
         (gguf, hf): (&'static str, &'static str),
         layers: usize,
         (low, high): (u64, u64),
     ) -> Result<Option<Vec<usize>>, Error> {
+        let listed = |list: &Value| Some(list.as_array().cloned());
+        let list = self.hf(hf, "a list", listed)?.flatten();
+        if let Some(list) = list.filter(|list| list.len() == layers) {
+            let number = |n: &Value| match n.as_u64().filter(|n| (low..=high).contains(n)) {
+                Some(n) => Ok(n as usize),
+                None => Err(wrong_value(hf, n, format!("{low} to {high}"))),
+            };
+            return list.iter().map(number).collect::<Result<_, _>>().map(Some);
+        }
         let Self::Gguf { metadata, .. } = self else {
             let one = self.opt_size(gguf, hf, low, high)?;
             return Ok(one.map(|one| vec![one; layers]));
@@ -494,6 +518,21 @@ impl<'a> ConfigFields<'a> {
             }
         }
     }
+}
+
+/// Refuses a folder of a family that is known and not computed, with the reason.
+fn refuse_uncomputed(config: &Value) -> Result<(), Error> {
+    const FIELD: &str = "model_type";
+    for name in [config, text_part(config)].map(|part| part.get(FIELD).and_then(Value::as_str)) {
+        let known = UNCOMPUTED
+            .iter()
+            .find(|of| name.is_some_and(|name| of.names.contains(&name)));
+        if let (Some(known), Some(name)) = (known, name) {
+            let expected = format!("a family that is computed (this lacks {})", known.lacks);
+            return Err(wrong_value(FIELD, name, expected));
+        }
+    }
+    Ok(())
 }
 
 /// Names of all families in a layout, each once.

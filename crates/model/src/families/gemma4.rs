@@ -71,7 +71,7 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
 }
 
 /// Gives the last layers the cache of the last earlier layer of their kind.
-fn share_caches(
+pub(super) fn share_caches(
     config: &mut Config,
     fields: &ConfigFields<'_>,
     windowed: &[bool],

@@ -36,6 +36,27 @@ pub trait LayerStep {
         unreachable!("the residual is one stream")
     }
 
+    /// residual (T, S, C) -> predicted streams in place; the layer then works on a copy of the
+    /// first.
+    fn predict_streams(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("the residual is one stream")
+    }
+
+    /// x (T, C) -> laurel (T, C): x and its low-rank path, normed
+    fn project_laurel(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("the layer has no path beside attention")
+    }
+
+    /// first stream (T, C) = (first stream + laurel) / sqrt 2
+    fn add_laurel(&mut self) -> Result<(), Error> {
+        unreachable!("the layer has no path beside attention")
+    }
+
+    /// residual (T, S, C) += factors (T, S) * (first stream - its prediction)
+    fn correct_streams(&mut self, _: &Self::Layer) -> Result<(), Error> {
+        unreachable!("the residual is one stream")
+    }
+
     /// residual (T, C) -> x (T, C), without a norm
     fn take_residual(&mut self) -> Result<(), Error>;
 

@@ -14,6 +14,7 @@ mod facts;
 mod fields;
 mod gemma2;
 mod gemma3;
+mod gemma3n;
 mod gemma4;
 mod glm4moe;
 mod gpt_oss;
@@ -37,6 +38,7 @@ mod qwen3moe;
 mod qwen4;
 mod smollm3;
 
+pub use facts::{UNCOMPUTED, UncomputedFamily};
 pub use layer_step::{Half, LayerStep};
 
 pub(crate) use fields::{ConfigFields, RopeKind, class_default, head_rope, unknown_fields};
@@ -78,6 +80,8 @@ pub enum ModelFamily {
     Gemma2,
     /// Gemma 3, text only.
     Gemma3,
+    /// Gemma 3n, text only.
+    Gemma3n,
     /// Gemma 4, text only.
     Gemma4,
     /// Mixtral: Llama with experts; `llama` in GGUF files.
@@ -92,7 +96,7 @@ pub enum ModelFamily {
     Glm4Moe,
     /// MiniMax M2 to M2.7.
     MiniMaxM2,
-    /// MiniMax M3, text only, up to the positions that its indexer chooses.
+    /// MiniMax M3, text only.
     MiniMaxM3,
     /// DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash, Mistral 4: latent attention and experts.
     DeepSeek,
@@ -115,7 +119,7 @@ pub enum ModelFamily {
 }
 
 impl ModelFamily {
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 29] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -126,6 +130,7 @@ impl ModelFamily {
         Self::Phi3,
         Self::Gemma2,
         Self::Gemma3,
+        Self::Gemma3n,
         Self::Gemma4,
         Self::Mixtral,
         Self::Qwen2Moe,
@@ -173,6 +178,7 @@ impl ModelFamily {
             Self::Phi3 => "phi3",
             Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
+            Self::Gemma3n => "gemma3n_text",
             Self::Gemma4 => "gemma4",
             Self::Qwen2Moe => "qwen2moe",
             Self::Qwen3Moe => "qwen3moe",
@@ -241,7 +247,7 @@ impl ModelFamily {
     /// Activation of the feed-forward's gate.
     pub(crate) const fn activation(self) -> Activation {
         match self {
-            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 => Activation::GeluTanh,
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma3n | Self::Gemma4 => Activation::GeluTanh,
             Self::NemotronH => Activation::ReluSquared,
             _ => Activation::Silu,
         }
@@ -249,7 +255,10 @@ impl ModelFamily {
 
     /// Whether GGUF files of it are known.
     pub const fn has_gguf(self) -> bool {
-        !matches!(self, Self::Qwen4Exp | Self::KimiLinear | Self::MiniMaxM3)
+        !matches!(
+            self,
+            Self::Gemma3n | Self::Qwen4Exp | Self::KimiLinear | Self::MiniMaxM3
+        )
     }
 
     /// Whether some or all layers have experts.
@@ -266,6 +275,7 @@ impl ModelFamily {
                 | Self::Phi3
                 | Self::Gemma2
                 | Self::Gemma3
+                | Self::Gemma3n
                 | Self::Qwen35
                 | Self::Lfm2
         )
@@ -327,6 +337,7 @@ impl ModelFamily {
             self,
             Self::Qwen3
                 | Self::Gemma3
+                | Self::Gemma3n
                 | Self::Gemma4
                 | Self::Qwen3Moe
                 | Self::MiniMaxM3
@@ -358,7 +369,7 @@ impl ModelFamily {
     pub const fn norms_after_halves(self) -> bool {
         matches!(
             self,
-            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 | Self::Olmo2
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma3n | Self::Gemma4 | Self::Olmo2
         )
     }
 
@@ -366,7 +377,7 @@ impl ModelFamily {
     pub const fn needs_wide_activations(self) -> bool {
         matches!(
             self,
-            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 | Self::GptOss
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma3n | Self::Gemma4 | Self::GptOss
         )
     }
 
@@ -374,7 +385,13 @@ impl ModelFamily {
     pub(crate) const fn is_usually_tied(self) -> bool {
         matches!(
             self,
-            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 | Self::SmolLm3 | Self::Lfm2 | Self::Lfm2Moe
+            Self::Gemma2
+                | Self::Gemma3
+                | Self::Gemma3n
+                | Self::Gemma4
+                | Self::SmolLm3
+                | Self::Lfm2
+                | Self::Lfm2Moe
         )
     }
 
@@ -383,6 +400,7 @@ impl ModelFamily {
         match self {
             Self::Gemma2 => &gemma2::NAMES,
             Self::Gemma3 => &gemma3::NAMES,
+            Self::Gemma3n => &gemma3n::NAMES,
             Self::Gemma4 => &gemma4::NAMES,
             Self::Mixtral | Self::MiniMaxM2 => &FileNames::MIXTRAL,
             Self::MiniMaxM3 => &minimax_m3::NAMES,
@@ -420,6 +438,7 @@ impl ModelFamily {
             Self::Phi3 => phi3::config(fields),
             Self::Gemma2 => gemma2::config(fields),
             Self::Gemma3 => gemma3::config(fields),
+            Self::Gemma3n => gemma3n::config(fields),
             Self::Gemma4 => gemma4::config(fields),
             Self::Mixtral => mixtral::config(fields),
             Self::Qwen2Moe => qwen2moe::config(fields),
@@ -458,10 +477,12 @@ impl ModelFamily {
             Self::Qwen3 => qwen3::layer(step, weights, index),
             Self::Gemma2 => gemma2::layer(step, weights, index),
             Self::Gemma3 => gemma3::layer(step, weights, index),
+            Self::Gemma3n => gemma3n::layer(step, weights, index),
             Self::Gemma4 => gemma4::layer(step, weights, index),
             Self::Mixtral => mixtral::layer(step, weights, index),
             Self::Qwen2Moe => qwen2moe::layer(step, weights, index),
-            Self::Qwen3Moe | Self::MiniMaxM3 => qwen3moe::layer(step, weights, index),
+            Self::Qwen3Moe => qwen3moe::layer(step, weights, index),
+            Self::MiniMaxM3 => minimax_m3::layer(step, weights, index),
             Self::Dbrx => dbrx::layer(step, weights, index),
             Self::GptOss => gpt_oss::layer(step, weights, index),
             Self::Glm4Moe => glm4moe::layer(step, weights, index),

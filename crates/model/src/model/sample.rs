@@ -88,6 +88,7 @@ impl Model {
             per_layer: None,
             layers: vec![loader.layer(at)?],
             head_streams: None, // heads read one stream
+            first_streams: Vec::new(),
             head: Some((norm, output)),
             tied,
             captures: Vec::new(),
@@ -162,6 +163,7 @@ impl Model {
             kernels: Arc::clone(&kernels),
             layers,
             head_streams: loader.head_streams()?,
+            first_streams: loader.first_streams()?,
             head,
             tied,
             captures: Vec::new(),

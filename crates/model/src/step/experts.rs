@@ -14,9 +14,9 @@ use std::ops::Range;
 
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{Activations, Kernels, PackedMatrix, Product, vector};
+use paceline_tensor::{Activations, Kernels, vector};
 
-use super::{activations, add_bias, norm_row};
+use super::{activations, add_bias, norm_row, whole};
 use crate::Error;
 use crate::config::{
     self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,
@@ -203,7 +203,7 @@ impl ExpertBuffers {
             );
         });
         let scores = &mut self.scores[..rows * of.count];
-        kernels.products(x, [whole(&next.router.matrix, scores)]);
+        kernels.products(x, [whole(&next.router.matrix, scores, rows)]);
         add_bias(scores, next.router.bias.as_deref(), rows);
         self.is_chosen.fill(false);
         self.is_chosen[of.count] = true; // the shared one
@@ -228,10 +228,10 @@ impl ExpertBuffers {
         let (rows, of, each) = (x.rows(), self.of, Self::each(self.of));
         let scores = &mut self.scores[..rows * of.count];
         let router_x = self.router_x.as_ref().unwrap_or(x);
-        kernels.products(router_x, [whole(&weights.router.matrix, scores)]);
+        kernels.products(router_x, [whole(&weights.router.matrix, scores, rows)]);
         add_bias(scores, weights.router.bias.as_deref(), rows);
         if let Some(router) = &weights.shared_router {
-            kernels.products(x, [whole(router, &mut self.shared_scores[..rows])]);
+            kernels.products(x, [whole(router, &mut self.shared_scores, rows)]);
         }
         let (shared, choice) = (&self.shared_scores, weights.choice.as_deref());
         let scales = weights.scales.as_deref();
@@ -289,8 +289,9 @@ impl ExpertBuffers {
         };
         let (gate, up) = (&mut gate[..rows * ffn], &mut up[..rows * ffn]);
         let other = expert.up.as_ref();
-        let outs = [whole(&expert.gate.matrix, gate)].into_iter();
-        kernels.products(x, outs.chain(other.map(|linear| whole(&linear.matrix, up))));
+        let outs = [whole(&expert.gate.matrix, gate, rows)].into_iter();
+        let up_product = other.map(|linear| whole(&linear.matrix, up, rows));
+        kernels.products(x, outs.chain(up_product));
         add_bias(gate, expert.gate.bias.as_deref(), rows);
         add_bias(up, other.and_then(|linear| linear.bias.as_deref()), rows);
         let function = (self.of.clamp, self.activation);
@@ -303,7 +304,7 @@ impl ExpertBuffers {
         });
         let width = expert.down.matrix.rows();
         let out = &mut self.results[slot * width..(slot + rows) * width];
-        kernels.products(hidden, [whole(&expert.down.matrix, out)]);
+        kernels.products(hidden, [whole(&expert.down.matrix, out, rows)]);
         add_bias(out, expert.down.bias.as_deref(), rows);
     }
 
@@ -354,15 +355,6 @@ unsafe fn sum_row<'a>(
         0 => out.fill(0.0),
         // SAFETY: the remaining slot.
         _ => out.copy_from_slice(unsafe { results.part(parts[0].slot) }),
-    }
-}
-
-/// Product with a whole matrix.
-fn whole<'a>(weights: &'a PackedMatrix, out: &'a mut [f32]) -> Product<'a> {
-    Product {
-        weights,
-        first_col: 0,
-        out,
     }
 }
 

@@ -76,6 +76,19 @@ impl SelectedPositions {
         sequences.iter().any(|s| is_sparse(self.choice, s))
     }
 
+    /// Attention of the heads of KV head `nth` over the positions selected for it, which in rows
+    /// with few are all.
+    pub(super) fn attend_head(
+        &mut self,
+        kernels: &Kernels,
+        step: &AttentionStep<'_>,
+        nth: usize,
+        out: &mut [f32],
+    ) {
+        self.scratch.set_head(nth);
+        kernels.sparse_attention(step, &self.positions, &mut self.scratch, out);
+    }
+
     /// Attention over the selected positions; sequences with few positions attend to all.
     pub(super) fn attend(
         &mut self,
@@ -141,6 +154,7 @@ impl IndexBuffers {
         let choice = Choice {
             top_k: of.top_k,
             pool: 1,
+            local: 0,
         };
         let selected =
             layer.and_then(|layer| SelectedPositions::new(model, (layer, heads), choice, size));

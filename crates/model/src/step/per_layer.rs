@@ -11,9 +11,9 @@
 
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{Activations, Kernels, PackedMatrix, Product};
+use paceline_tensor::{Activations, Kernels};
 
-use super::{activations, norm_in_place};
+use super::{activations, norm_in_place, whole};
 use crate::model::Model;
 use crate::weights::{PerLayer, PerLayerInputs};
 
@@ -63,14 +63,16 @@ impl PerLayerRows {
         let (rows, p, first) = (x.rows(), self.width, model.shard().layers.start);
         let (all, mine, tokens) = (c.layers.len() * p, self.held * p, &self.tokens);
         let inputs = &mut self.inputs[..rows * mine];
-        kernels.products(x, [whole(&weights.projection, inputs)]);
+        kernels.products(x, [whole(&weights.projection, inputs, rows)]);
         let own = DisjointMut::new(&mut self.own[..rows * all], all);
         let inputs = DisjointMut::new(inputs, mine);
         let (root, own_root) = (1.0 / (c.width as f32).sqrt(), (p as f32).sqrt());
         kernels.for_rows(rows, |t| {
             // SAFETY: each row is visited once.
             let (own, inputs) = unsafe { (own.part(t), inputs.part(t)) };
-            weights.embedding.row(tokens[t], own);
+            let has_own = (tokens[t] as usize) < c.per_layer_vocab;
+            let token = if has_own { tokens[t] } else { 0 };
+            weights.embedding.row(token, own);
             inputs.iter_mut().for_each(|x| *x *= root);
             let parts = inputs
                 .chunks_exact_mut(p)
@@ -94,28 +96,19 @@ impl PerLayerRows {
     ) {
         let (rows, p) = (x.rows(), self.width);
         let gate = &mut self.gate[..rows * p];
-        kernels.products(x, [whole(&weights.gate, gate)]);
+        kernels.products(x, [whole(&weights.gate, gate, rows)]);
         self.hidden.resize(rows);
         let (gate, inputs, all) = (&*gate, &self.inputs, self.held);
         kernels.fill_rows(&mut self.hidden, |t, out| {
             let input = &inputs[(t * all + held) * p..][..p];
             kernels.gelu_mul(&gate[t * p..(t + 1) * p], input, out);
         });
-        kernels.products(&self.hidden, [whole(&weights.output, out)]);
+        kernels.products(&self.hidden, [whole(&weights.output, out, rows)]);
     }
 }
 
 /// 1 / sqrt 2, rounded to f32.
 const HALF_ROOT: f32 = std::f32::consts::FRAC_1_SQRT_2;
-
-/// Product with a whole matrix.
-fn whole<'a>(weights: &'a PackedMatrix, out: &'a mut [f32]) -> Product<'a> {
-    Product {
-        weights,
-        first_col: 0,
-        out,
-    }
-}
 
 /// Norm of the per-layer output, delta (T, C), in place.
 pub(super) fn norm(model: &Model, weights: &PerLayer, delta: &mut [f32]) {

@@ -54,8 +54,11 @@ impl PoolBuffers {
     /// For steps of up to `size`; `None` for models without such indexers.
     pub(super) fn new(model: &Model, size: BatchSize) -> Option<Self> {
         let (c, own) = (model.config(), model.shard().layers.clone());
-        let mut layers = own.filter(|layer| c.layers[*layer].pooled.is_some());
-        let layer = layers.next()?;
+        let is_pooled = |layer: &usize| {
+            let own = c.layers[*layer].pooled;
+            own.is_some_and(|own| own.choice.local == 0)
+        };
+        let layer = own.clone().find(is_pooled)?;
         let shape: &LayerShape = &c.layers[layer];
         let of = shape.pooled.expect("it was found");
         let memory = |n: usize| RegisteredMemory::new(None, size.rows * n);

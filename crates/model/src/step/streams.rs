@@ -11,12 +11,12 @@
 
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{Activations, Kernels, PackedMatrix, Product};
+use paceline_tensor::{Activations, Kernels};
 
-use super::activations;
-use crate::config::Streams;
+use super::{activations, whole};
+use crate::config::{StreamRule, Streams};
 use crate::model::Model;
-use crate::weights::StreamMix;
+use crate::weights::{HeadStreams, StreamMix};
 
 /// Values per call of the exponential kernel.
 const RUN: usize = 64;
@@ -37,13 +37,17 @@ pub(super) struct StreamRows {
 }
 
 impl StreamRows {
-    /// For steps of up to `rows` rows; `None` for models of one stream.
+    /// For steps of up to `rows` rows; `None` for models without gated streams.
     pub(super) fn new(model: &Model, rows: usize) -> Option<Self> {
-        let (of, all) = (model.config().streams?, model.config().residual_width());
+        let of = model
+            .config()
+            .streams
+            .filter(|of| of.rule == StreamRule::Gated)?;
+        let all = model.config().residual_width();
         let layers = model.layers().iter().flat_map(|layer| &layer.streams);
         let mixes = || {
-            let layers = layers.clone().flat_map(|mixes| mixes.iter());
-            layers.chain(model.head_streams())
+            let layers = layers.clone().flat_map(|streams| streams.mixes());
+            layers.chain(model.head_streams().and_then(HeadStreams::mix))
         };
         let memory = |n: usize| RegisteredMemory::new(None, rows * n);
         Some(Self {
@@ -139,13 +143,4 @@ fn summed<'s>(
 fn sigmoid(kernels: &Kernels, x: &[f32], scale: f32, out: &mut [f32]) {
     kernels.exp_scaled(x, 0.0, -scale, out);
     out.iter_mut().for_each(|e| *e = 1.0 / (1.0 + *e));
-}
-
-/// Product with a whole matrix.
-fn whole<'a>(weights: &'a PackedMatrix, out: &'a mut [f32], rows: usize) -> Product<'a> {
-    Product {
-        weights,
-        first_col: 0,
-        out: &mut out[..rows * weights.rows()],
-    }
 }

@@ -1,10 +1,28 @@
-//! Weights of the mix of residual streams; whole on every rank.
+//! Weights of residual streams; whole on every rank.
 
 use paceline_tensor::PackedMatrix;
 
 use super::ShardLoader;
+use super::alternating::Alternation;
+use crate::config::StreamRule;
 use crate::role::StreamPart;
 use crate::{Error, LayerRole, Role};
+
+/// A layer's weights of several residual streams.
+#[derive(Debug)]
+pub(crate) enum LayerStreams {
+    /// Before attention and before the feed-forward.
+    Gated([StreamMix; 2]),
+    Alternating(Alternation),
+}
+
+/// From several residual streams to the input of the output head.
+#[derive(Debug)]
+pub(crate) enum HeadStreams {
+    Gated(StreamMix),
+    /// `(C, C)` of each stream but the first.
+    Alternating(Vec<PackedMatrix>),
+}
 
 /// A mix of S streams. Its matrices have rank R.
 #[derive(Debug)]
@@ -19,8 +37,56 @@ pub(crate) struct StreamMix {
     pub(crate) inject: Option<PackedMatrix>,
 }
 
-impl StreamMix {
+impl LayerStreams {
     pub(crate) fn bytes(&self) -> u64 {
+        match self {
+            Self::Gated(mixes) => mixes.iter().map(StreamMix::bytes).sum(),
+            Self::Alternating(own) => own.bytes(),
+        }
+    }
+
+    /// The mixes before both halves.
+    pub(crate) fn mixes(&self) -> &[StreamMix] {
+        match self {
+            Self::Gated(mixes) => mixes,
+            Self::Alternating(_) => &[],
+        }
+    }
+
+    pub(crate) const fn alternation(&self) -> Option<&Alternation> {
+        match self {
+            Self::Alternating(own) => Some(own),
+            Self::Gated(_) => None,
+        }
+    }
+}
+
+impl HeadStreams {
+    pub(crate) fn bytes(&self) -> u64 {
+        match self {
+            Self::Gated(mix) => mix.bytes(),
+            Self::Alternating(ends) => ends.iter().map(|matrix| matrix.bytes().0).sum(),
+        }
+    }
+
+    pub(crate) fn mix(&self) -> Option<&StreamMix> {
+        match self {
+            Self::Gated(mix) => Some(mix),
+            Self::Alternating(_) => None,
+        }
+    }
+
+    /// Matrices whose input is as wide as a stream.
+    pub(crate) fn of_width(&self) -> &[PackedMatrix] {
+        match self {
+            Self::Gated(_) => &[],
+            Self::Alternating(ends) => ends,
+        }
+    }
+}
+
+impl StreamMix {
+    fn bytes(&self) -> u64 {
         let all = self.of_normed().chain([&self.up]);
         all.map(|matrix| matrix.bytes().0).sum()
     }
@@ -32,23 +98,43 @@ impl StreamMix {
 }
 
 impl ShardLoader<'_> {
-    /// The mixes before the halves of a layer; `None` in models of one stream.
-    pub(super) fn layer_streams(&self, layer: usize) -> Result<Option<[StreamMix; 2]>, Error> {
-        if self.config.streams.is_none() {
-            return Ok(None);
-        }
+    /// The streams of a layer; `None` in models of one stream.
+    pub(super) fn layer_streams(&self, layer: usize) -> Result<Option<LayerStreams>, Error> {
         let role = |part| Role::Layer(layer, part);
-        Ok(Some([
-            self.stream_mix(|part| role(LayerRole::AttentionStreams(part)), true)?,
-            self.stream_mix(|part| role(LayerRole::FfnStreams(part)), true)?,
-        ]))
+        let Some(of) = self.config.streams else {
+            return Ok(None);
+        };
+        Ok(Some(match of.rule {
+            StreamRule::Gated => LayerStreams::Gated([
+                self.stream_mix(|part| role(LayerRole::AttentionStreams(part)), true)?,
+                self.stream_mix(|part| role(LayerRole::FfnStreams(part)), true)?,
+            ]),
+            StreamRule::Alternating => LayerStreams::Alternating(self.alternation(layer)?),
+        }))
     }
 
-    /// The mix before the output head; `None` in models of one stream.
-    pub(crate) fn head_streams(&self) -> Result<Option<StreamMix>, Error> {
-        let streams = self.config.streams;
-        let mix = streams.map(|_| self.stream_mix(Role::Streams, false));
-        mix.transpose()
+    /// The streams before the output head; `None` in models of one stream.
+    pub(crate) fn head_streams(&self) -> Result<Option<HeadStreams>, Error> {
+        let Some(of) = self.config.streams else {
+            return Ok(None);
+        };
+        Ok(Some(match of.rule {
+            StreamRule::Gated => HeadStreams::Gated(self.stream_mix(Role::Streams, false)?),
+            StreamRule::Alternating => {
+                HeadStreams::Alternating(self.stream_ends(StreamPart::Collapse)?)
+            }
+        }))
+    }
+
+    /// Matrices `(C, C)` from the embedding to each stream but the first; empty where all streams
+    /// begin as the embedding.
+    pub(crate) fn first_streams(&self) -> Result<Vec<PackedMatrix>, Error> {
+        match self.config.streams.map(|of| of.rule) {
+            Some(StreamRule::Alternating) if self.shard.embeds() => {
+                self.stream_ends(StreamPart::Expand)
+            }
+            _ => Ok(Vec::new()),
+        }
     }
 
     fn stream_mix(

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! An indexer may choose whole pools of consecutive positions, each by the index key of its last
-//! one. A row also attends to the positions behind the last whole pool.
+//! one. A row also attends to the positions behind the last whole pool. Or it chooses blocks, each
+//! by the best of its positions, the blocks before the row always.
 //!
 //! A row's keys lie in the order of their positions. So a row with at most `top_k` positions has
 //! the bits of plain attention, and no row depends on others. Memory is reserved for blocks of
@@ -34,8 +35,10 @@ const RUN_PAGES: usize = 8;
 pub struct Choice {
     /// Positions in chosen pools, a multiple of `pool`.
     pub top_k: usize,
-    /// Positions of a pool; 1 for positions that are chosen one by one.
+    /// Positions of a pool or block; 1 for positions that are chosen one by one.
     pub pool: usize,
+    /// Blocks up to the row's own that are always chosen, among those of `top_k`; 0 for pools.
+    pub local: usize,
 }
 
 impl Choice {
@@ -46,14 +49,18 @@ impl Choice {
 
     /// Whether a row that sees `seen` positions attends to some of them only.
     pub const fn is_sparse(self, seen: usize) -> bool {
-        seen / self.pool * self.pool > self.top_k
+        match self.local {
+            0 => seen / self.pool * self.pool > self.top_k,
+            _ => seen > self.top_k,
+        }
     }
 
     /// Positions that a row attends to.
     const fn chosen(self, seen: usize) -> usize {
-        match self.is_sparse(seen) {
-            true => self.top_k + seen % self.pool,
-            false => seen,
+        match (self.is_sparse(seen), self.local) {
+            (false, _) => seen,
+            (true, 0) => self.top_k + seen % self.pool,
+            (true, _) => self.top_k - (seen.next_multiple_of(self.pool) - seen),
         }
     }
 }
@@ -89,6 +96,8 @@ pub struct SparseScratch {
     /// Numbers of the pages of `gathered`.
     pages: Vec<u32>,
     attention: AttentionScratch,
+    /// The KV head whose keys are gathered, where each has a choice of its own.
+    head: Option<usize>,
 }
 
 /// A row of a batch.
@@ -149,7 +158,12 @@ impl SparseScratch {
     ) -> Result<Self, Error> {
         let (shape, gathered) = match store {
             LayerStore::Indexed(shape, _) => (shape, LayerStore::Indexed(shape, 0)),
-            LayerStore::Pooled(shape, _) => (shape, LayerStore::Rows(shape)),
+            LayerStore::Pooled(mut shape, _) => {
+                if choice.local > 0 {
+                    shape.heads = 1; // each has blocks of its own
+                }
+                (shape, LayerStore::Rows(shape))
+            }
             _ => panic!("{store:?} has no index keys"),
         };
         let pages = GATHERED_ROWS * choice.room().div_ceil(PAGE);
@@ -166,7 +180,17 @@ impl SparseScratch {
                 (shape.head_dim, shape.value_dim),
                 choice.room(),
             ),
+            head: (choice.local > 0).then_some(0),
         })
+    }
+
+    /// Attends to the keys of KV head `head` of the cache from now on.
+    ///
+    /// # Panics
+    /// If the choice is not of blocks, which each KV head has of its own.
+    pub const fn set_head(&mut self, head: usize) {
+        assert!(self.head.is_some(), "all heads have one choice");
+        self.head = Some(head);
     }
 
     pub const fn choice(&self) -> Choice {
@@ -357,6 +381,11 @@ impl Kernels {
         let (choice, layer) = (scratch.choice, step.layer);
         let each = choice.room().div_ceil(PAGE);
         let is_pooled = !step.cache.is_latent(layer);
+        let heads = match scratch.head {
+            Some(head) => head..head + 1,
+            None if is_pooled => 0..step.cache.rows(layer).heads,
+            None => 0..0,
+        };
         let writer = scratch.gathered.writer(0);
         self.pool().run(block.len() * each, &|task| {
             let (i, page) = (task / each, task % each);
@@ -377,7 +406,7 @@ impl Kernels {
             // SAFETY: each page of the gathered rows is written by one task.
             unsafe {
                 match is_pooled {
-                    true => writer.copy_heads(page, source, &from[..own.len()]),
+                    true => writer.copy_heads(page, source, heads.clone(), &from[..own.len()]),
                     false => writer.copy(page, source, &from[..own.len()]),
                 }
             }
@@ -387,12 +416,15 @@ impl Kernels {
 
 /// Writes the positions of the best of `ranks`, ascending; all where there are no more.
 fn choose(choice: Choice, ranks: &mut [u64], out: &mut [u32]) {
-    let Choice { top_k, pool } = choice;
+    let Choice { top_k, pool, .. } = choice;
     let seen = ranks.len();
     if !choice.is_sparse(seen) {
         let all = out.iter_mut().zip(0..seen as u32);
         all.for_each(|(out, position)| *out = position);
         return;
+    }
+    if choice.local > 0 {
+        return choose_blocks(choice, ranks, out);
     }
     let pools = seen / pool;
     (0..pools).for_each(|i| ranks[i] = ranks[(i + 1) * pool - 1]);
@@ -407,4 +439,28 @@ fn choose(choice: Choice, ranks: &mut [u64], out: &mut [u32]) {
         .iter_mut()
         .zip((pools * pool) as u32..seen as u32);
     rest.for_each(|(out, position)| *out = position);
+}
+
+/// As [`choose`], of blocks: the rank of a block is the best of its positions.
+fn choose_blocks(choice: Choice, ranks: &mut [u64], out: &mut [u32]) {
+    let Choice { top_k, pool, local } = choice;
+    let (seen, own) = (ranks.len(), (ranks.len() - 1) / pool);
+    for block in 0..=own {
+        let first = block * pool;
+        let best = ranks[first..seen.min(first + pool)].iter().min();
+        let best = best.map_or(0, |best| best >> 32);
+        let best = if block + local > own { 0 } else { best };
+        ranks[block] = best << 32 | first as u64;
+    }
+    let (blocks, wanted) = (&mut ranks[..=own], top_k / pool);
+    blocks.select_nth_unstable(wanted - 1);
+    let chosen = &mut blocks[..wanted];
+    chosen.sort_unstable_by_key(|rank| *rank as u32);
+    let positions = chosen.iter().flat_map(|rank| {
+        let first = *rank as u32;
+        first..(first + pool as u32).min(seen as u32)
+    });
+    out.iter_mut()
+        .zip(positions)
+        .for_each(|(out, position)| *out = position);
 }

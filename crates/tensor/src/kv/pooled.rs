@@ -4,6 +4,8 @@
 //! A position has a row of `dim` elements in f32, `(dim, 64)` in a page. The last position of a
 //! pool has the pool's key, the others have what that key is made of.
 
+use std::ops::Range;
+
 use half::f16;
 
 use super::{KvCache, KvShape, KvType, KvWriter, LayerStore, key_elements};
@@ -69,7 +71,8 @@ impl KvWriter<'_> {
     }
 
     /// Copies keys and values of positions, each a page and a slot of `layer` of `from`, into the
-    /// first slots of a page; all heads. Both layers keep rows of one shape.
+    /// first slots of a page; of the KV heads `heads`, which are all that this page has. Both
+    /// layers keep rows of one shape otherwise.
     ///
     /// # Safety
     /// No other thread reads or writes the page.
@@ -77,12 +80,15 @@ impl KvWriter<'_> {
         &self,
         page: u32,
         (from, layer): (&KvCache, usize),
+        heads: Range<usize>,
         positions: &[(u32, usize)],
     ) {
-        let shape = self.cache.rows(self.layer);
+        let (shape, mut source) = (self.cache.rows(self.layer), from.rows(layer));
+        let fits = heads.len() == shape.heads && heads.end <= source.heads;
+        source.heads = shape.heads;
         assert!(
-            shape == from.rows(layer) && positions.len() <= PAGE,
-            "{shape:?}"
+            shape == source && fits && positions.len() <= PAGE,
+            "{heads:?} of {shape:?}"
         );
         let data = from.pools[from.layers[layer].pool].data.as_ptr();
         let row = shape.value_elements() / PAGE;
@@ -99,8 +105,8 @@ impl KvWriter<'_> {
                 (shape.scale_lines(shape.value_dim), scale),
             ),
         ];
-        for head in 0..shape.heads {
-            let to = self.cache.offset(self.layer, page, head);
+        for (own, head) in heads.enumerate() {
+            let to = self.cache.offset(self.layer, page, own);
             for (slot, &(page, at)) in positions.iter().enumerate() {
                 let start = from.offset(layer, page, head);
                 // SAFETY: items of a position lie within a head of a page of either cache.

@@ -78,6 +78,12 @@ impl ConfigFields<'_> {
         }))
     }
 
+    /// Rows of the per-layer embeddings, of a model with `vocab` tokens.
+    pub(crate) fn per_layer_vocab(&self, vocab: usize) -> Result<usize, Error> {
+        let said = self.opt_size("", "vocab_size_per_layer_input", 1, vocab as u64)?;
+        Ok(said.unwrap_or(vocab))
+    }
+
     /// Head sizes of both kinds of layers. The default names have those of full layers in GGUF
     /// files, those of window layers in `config.json`.
     pub(crate) fn gemma4_heads(&self, config: &Config) -> Result<Heads, Error> {

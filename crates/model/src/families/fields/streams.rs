@@ -3,18 +3,60 @@
 use paceline_tensor::Choice;
 use serde_json::Value;
 
-use super::{ConfigFields, wrong_value};
+use super::{ConfigFields, check_layers, wrong_value};
 use crate::Error;
-use crate::config::{MAX_HEADS, MAX_STREAMS, MAX_WIDTH, PoolIndexer, Streams};
+use crate::config::{MAX_HEADS, MAX_STREAMS, MAX_WIDTH, PoolIndexer, StreamRule, Streams};
 
 impl ConfigFields<'_> {
     /// Residual streams and the rank of their mix.
     pub(crate) fn streams(&self) -> Result<Streams, Error> {
         let size = |name, low, high| self.opt_size("", name, low, high);
         Ok(Streams {
-            count: size("hc_count", 2, MAX_STREAMS)?.unwrap_or(4), // defaults of the class
+            count: size("hc_count", 2, MAX_STREAMS as u64)?.unwrap_or(4), // defaults of the class
             rank: size("hc_lowrank", 1, MAX_WIDTH)?.unwrap_or(320),
+            rule: StreamRule::Gated,
         })
+    }
+
+    /// Alternating streams of Gemma 3n, with the rank of the path beside attention.
+    pub(crate) fn alternating_streams(&self) -> Result<Streams, Error> {
+        const ACTIVE: &str = "altup_active_idx";
+        let size = |name, low, high| self.opt_size("", name, low, high);
+        match size(ACTIVE, 0, MAX_WIDTH)? {
+            None | Some(0) => {}
+            Some(other) => return Err(wrong_value(ACTIVE, other, "0")),
+        }
+        Ok(Streams {
+            count: size("altup_num_inputs", 2, MAX_STREAMS as u64)?.unwrap_or(4), // as the class
+            rank: size("laurel_rank", 1, MAX_WIDTH)?.unwrap_or(64),
+            rule: StreamRule::Alternating,
+        })
+    }
+
+    /// Deviations above the mean at which each layer cuts its gates, from the fraction that
+    /// becomes 0.
+    pub(crate) fn gate_cutoffs(&self, layers: usize) -> Result<Vec<Option<f32>>, Error> {
+        const FIELD: &str = "activation_sparsity_pattern";
+        let fractions = match self.hf(FIELD, "a number or a list", |value| Some(value.clone()))? {
+            Some(Value::Array(list)) => {
+                check_layers(FIELD, list.len(), layers)?;
+                list.iter().map(Value::as_f64).collect()
+            }
+            Some(one) => Some(vec![one.as_f64().unwrap_or(f64::NAN); layers]),
+            None => {
+                let sparse = if layers > 10 { 10 } else { 0 }; // as the class
+                Some(
+                    (0..layers)
+                        .map(|i| if i < sparse { 0.95 } else { 0.0 })
+                        .collect(),
+                )
+            }
+        };
+        let fractions = fractions.filter(|all| all.iter().all(|x| (0.0..1.0).contains(x)));
+        let fractions =
+            fractions.ok_or_else(|| wrong_value(FIELD, "another", "numbers from 0 to below 1"))?;
+        let cutoff = |x: f64| (x > 0.0).then(|| normal_quantile(f64::from(x as f32)) as f32);
+        Ok(fractions.into_iter().map(cutoff).collect())
     }
 
     /// The indexer of pools of positions, whose keys rotate `pairs` pairs.
@@ -38,7 +80,11 @@ impl ConfigFields<'_> {
             return Err(wrong_value("indexer_kv_heads", got, "1"));
         }
         Ok(PoolIndexer {
-            choice: Choice { top_k, pool },
+            choice: Choice {
+                top_k,
+                pool,
+                local: 0,
+            },
             heads: size("indexer_n_heads", MAX_HEADS)?,
             dim,
         })
@@ -66,6 +112,36 @@ impl ConfigFields<'_> {
                 ))
             }
             _ => Ok(()),
+        }
+    }
+}
+
+/// The value that a standard normal variable is below with probability `p`, by bisection.
+fn normal_quantile(p: f64) -> f64 {
+    let below = |x: f64| 0.5 * libm::erfc(-x / std::f64::consts::SQRT_2);
+    let halve = |(low, high): (f64, f64), _| {
+        let middle = 0.5 * (low + high);
+        if below(middle) < p {
+            (middle, high)
+        } else {
+            (low, middle)
+        }
+    };
+    (0..64).fold((-9.0, 9.0), halve).0
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn quantiles_are_those_of_tables() {
+        for (p, expected) in [
+            (0.5, 0.0),
+            (0.95, 1.644_854),
+            (0.99, 2.326_348),
+            (0.1, -1.281_552),
+        ] {
+            let got = super::normal_quantile(p);
+            assert!((got - expected).abs() < 1e-6, "{p}: {got}");
         }
     }
 }

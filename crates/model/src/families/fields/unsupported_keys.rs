@@ -51,7 +51,7 @@ impl<C: Copy> FieldKey<C> {
 
 type FlagKey = FieldKey<fn(ModelFamily) -> bool>;
 
-const FLAGS: [FlagKey; 12] = [
+const FLAGS: [FlagKey; 13] = [
     FlagKey::new(
         "attention.causal",
         "is_causal",
@@ -59,6 +59,7 @@ const FLAGS: [FlagKey; 12] = [
         &[ModelFamily::Gemma3],
     ),
     FlagKey::new("", BIDIRECTIONAL, |_| false, GEMMAS),
+    FlagKey::new("", "altup_correct_scale", |_| true, &[]),
     FlagKey::new("", "qkv_bias", ModelFamily::has_qkv_biases, &[]),
     FlagKey::new(PARALLEL, PARALLEL, |_| false, &[]),
     FlagKey::new("swin_norm", "", |_| false, &[]),
@@ -124,12 +125,7 @@ const NUMBERS: [NumberKey; 18] = [
     NumberKey::new("attention.max_alibi_bias", "", none, &[]),
     NumberKey::new(ATTENTION_CAP, ATTENTION_CAP, none, &[ModelFamily::Gemma2]),
     NumberKey::new(ROUTER_CAP, ROUTER_CAP, none, &[]),
-    NumberKey::new(
-        FINAL_CAP,
-        FINAL_CAP,
-        none,
-        &[ModelFamily::Gemma2, ModelFamily::Gemma4],
-    ),
+    NumberKey::new(FINAL_CAP, FINAL_CAP, |c| c.softcap.unwrap_or(0.0), &[]),
     NumberKey::new("expert_group_scale", "", one, &[]),
     NumberKey::new("rope.scale_linear", "", one, &[]),
     NumberKey::new("rope.scaling.alpha", "", one, &[]),

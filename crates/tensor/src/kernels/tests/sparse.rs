@@ -47,8 +47,20 @@ fn sparse(
     let keys = KernelRng(5).floats(POSITIONS * DIMS.0, 1.0);
     kernels.write_kv(&mut cache, 1, &[last(POSITIONS)], &keys, &[]);
     kernels.write_index(&mut cache, 1, &[last(POSITIONS)], &index_keys());
-    let mut scratch =
-        SparseScratch::new(kernels, store, HEADS, (Choice { top_k, pool: 1 }, 256)).unwrap();
+    let mut scratch = SparseScratch::new(
+        kernels,
+        store,
+        HEADS,
+        (
+            Choice {
+                top_k,
+                pool: 1,
+                local: 0,
+            },
+            256,
+        ),
+    )
+    .unwrap();
     let step = IndexStep {
         cache: &cache,
         layer: 1,
@@ -186,7 +198,11 @@ fn other_positions_do_not_matter() {
 /// to a cache of these positions alone.
 #[test]
 fn a_row_attends_to_the_best_pools_and_the_rest() {
-    let choice = Choice { top_k: 24, pool: 4 };
+    let choice = Choice {
+        top_k: 24,
+        pool: 4,
+        local: 0,
+    };
     for kv_type in KvType::ALL {
         let shape = KvShape {
             heads: 2,
