@@ -11,6 +11,8 @@
 //! Each node reports its own telemetry, its running requests, and the performance of instances that
 //! it owns. A node polls the others only while a client views its page.
 
+mod machine_metrics;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
@@ -26,7 +28,7 @@ use paceline_base::lock;
 use paceline_cluster::machine::{give_back_free_memory, keep_no_large_blocks, memory_bytes};
 use paceline_cluster::nodes::agent::Agent;
 use paceline_cluster::nodes::agent::local::CommandProgress;
-use paceline_cluster::telemetry::{Energy, Gpu, Sampler, TelemetrySample};
+use paceline_cluster::telemetry::{Sampler, TelemetrySample};
 use paceline_node::InstanceSummary;
 use paceline_serve::{
     CommandHandler, LiveRequests, MetricSample, StageProbe, StatusSource, Upstreams,
@@ -39,11 +41,11 @@ use crate::changes::{self, ChangeDetector};
 use crate::downloads::{Downloads, PullSource};
 use crate::heap::TrimPolicy;
 use crate::host::{self, HostProbes};
-use crate::label::label;
 use crate::own_cluster::MeasuredRates;
 use crate::peers::PeerReports;
 use crate::traffic::TrafficMeter;
 use crate::{CommandError, Error, MessageSink, devices, links, peers, traffic};
+use machine_metrics::{energy, machine_facts};
 
 /// Interval of polls for changes.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -530,245 +532,5 @@ fn engine_dashboard(state: &Path) -> Option<String> {
     Some(address.to_owned())
 }
 
-/// Current energy per token: watts of all reporting machines over tokens a second of all requests.
-fn energy(nodes: &[Value], requests: &[Value], per_kwh: Option<f64>) -> Option<Energy> {
-    let watts = nodes.iter().filter_map(|node| {
-        let sample = serde_json::from_value::<TelemetrySample>(node["telemetry"].clone());
-        sample.ok()?.watts()
-    });
-    let tok_s = requests
-        .iter()
-        .filter_map(|request| request["tok_s"].as_f64());
-    Energy::of(watts.reduce(|a, b| a + b)?, tok_s.sum(), per_kwh)
-}
-
-/// The machine's metrics under their Prometheus names.
-fn machine_facts(sample: &TelemetrySample) -> Vec<MetricSample> {
-    let bytes = |bytes: Option<u64>| bytes.map(|bytes| bytes as f64);
-    let sum = |of: fn(&paceline_cluster::telemetry::InterfaceTraffic) -> f64| {
-        let rates = sample.networks.iter().map(of);
-        rates.reduce(|a, b| a + b)
-    };
-    #[rustfmt::skip]
-    let all = [
-        ("node_cpu_busy_ratio", "Share of time that the cores were busy", sample.cpu_busy),
-        ("node_cpu_mhz", "Mean frequency of the cores", sample.cpu_mhz),
-        ("node_memory_bytes", "Main memory", bytes(sample.memory_bytes)),
-        ("node_memory_available_bytes", "Main memory that programs can still take",
-         bytes(sample.memory_available_bytes)),
-        ("node_swap_used_bytes", "Swap space in use", bytes(sample.swap_used_bytes)),
-        ("node_cpu_pressure_ratio", "Share of time that a task waited for a core",
-         sample.cpu_pressure),
-        ("node_memory_pressure_ratio", "Share of time that a task waited for memory",
-         sample.memory_pressure),
-        ("node_io_pressure_ratio", "Share of time that a task waited for a disk",
-         sample.io_pressure),
-        ("node_disk_read_bytes_per_second", "Read from all disks", sample.disk_read_bytes_s),
-        ("node_disk_written_bytes_per_second", "Written to all disks", sample.disk_write_bytes_s),
-        ("node_network_received_bytes_per_second", "Received without loopback",
-         sum(|network| network.received_bytes_s)),
-        ("node_network_sent_bytes_per_second", "Sent without loopback",
-         sum(|network| network.sent_bytes_s)),
-        ("node_temperature_celsius", "The hottest sensor", sample.temperature_c),
-        ("node_package_watts", "Power of all processor packages", sample.package_watts),
-        ("node_battery_ratio", "Charge of the battery", sample.battery),
-        ("node_watts", "Power of processor packages and graphics processors, on battery of all",
-         sample.watts()),
-        ("node_throttled_ratio", "Share of time that a package was slowed down by heat",
-         sample.throttled),
-    ];
-    let known = all.into_iter().filter_map(|(name, help, value)| {
-        let value = value?;
-        Some(MetricSample {
-            name,
-            help,
-            labels: String::new(),
-            value,
-        })
-    });
-    known.chain(gpu_facts(&sample.gpus)).collect()
-}
-
-/// Metrics of each GPU, grouped by name.
-fn gpu_facts(gpus: &[Gpu]) -> impl Iterator<Item = MetricSample> {
-    type Of = fn(&Gpu) -> Option<f64>;
-    #[rustfmt::skip]
-    let all: [(&'static str, &'static str, Of); 6] = [
-        ("node_gpu_busy_ratio", "Share of time that the graphics processor was busy",
-         |gpu| gpu.busy),
-        ("node_gpu_memory_bytes", "Memory of the graphics processor",
-         |gpu| gpu.memory_bytes.map(|bytes| bytes as f64)),
-        ("node_gpu_memory_used_bytes", "Memory of the graphics processor in use",
-         |gpu| gpu.memory_used_bytes.map(|bytes| bytes as f64)),
-        ("node_gpu_watts", "Power of the graphics processor", |gpu| gpu.watts),
-        ("node_gpu_temperature_celsius", "Its hottest sensor", |gpu| gpu.temperature_c),
-        ("node_gpu_throttled", "Whether it is slowed down because of heat or power",
-         |gpu| gpu.throttled.map(|is_slow| f64::from(u8::from(is_slow)))),
-    ];
-    all.into_iter().flat_map(move |(name, help, of)| {
-        gpus.iter().filter_map(move |gpu| {
-            let value = of(gpu)?;
-            let labels = label("gpu", &gpu.name);
-            Some(MetricSample {
-                name,
-                help,
-                labels,
-                value,
-            })
-        })
-    })
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use paceline_cluster::nodes::agent::NodePaths;
-    use paceline_cluster::telemetry::InterfaceTraffic;
-    use paceline_serve::METRIC_NAMES;
-
-    /// A sample with all values.
-    fn full() -> TelemetrySample {
-        TelemetrySample {
-            cpu_busy: Some(0.5),
-            cpu_mhz: Some(1.0),
-            memory_bytes: Some(1),
-            memory_available_bytes: Some(1),
-            swap_used_bytes: Some(1),
-            cpu_pressure: Some(0.1),
-            memory_pressure: Some(0.1),
-            io_pressure: Some(0.1),
-            disk_read_bytes_s: Some(1.0),
-            disk_write_bytes_s: Some(1.0),
-            networks: vec![InterfaceTraffic::default()],
-            temperature_c: Some(40.0),
-            package_watts: Some(9.0),
-            battery: Some(0.5),
-            throttled: Some(0.0),
-            gpus: vec![gpu("card0"), gpu("card1")],
-            ..TelemetrySample::default()
-        }
-    }
-
-    fn gpu(name: &str) -> Gpu {
-        Gpu {
-            name: name.to_owned(),
-            busy: Some(0.5),
-            memory_bytes: Some(2),
-            memory_used_bytes: Some(1),
-            watts: Some(90.0),
-            temperature_c: Some(60.0),
-            throttled: Some(true),
-        }
-    }
-
-    /// A cluster of two whose links are measured.
-    fn two() -> [NodePaths; 2] {
-        let mut all = [
-            links::tests::ways((1, "a"), (2, "b"), 120),
-            links::tests::ways((2, "b"), (1, "a"), 130),
-        ];
-        all[0].paths[0].path.bytes_per_s = Some(940_000_000);
-        all
-    }
-
-    /// Names of metrics in a text: words that begin with `paceline_`.
-    fn names(text: &str) -> Vec<String> {
-        let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
-        let words = text.split(|c| !is_part(c));
-        words
-            .filter(|word| word.starts_with("paceline_"))
-            .map(str::to_owned)
-            .collect()
-    }
-
-    #[test]
-    fn dashboard_and_alerts_name_metrics_that_there_are() {
-        let facts = machine_facts(&full())
-            .into_iter()
-            .chain(links::facts(&two()))
-            .chain(traffic::facts(&[traffic::tests::counts(
-                "1",
-                1,
-                [[0, 5], [6, 0]],
-            )]));
-        let mut machine: Vec<String> = facts
-            .map(|fact| format!("paceline_{}", fact.name))
-            .collect();
-        machine.dedup(); // of each graphics processor
-        assert_eq!(machine.len(), 17 + 6 + 2 + 1);
-        // That file has the names of instance metrics.
-        let up = include_str!("figures.rs");
-        let is_known = |name: &String| {
-            let short = name.trim_start_matches("paceline_");
-            METRIC_NAMES.contains(&name.as_str())
-                || machine.contains(name)
-                || up.contains(&format!("\"{short}\""))
-        };
-        let grafana = include_str!("../../../docs/monitoring/grafana.json");
-        let alerts = include_str!("../../../docs/monitoring/alerts.yml");
-        let _: Value = serde_json::from_str(grafana).unwrap();
-        for (text, least) in [(grafana, 30), (alerts, 11)] {
-            let used = names(text);
-            assert!(used.len() >= least, "{used:?}");
-            let unknown: Vec<_> = used.iter().filter(|name| !is_known(name)).collect();
-            assert!(unknown.is_empty(), "{unknown:?}");
-        }
-        // Guards against a dashboard with few metrics.
-        let used = names(grafana);
-        let forgotten = machine.iter().filter(|name| !used.contains(name)).count();
-        assert!(
-            forgotten <= 5,
-            "{forgotten} of the machine's metrics are shown nowhere"
-        );
-    }
-
-    #[test]
-    fn energy_is_told_while_tokens_come_and_machines_tell_watts() {
-        let node = |watts: Option<f64>| json!({ "telemetry": { "package_watts": watts } });
-        let (known, silent) = (json!({ "telemetry": { "package_watts": 30.0 } }), json!({}));
-        let requests = [json!({ "tok_s": 4.0 }), json!({ "tok_s": 2.0 }), json!({})];
-        let told = energy(&[known.clone(), silent, node(None)], &requests, Some(0.36)).unwrap();
-        assert_eq!((told.watts, told.joules_per_token), (30.0, 5.0));
-        assert!((told.cost_per_million.unwrap() - 0.5).abs() < 1e-12);
-        assert_eq!(energy(&[known], &[], None), None);
-        assert_eq!(energy(&[], &requests, None), None);
-    }
-
-    #[test]
-    fn figures_that_a_machine_does_not_tell_are_absent() {
-        assert!(machine_facts(&TelemetrySample::default()).is_empty());
-        let silent = Gpu {
-            name: "card0".to_owned(),
-            watts: Some(0.0),
-            ..Gpu::default()
-        };
-        let facts: Vec<MetricSample> = gpu_facts(&[silent]).collect();
-        let names: Vec<&str> = facts.iter().map(|fact| fact.name).collect();
-        assert_eq!(names, ["node_gpu_watts"]);
-    }
-
-    #[test]
-    fn graphics_processors_and_links_are_told_apart_by_labels() {
-        let told = |facts: Vec<MetricSample>, name: &str| -> Vec<(String, f64)> {
-            let own = facts.into_iter().filter(|fact| fact.name == name);
-            own.map(|fact| (fact.labels, fact.value)).collect()
-        };
-        let pair = |labels: &str, value: f64| (labels.to_owned(), value);
-        assert_eq!(
-            told(machine_facts(&full()), "node_gpu_throttled"),
-            [pair("gpu=\"card0\"", 1.0), pair("gpu=\"card1\"", 1.0)]
-        );
-        // Only this node's links: the other node has its own `/metrics`.
-        let labels = "from=\"a\",to=\"b\",interface=\"eth0\"";
-        assert_eq!(
-            told(links::facts(&two()), "link_latency_seconds"),
-            [pair(labels, 0.000_12)]
-        );
-        assert_eq!(
-            told(links::facts(&two()), "link_bandwidth_bytes_per_second"),
-            [pair(labels, 940e6)]
-        );
-        assert_eq!(links::facts(&[]), []);
-        assert_eq!(label("a", "b\"\\\n"), "a=\"b\\\"\\\\\\n\"");
-    }
-}
+mod tests;

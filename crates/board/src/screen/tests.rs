@@ -1,5 +1,6 @@
 //! Frames, keys, and what they ask for.
 
+use super::rows::short;
 use super::*;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
