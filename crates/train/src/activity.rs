@@ -2,13 +2,16 @@
 //! all other ranks of the group wait for it.
 //!
 //! A rank computes and waits for others in turn ([`Activity`]). Its watch thread measures what it
-//! computes between two waits. After one whole step it knows the usual time, and tells the parent
-//! when a computation takes [`TIMES`] times the longest before it. The parent ends the process, so
+//! computes between two waits. After one whole step it knows the usual time of steps, and after one
+//! evaluation that of evaluations. It tells the parent when a computation takes [`TIMES`] times the
+//! longest of its kind before it. The parent ends the process, so
 //! the others' connections close, and the group is formed again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
+
+use crate::stage::LeafSet;
 
 /// Shortest limit: other programs or the disk may hold a small model's step for seconds.
 pub(crate) const FLOOR_S: f64 = 30.0;
@@ -24,14 +27,25 @@ const LOOK: Duration = Duration::from_millis(500);
 #[derive(Debug, Default)]
 pub(crate) struct Activity {
     changes: AtomicU64,
-    /// Whether a whole step was measured.
-    is_measured: AtomicBool,
+    /// Whether it evaluates.
+    is_valid: AtomicBool,
+    /// Whether a whole step, and a whole evaluation, was measured.
+    is_measured: [AtomicBool; 2],
 }
 
 impl Activity {
-    /// Runs `work`, which computes but for its calls of [`wait`](Self::wait).
-    pub(crate) fn compute<T>(&self, work: impl FnOnce() -> T) -> T {
-        self.between(work)
+    /// Runs `work`, a step or an evaluation, which computes but for its calls of
+    /// [`wait`](Self::wait).
+    pub(crate) fn compute<T, E>(
+        &self,
+        set: LeafSet,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let is_valid = set == LeafSet::Valid;
+        self.is_valid.store(is_valid, Ordering::Relaxed);
+        let done = self.between(work)?;
+        self.is_measured[usize::from(is_valid)].store(true, Ordering::Relaxed);
+        Ok(done)
     }
 
     /// Waits for other ranks by `work`.
@@ -47,11 +61,6 @@ impl Activity {
         done
     }
 
-    /// Records that a step was done: its computations are a measure of later ones.
-    pub(crate) fn measured(&self) {
-        self.is_measured.store(true, Ordering::Relaxed);
-    }
-
     /// Starts the watch thread, which lives as long as the process. It calls `tell` once with the
     /// limit in seconds that a computation has exceeded.
     ///
@@ -63,12 +72,13 @@ impl Activity {
     ) -> std::io::Result<()> {
         let own = Arc::clone(self);
         let run = move || {
-            let mut times = Times::default();
+            let mut times = [Times::default(), Times::default()];
             let limit_s = loop {
                 std::thread::sleep(LOOK);
                 let changes = own.changes.load(Ordering::Relaxed);
-                let is_measured = own.is_measured.load(Ordering::Relaxed);
-                if let Some(limit_s) = times.look(changes, is_measured) {
+                let kind = usize::from(own.is_valid.load(Ordering::Relaxed));
+                let is_measured = own.is_measured[kind].load(Ordering::Relaxed);
+                if let Some(limit_s) = times[kind].look(changes, is_measured) {
                     break limit_s;
                 }
             };
@@ -79,7 +89,7 @@ impl Activity {
     }
 }
 
-/// Times of computations, as far as looks see them.
+/// Times of computations of a kind, as far as looks see them.
 #[derive(Debug, Default)]
 struct Times {
     changes: u64,
@@ -125,9 +135,8 @@ mod tests {
         assert!((0..1000).all(|_| waits.look(8, true).is_none()), "a wait");
         let activity = Activity::default();
         let seen = || activity.changes.load(Ordering::Relaxed) % 2;
-        activity.compute(|| {
-            assert_eq!((seen(), activity.wait(seen), seen()), (1, 0, 1));
-        });
+        let work = || Ok::<_, ()>((seen(), activity.wait(seen), seen()));
+        assert_eq!(activity.compute(LeafSet::Train, work), Ok((1, 0, 1)));
         assert_eq!(seen(), 0);
     }
 }

@@ -17,9 +17,10 @@ use crate::error::Error;
 use crate::messages::{FromWorker, RankUse, ShardSource, ToWorker};
 use crate::optimiser::{Optimiser, norm, squares};
 use crate::run::TrainingRun;
+use crate::stage::LeafSet;
 use crate::values::PartValues;
 use crate::worker::{RunChannel, error_chain, unexpected};
-use crate::workers::{Sums, compute_together, publish_all};
+use crate::workers::{LeafSums, compute_together, publish_all};
 
 /// Rows of held-out data that go through the layers together: their values between layers take less
 /// than those of a step.
@@ -91,8 +92,10 @@ impl<'a> RankWorker<'a> {
             ToWorker::Form {
                 plan, from, step, ..
             } => self.form(epoch, &plan, (&from, step)),
-            ToWorker::Step { step, .. } => activity.compute(|| self.step(epoch, step)),
-            ToWorker::Judge { .. } => activity.compute(|| self.judge(epoch)),
+            ToWorker::Step { step, .. } => {
+                activity.compute(LeafSet::Train, || self.step(epoch, step))
+            }
+            ToWorker::Judge { .. } => activity.compute(LeafSet::Valid, || self.judge(epoch)),
             _ => self.save(epoch),
         };
         match done {
@@ -222,7 +225,7 @@ impl<'a> RankWorker<'a> {
             .collect();
         for round in &rounds {
             let own = share(round.clone(), role.rank, role.of);
-            let mut of_leaves = Sums::new(run, own.start);
+            let mut of_leaves = LeafSums::new(run, own.start);
             let own: Vec<usize> = own.collect();
             sums.begin(round.clone())?;
             let mut done = |part: usize, roots: &[f32]| sums.take(part, roots);
@@ -269,7 +272,6 @@ impl<'a> RankWorker<'a> {
             norm: norm.to_bits(),
             losses: losses.into_iter().map(f64::to_bits).collect(),
         };
-        self.activity.measured();
         Ok(self.channel.send(&done)?)
     }
 

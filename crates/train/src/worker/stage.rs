@@ -119,7 +119,7 @@ impl<'a> StageWorker<'a> {
                 (epoch, seated)
             }
             ToWorker::Pipe { epoch, step, set } => {
-                (epoch, activity.compute(|| self.pipe(epoch, step, set)))
+                (epoch, activity.compute(set, || self.pipe(epoch, step, set)))
             }
             other => return Err(unexpected(Some(&other), "a message for a stage")),
         };
@@ -160,7 +160,6 @@ impl<'a> StageWorker<'a> {
         if let Some(rank) = self.of_rows {
             let at = (rank, self.exchange.as_path());
             let found = compute_rows(&self.run, at, &self.values.1, (step, set))?;
-            self.activity.measured();
             let own = if rank == 0 { 0..all } else { all..all };
             return self.tell((epoch, step), own, found);
         }
@@ -181,7 +180,6 @@ impl<'a> StageWorker<'a> {
                 let (losses, sum) = line.train(step, (own.start, all))?;
                 let file = roots_file(step, own.start, own.end, stage.index);
                 digest = Some(publish(&self.exchange, &file, &sum)?);
-                self.activity.measured();
                 losses
             }
         };
