@@ -24,7 +24,7 @@ pub use layer::{Activation, DeltaNet, HeadOrder, LayerCache, LayerShape, store};
 pub struct Streams {
     /// Number of streams (S): 2 to [`MAX_STREAMS`].
     pub count: usize,
-    /// Rank of the matrices that weigh the mix, or of the path beside attention (R).
+    /// Rank of the matrices that weigh the mix, or of the path parallel to attention (R).
     pub rank: usize,
     pub rule: StreamRule,
 }

@@ -72,7 +72,7 @@ pub enum LayerRole {
     AttentionStreams(StreamPart),
     /// The same before the feed-forward.
     FfnStreams(StreamPart),
-    /// `(R, C)`: the low-rank path beside attention (Gemma 3n).
+    /// `(R, C)`: the low-rank path parallel to attention (Gemma 3n).
     LaurelDown,
     /// `(C, R)`
     LaurelUp,

@@ -30,7 +30,8 @@ use paceline_tensor::RopePairs;
 use paceline_weights::gguf::{self, Array, Gguf, Metadata};
 use serde_json::Value;
 
-use super::{ModelFamily, UNCOMPUTED};
+use super::ModelFamily;
+use super::uncomputed::UNCOMPUTED;
 use crate::config::{Activation, MAX_WIDTH};
 use crate::{Config, Error, ModelSource};
 use experts::MAX_EXPERTS;

@@ -1,7 +1,7 @@
 //! Gemma 3n, text only.
 //!
 //! - A layer computes the first of several alternating residual streams.
-//! - A low-rank path runs beside attention; values have a norm without weights.
+//! - A low-rank path runs parallel to attention; values have a norm without weights.
 //! - Gates of the first layers are cut by their mean and deviation.
 //! - The last layers use the KV caches of earlier ones; every layer has embeddings of its own.
 //!
@@ -68,7 +68,7 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
 /// Computes a layer; shapes of one batch of T rows with S streams. Norms and additions are of the
 /// first stream.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
-    step.predict_streams(w)?; //               residual (T, S, C) in place, its first to active (T, C)
+    step.predict_streams(w)?; //               residual (T, S, C) in place, its first -> active
     step.norm(w, Half::Attention)?; //         active (T, C) -> x (T, C)
     step.project_laurel(w)?; //                x (T, C) -> laurel (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
@@ -87,5 +87,5 @@ pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> R
     step.norm_delta(w, Half::FeedForward)?; // delta (T, C) in place
     step.add_delta()?; //                      active += delta
     step.correct_streams(w)?; //               residual (T, S, C) += factors * (active - its first)
-    step.add_per_layer(w, index) //            further streams += norm(project(gelu(gate first) * own))
+    step.add_per_layer(w, index) //            further streams += norm(project(gelu(gate) * own))
 }

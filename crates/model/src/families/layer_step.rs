@@ -44,12 +44,12 @@ pub trait LayerStep {
 
     /// x (T, C) -> laurel (T, C): x and its low-rank path, normed
     fn project_laurel(&mut self, _: &Self::Layer) -> Result<(), Error> {
-        unreachable!("the layer has no path beside attention")
+        unreachable!("the layer has no path parallel to attention")
     }
 
     /// first stream (T, C) = (first stream + laurel) / sqrt 2
     fn add_laurel(&mut self) -> Result<(), Error> {
-        unreachable!("the layer has no path beside attention")
+        unreachable!("the layer has no path parallel to attention")
     }
 
     /// residual (T, S, C) += factors (T, S) * (first stream - its prediction)

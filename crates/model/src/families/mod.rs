@@ -37,9 +37,10 @@ mod qwen3;
 mod qwen3moe;
 mod qwen4;
 mod smollm3;
+mod uncomputed;
 
-pub use facts::{UNCOMPUTED, UncomputedFamily};
 pub use layer_step::{Half, LayerStep};
+pub use uncomputed::{UNCOMPUTED, UncomputedFamily};
 
 pub(crate) use fields::{ConfigFields, RopeKind, class_default, head_rope, unknown_fields};
 pub(crate) use names::{ExpertLayout, FileNames, QWEN3_VL_MOE, dbrx_stem};

@@ -2,7 +2,7 @@
 //! others by small maps.
 //!
 //! ```text
-//! m (T, S) = tanh(router(norm(stream 0)))        stream[q] += sum over p of predict(m)[q, p] stream[p]
+//! m (T, S) = tanh(router(norm(stream 0)))        stream[q] += sum of predict(m)[q, p] stream[p]
 //! active (T, C) = stream 0, through the layer    m = tanh(router(norm(active)))
 //! stream[s] += (1 + correct(m)[s]) * (active - stream 0)
 //! laurel (T, C) = x + norm(up down x)            active = (active + laurel) / sqrt 2

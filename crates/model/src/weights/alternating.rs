@@ -6,7 +6,7 @@ use super::ShardLoader;
 use crate::role::StreamPart;
 use crate::{Error, LayerRole, Role};
 
-/// A layer's map of S streams, and the low-rank path beside its attention.
+/// A layer's map of S streams, and the low-rank path parallel to its attention.
 #[derive(Debug)]
 pub(crate) struct Alternation {
     /// `(C,)`: norm of the router's input, divided by C.

@@ -71,8 +71,8 @@ impl KvWriter<'_> {
     }
 
     /// Copies keys and values of positions, each a page and a slot of `layer` of `from`, into the
-    /// first slots of a page; of the KV heads `heads`, which are all that this page has. Both
-    /// layers keep rows of one shape otherwise.
+    /// first slots of a page. They are of the KV heads `heads`, which are all that this page has.
+    /// Both layers keep rows of one shape otherwise.
     ///
     /// # Safety
     /// No other thread reads or writes the page.

@@ -18,7 +18,7 @@ impl ConfigFields<'_> {
         })
     }
 
-    /// Alternating streams of Gemma 3n, with the rank of the path beside attention.
+    /// Alternating streams of Gemma 3n, with the rank of the path parallel to attention.
     pub(crate) fn alternating_streams(&self) -> Result<Streams, Error> {
         const ACTIVE: &str = "altup_active_idx";
         let size = |name, low, high| self.opt_size("", name, low, high);

@@ -1,0 +1,36 @@
+//! Families that are known and not computed, with the reasons that errors and the table give.
+
+/// A family whose definition is public and which is not computed.
+#[derive(Clone, Copy, Debug)]
+pub struct UncomputedFamily {
+    /// `model_type` in folders, of the whole or of the text part.
+    pub names: &'static [&'static str],
+    /// Published models.
+    pub models: &'static str,
+    /// What is missing to compute them.
+    pub lacks: &'static str,
+}
+
+/// Families that are refused with a reason.
+pub const UNCOMPUTED: [UncomputedFamily; 4] = [
+    UncomputedFamily {
+        names: &["deepseek_v4"],
+        models: "DeepSeek V4",
+        lacks: "attention to compressed keys",
+    },
+    UncomputedFamily {
+        names: &["deepseek_v41"],
+        models: "DeepSeek V4.1",
+        lacks: "attention to compressed keys",
+    },
+    UncomputedFamily {
+        names: &["glm5_next", "glm5_next_text"],
+        models: "GLM 5.3 Flash",
+        lacks: "constrained residual streams",
+    },
+    UncomputedFamily {
+        names: &["kimi_k3"],
+        models: "Kimi K3",
+        lacks: "attention to residuals of earlier layers",
+    },
+];
