@@ -5,22 +5,37 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use crate::common::{text, until};
 use paceline_base::testing::Stopwatch;
+use serde_json::{Value, json};
 
-/// paceline in a world of its own: nothing of the tester's environment gets through.
-fn paceline(home: &Path, args: &[&str]) -> Command {
+use crate::common::{assert_parts, complaints, rows, text, until, words};
+
+/// paceline with the words of `line`, in a world of its own: nothing of the tester's environment
+/// gets through.
+fn paceline(home: &Path, line: &str) -> Command {
     let mut command = crate::common::paceline(home);
-    command.args(args);
+    command.args(words(line));
     command
 }
 
-fn run(home: &Path, args: &[&str]) -> Output {
-    paceline(home, args).output().unwrap()
+/// What `command`, which must end with `code`, says on both streams: all of `parts`, in order.
+fn said(command: &mut Command, code: i32, parts: &[&str]) -> String {
+    let output = command.output().unwrap();
+    let said = text(&output.stdout) + &text(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{command:?}: {said}");
+    assert_parts(command, &said, parts);
+    said
+}
+
+/// The object that `command` writes to stdout.
+fn object(command: &mut Command) -> Value {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
 }
 
 /// A store with the model `own/repo:m-Q8_0.gguf`.
@@ -42,107 +57,71 @@ fn stocked() -> tempfile::TempDir {
 #[test]
 fn exit_codes_tell_failure_from_wrong_usage() {
     let home = tempfile::tempdir().unwrap();
-    for (args, code) in [
-        (&["models"][..], 0),
-        (&["--version"], 0),
-        (&["rm", "nothing"], 1),
-        (&["pull", "nothing"], 1),
-        (&["pull", "./nothing.gguf"], 1),
-        (&["pull"], 2),
-        (&[], 2),
-        (&["pull", "smollm2", "--nope"], 2),
-        (&["nope"], 2),
+    for (line, code) in [
+        ("models", 0),
+        ("--version", 0),
+        ("rm nothing", 1),
+        ("pull nothing", 1),
+        ("pull ./nothing.gguf", 1),
+        ("pull", 2),
+        ("", 2),
+        ("pull smollm2 --nope", 2),
+        ("nope", 2),
     ] {
-        let output = run(home.path(), args);
-        assert_eq!(
-            output.status.code(),
-            Some(code),
-            "{args:?}: {}",
-            text(&output.stderr)
-        );
-        if code == 1 {
-            let said = text(&output.stderr);
-            assert!(
-                said.starts_with("error: ") && said.contains("\nhint: "),
-                "{said}"
-            );
-            assert!(output.stdout.is_empty());
-        }
+        let parts: &[&str] = if code == 1 {
+            &["error: ", "\nhint: "]
+        } else {
+            &[]
+        };
+        let said = said(&mut paceline(home.path(), line), code, parts);
+        assert!(code != 1 || said.starts_with("error: "), "{said}");
     }
-    assert_eq!(
-        fs::read_dir(home.path()).unwrap().count(),
-        0,
-        "no command left anything"
-    );
+    let left = fs::read_dir(home.path()).unwrap().count();
+    assert_eq!(left, 0, "no command left anything");
 }
 
 #[test]
 fn json_is_one_object_on_stdout() {
     let home = stocked();
-    let object = |args: &[&str]| -> serde_json::Value {
-        let output = run(home.path(), args);
-        assert!(output.status.success(), "{}", text(&output.stderr));
-        serde_json::from_slice(&output.stdout).unwrap()
-    };
-    let listed = object(&["models", "--json"]);
+    let object = |line: &str| object(&mut paceline(home.path(), line));
+    let listed = object("models --json");
     let model = &listed["models"][0];
     assert_eq!(model["name"], "own/repo:m-Q8_0.gguf");
     assert_eq!(model["bytes"], 8);
     assert_eq!(model["quantisation"], "Q8_0");
     assert_eq!(listed.get("available"), None);
-    let all = object(&["models", "--json", "--all"]);
+    let all = object("models --json --all");
     assert_eq!(all["available"][0]["name"], "smollm2");
     let file = home
         .path()
         .join("models/own--repo--m-Q8_0.gguf/m-Q8_0.gguf");
-    let own = object(&["pull", "--json", file.to_str().unwrap()]);
+    let own = object(&format!("pull --json {}", file.display()));
     assert_eq!((&own["fetched"], &own["bytes"]), (&false.into(), &8.into()));
-    let removed = object(&["rm", "own/repo", "--json"]);
+    let removed = object("rm own/repo --json");
     assert_eq!(removed["name"], "own/repo:m-Q8_0.gguf");
     assert!(removed["freed_bytes"].as_u64().unwrap() > 8);
-    assert_eq!(
-        object(&["models", "--json"])["models"],
-        serde_json::json!([])
-    );
+    assert_eq!(object("models --json")["models"], json!([]));
 }
 
 #[test]
 fn the_table_shows_what_is_here_and_what_could_be() {
     let home = stocked();
-    let table = text(&run(home.path(), &["models", "--all"]).stdout);
+    let table = said(&mut paceline(home.path(), "models --all"), 0, &[]);
     let lines: Vec<&str> = table.lines().collect();
     assert!(lines[0].starts_with("NAME"), "{table}");
-    let cells: Vec<&str> = lines[1].split_whitespace().collect();
-    let expected = [
-        "own/repo:m-Q8_0.gguf",
-        "GGUF",
-        "Q8_0",
-        "1",
-        "8",
-        "B",
-        "never",
-    ];
-    assert!(cells.starts_with(&expected), "{table}");
-    assert!(
-        lines[2].starts_with("smollm2") && lines[2].contains("93.8 MiB  not pulled"),
-        "{table}"
-    );
+    let cells = words("own/repo:m-Q8_0.gguf GGUF Q8_0 1 8 B never");
+    assert!(words(lines[1]).starts_with(&cells), "{table}");
+    assert!(lines[2].starts_with("smollm2"), "{table}");
+    assert!(lines[2].contains("93.8 MiB  not pulled"), "{table}");
 }
 
 #[test]
 fn a_stored_model_with_wrong_bytes_is_found_by_pulling_again() {
     let home = stocked();
-    let output = run(home.path(), &["pull", "own/repo"]);
-    assert_eq!(output.status.code(), Some(1));
-    let said = text(&output.stderr);
-    assert!(
-        said.contains("damaged") && said.contains("sha256"),
-        "{said}"
-    );
-    assert!(
-        said.contains("hint: `paceline rm own/repo:m-Q8_0.gguf`"),
-        "{said}"
-    );
+    let remedy = "hint: `paceline rm own/repo:m-Q8_0.gguf`";
+    let mut pull = paceline(home.path(), "pull own/repo");
+    let said = said(&mut pull, 1, &["sha256", remedy]);
+    assert!(said.contains("damaged"), "{said}");
 }
 
 #[test]
@@ -169,36 +148,25 @@ fn a_damaged_part_of_a_split_model_is_fetched_again() {
         file(2)
     );
     fs::write(dir.join("paceline.json"), record).unwrap();
-    let table = text(&run(home.path(), &["models"]).stdout);
-    assert!(table.contains("  GGUF      2  16 B  never"), "{table}");
-    let mut pull = paceline(home.path(), &["pull", "own/repo"]);
-    let output = pull
-        .env("HF_ENDPOINT", body_hub("moredata"))
-        .output()
-        .unwrap();
-    let said = text(&output.stdout);
-    assert!(
-        said.contains("was damaged, fetched again"),
-        "{}",
-        text(&output.stderr)
+    let home = home.path();
+    said(
+        &mut paceline(home, "models"),
+        0,
+        &["  GGUF      2  16 B  never"],
     );
-    assert_eq!(
-        fs::read(dir.join("m-00002-of-00002.gguf")).unwrap(),
-        b"moredata"
-    );
-    let removed = text(&run(home.path(), &["rm", "own/repo"]).stdout);
-    assert!(
-        removed.contains("m-00001-of-00002.gguf (2 files), freed"),
-        "{removed}"
-    );
+    let mut pull = paceline(home, "pull own/repo");
+    pull.env("HF_ENDPOINT", body_hub("moredata"));
+    said(&mut pull, 0, &["was damaged, fetched again"]);
+    let part = fs::read(dir.join("m-00002-of-00002.gguf")).unwrap();
+    assert_eq!(part, b"moredata");
+    let removed = "m-00001-of-00002.gguf (2 files), freed";
+    said(&mut paceline(home, "rm own/repo"), 0, &[removed]);
 }
 
 #[test]
 fn without_hub_and_python_both_reasons_and_remedies_are_told() {
     let home = tempfile::tempdir().unwrap();
-    let output = run(home.path(), &["pull", "smollm2"]);
-    assert_eq!(output.status.code(), Some(1));
-    let said = text(&output.stderr);
+    let said = said(&mut paceline(home.path(), "pull smollm2"), 1, &[]);
     for part in [
         "licence: Apache-2.0",
         "error: no source could deliver smollm2\n",
@@ -215,27 +183,13 @@ fn without_hub_and_python_both_reasons_and_remedies_are_told() {
 fn bad_settings_are_named() {
     let home = tempfile::tempdir().unwrap();
     for (name, value) in [("HF_ENDPOINT", "hub"), ("HTTP_PROXY", "nope://x")] {
-        let output = paceline(home.path(), &["pull", "smollm2"])
-            .env(name, value)
-            .output()
-            .unwrap();
-        assert_eq!(output.status.code(), Some(1), "{name}");
-        let said = text(&output.stderr);
-        assert!(
-            said.contains("is not usable") && said.contains("hint: set H"),
-            "{said}"
-        );
+        let mut pull = paceline(home.path(), "pull smollm2");
+        let parts = ["is not usable", "hint: set H"];
+        said(pull.env(name, value), 1, &parts);
     }
-    let lost = Command::new(env!("CARGO_BIN_EXE_paceline"))
-        .env_clear()
-        .arg("models")
-        .output()
-        .unwrap();
-    let said = text(&lost.stderr);
-    assert!(
-        said.contains("neither PACELINE_HOME nor HOME is set\nhint: set PACELINE_HOME"),
-        "{said}"
-    );
+    let mut lost = Command::new(env!("CARGO_BIN_EXE_paceline"));
+    let neither = "neither PACELINE_HOME nor HOME is set\nhint: set PACELINE_HOME";
+    said(lost.env_clear().arg("models"), 1, &[neither]);
 }
 
 /// The URL of a server of a hub or a node. For the first line of a request, `answer` gives the
@@ -269,7 +223,7 @@ fn body_hub(body: &'static str) -> String {
 #[test]
 fn ctrl_c_ends_a_pull_at_once_and_leaves_what_can_be_resumed() {
     let home = tempfile::tempdir().unwrap();
-    let mut child = paceline(home.path(), &["pull", "smollm2"])
+    let mut child = paceline(home.path(), "pull smollm2")
         .env("HF_ENDPOINT", server(|_| (98_362_432, vec![7; 1_000_000])))
         .stderr(Stdio::piped())
         .spawn()
@@ -290,14 +244,10 @@ fn ctrl_c_ends_a_pull_at_once_and_leaves_what_can_be_resumed() {
     let interrupted = Stopwatch::start();
     assert_eq!(child.wait().unwrap().code(), Some(1));
     assert!(interrupted.elapsed() < Duration::from_secs(2));
-    let mut said = String::new();
-    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut said).unwrap();
-    assert!(
-        said.ends_with(
-            "error: cancelled\nhint: the same command again resumes the download; one through pip begins anew\n"
-        ),
-        "{said}"
-    );
+    let told = complaints(&mut child);
+    let expected = "error: cancelled\nhint: the same command again resumes the download; \
+                    one through pip begins anew\n";
+    assert!(told.ends_with(expected), "{told}");
 
     let mut left: Vec<String> = fs::read_dir(&model)
         .unwrap()
@@ -306,9 +256,9 @@ fn ctrl_c_ends_a_pull_at_once_and_leaves_what_can_be_resumed() {
     left.sort();
     let name = "SmolLM2-135M-Instruct.Q4_1.gguf.partial";
     assert_eq!(left, [name.to_owned(), format!("{name}.json")]);
-    let table = text(&run(home.path(), &["models"]).stdout);
-    assert!(table.contains("smollm2  partial"), "{table}");
-    assert_eq!(run(home.path(), &["rm", "smollm2"]).status.code(), Some(0));
+    let home = home.path();
+    said(&mut paceline(home, "models"), 0, &["smollm2  partial"]);
+    said(&mut paceline(home, "rm smollm2"), 0, &[]);
     assert!(!model.exists());
 }
 
@@ -320,31 +270,25 @@ fn a_dry_run_shows_what_a_pull_would_fetch_and_an_ambiguous_name_its_choices() {
         {"rfilename":"m-Q4_K_M.gguf","size":5242880},{"rfilename":"m-Q8_0.gguf","size":9437184},
         {"rfilename":"mmproj-BF16.gguf","size":7}]}"#;
     let (home, hub) = (tempfile::tempdir().unwrap(), body_hub(LISTING));
-    let run = |args: &[&str]| {
-        let mut command = paceline(home.path(), args);
-        command.env("HF_ENDPOINT", &hub).output().unwrap()
+    let asked = |line: &str| {
+        let mut command = paceline(home.path(), line);
+        command.env("HF_ENDPOINT", &hub);
+        command
     };
-    let output = run(&["pull", "o/r:bf16", "--dry-run", "--json"]);
-    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let json = object(&mut asked("pull o/r:bf16 --dry-run --json"));
     assert_eq!(json["name"], "o/r:BF16/m-BF16-00001-of-00002.gguf");
     assert_eq!(json["files"][1]["bytes"], 1);
     assert_eq!(json["file_bytes"], 90_000_000_000_001_u64);
-    assert_eq!(
-        (&json["licence"], &json["fits_this_machine"]),
-        (&"apache-2.0".into(), &false.into())
-    );
-    let said = text(&run(&["pull", "o/r:Q4_K_M", "--dry-run"]).stdout);
-    assert!(
-        said.contains("fits this machine      yes\n") || said.ends_with("yes\n"),
-        "{said}"
-    );
+    assert_eq!(json["licence"], "apache-2.0");
+    assert_eq!(json["fits_this_machine"], false);
+    let fits = ["fits this machine", "yes\n"];
+    said(&mut asked("pull o/r:Q4_K_M --dry-run"), 0, &fits);
 
-    let said = text(&run(&["pull", "o/r"]).stderr);
     let expected = "error: o/r has 3 GGUF models that fit, need one\n\
                     hint: name one, such as `paceline pull o/r:Q4_K_M`\n  \
                     o/r:Q4_K_M  5.0 MiB\n  o/r:Q8_0    9.0 MiB\n  o/r:BF16    81.9 TiB, 2 files, \
                     too large for this machine alone\n";
-    assert_eq!(said, expected);
+    assert_eq!(said(&mut asked("pull o/r"), 1, &[]), expected);
     assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
 }
 
@@ -370,39 +314,21 @@ fn agents_start_with_what_the_server_says() {
     fs::write(&program, script).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let url = served();
-    let args = ["agent", "--url", &url, "claude", "-p", "hi"];
-    let mut command = paceline(home.path(), &args);
-    let output = command
+    let agent = |url: &str, rest: &str| paceline(home.path(), &format!("agent --url {url} {rest}"));
+    let output = agent(&url, "claude -p hi")
         .env("PACELINE_API_KEY", "pl-secret")
         .output()
         .unwrap();
-    assert_eq!(
-        text(&output.stdout),
-        format!("{url} tiny 4096 pl-secret -p hi\n")
-    );
+    let started = format!("{url} tiny 4096 pl-secret -p hi\n");
+    assert_eq!(text(&output.stdout), started);
     let told = text(&output.stderr);
-    assert!(
-        told.contains("set CLAUDE_CODE_MAX_CONTEXT_TOKENS=4096"),
-        "{told}"
-    );
+    let context = "set CLAUDE_CODE_MAX_CONTEXT_TOKENS=4096";
+    assert!(told.contains(context), "{told}");
     assert!(!told.contains("pl-secret"), "{told}");
-    let url = served();
-    let missing = run(home.path(), &["agent", "--url", &url, "codex"]);
-    assert_eq!(missing.status.code(), Some(1));
-    let told = text(&missing.stderr);
-    assert!(
-        told.contains("codex is not installed") && told.contains("npm install"),
-        "{told}"
-    );
-    let nobody = run(
-        home.path(),
-        &["agent", "--url", "http://127.0.0.1:1", "claude"],
-    );
-    let told = text(&nobody.stderr);
-    assert!(
-        told.contains("no paceline answers") && told.contains("paceline up"),
-        "{told}"
-    );
+    let missing = ["codex is not installed", "npm install"];
+    said(&mut agent(&served(), "codex"), 1, &missing);
+    let nobody = ["no paceline answers", "paceline up"];
+    said(&mut agent("http://127.0.0.1:1", "claude"), 1, &nobody);
 }
 
 #[test]
@@ -423,7 +349,7 @@ fn a_folder_named_pip_is_not_run() {
         fs::write(here.path().join("pip").join(file), code).unwrap();
     }
     // How `pull` runs pip is tested in `store`.
-    let output = paceline(home.path(), &["doctor"])
+    let output = paceline(home.path(), "doctor")
         .env("PATH", bin)
         .current_dir(here.path())
         .output()
@@ -435,34 +361,26 @@ fn a_folder_named_pip_is_not_run() {
 #[test]
 fn words_of_other_programs_lead_to_ours() {
     let home = tempfile::tempdir().unwrap();
-    for (args, part) in [
-        (&["stop"][..], "tip: Ctrl-C, or SIGTERM, ends `paceline up`"),
-        (&["serve"], "tip: `paceline up MODEL`"),
-        (
-            &["modles"],
-            "tip: a similar command exists: `paceline models`",
-        ),
-    ] {
-        let output = run(home.path(), args);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{args:?}: {said}");
-        assert!(
-            said.contains(part) && !said.contains("topology"),
-            "{args:?}: {said}"
-        );
+    let say =
+        |line: &str, code, parts: &[&str]| said(&mut paceline(home.path(), line), code, parts);
+    for (line, part) in rows(
+        "stop | tip: Ctrl-C, or SIGTERM, ends `paceline up`
+serve | tip: `paceline up MODEL`
+modles | tip: a similar command exists: `paceline models`",
+    ) {
+        let said = say(line[0], 2, &[&part[0]]);
+        assert!(!said.contains("topology"), "{said}");
     }
     let version = concat!("paceline ", env!("CARGO_PKG_VERSION"), "\n");
-    for args in ["-v", "-V", "--version", "version"] {
-        assert_eq!(text(&run(home.path(), &[args]).stdout), version, "{args}");
+    for line in words("-v -V --version version") {
+        assert_eq!(say(line, 0, &[]), version, "{line}");
     }
-    let all = text(&run(home.path(), &["models", "--all"]).stdout);
-    for args in ["list", "ls"] {
-        assert_eq!(text(&run(home.path(), &[args, "--all"]).stdout), all);
+    let all = say("models --all", 0, &[]);
+    for line in ["list --all", "ls --all"] {
+        assert_eq!(say(line, 0, &[]), all);
     }
-    let row = all
-        .lines()
-        .find(|line| line.starts_with("qwen3:8b "))
-        .unwrap();
+    let mut lines = all.lines();
+    let row = lines.find(|line| line.starts_with("qwen3:8b ")).unwrap();
     assert!(row.contains("not verified here"), "{row}");
     assert!(row.ends_with("Qwen/Qwen3-8B-GGUF:Q4_K_M"), "{row}");
 }
@@ -476,40 +394,34 @@ fn a_model_that_is_not_here_is_described_and_not_fetched() {
     for file in ["config.json", "m.safetensors"] {
         fs::write(folder.join(file), "{}").unwrap();
     }
-    let mut command = paceline(home.path(), &["show", "smollm2", "--json"]);
-    let output = command.current_dir(working.path()).output().unwrap();
-    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let mut show = paceline(home.path(), "show smollm2 --json");
+    let json = object(show.current_dir(working.path()));
     assert_eq!(json["state"], "not pulled");
     assert_eq!(json["file_bytes"], 98_362_432);
     assert!(json["licence"].as_str().unwrap().starts_with("Apache-2.0"));
-    let said = text(&run(home.path(), &["show", "gemma3:1b"]).stdout);
-    assert!(
-        said.contains("ggml-org/gemma-3-1b-it-GGUF:Q4_K_M, not verified here"),
-        "{said}"
-    );
-    assert_eq!(
-        run(home.path(), &["show", "nothing"]).status.code(),
-        Some(1)
-    );
-    // Known, and not computed: nothing is fetched in vain.
-    let refused = run(home.path(), &["run", "nomic-embed-text", "hi"]);
-    let said = text(&refused.stderr);
-    assert_eq!(refused.status.code(), Some(1), "{said}");
-    assert!(
-        said.contains("which this version does not compute\nhint: "),
-        "{said}"
-    );
-    // Names of the planner: one with files, one without.
-    let small = text(&run(home.path(), &["show", "SmolLM2-135M"]).stdout);
-    assert!(
-        small.starts_with("name                   smollm2\n"),
-        "{small}"
-    );
-    let large = text(&run(home.path(), &["show", "Kimi-K2-1T-A32B"]).stderr);
-    assert!(
-        large.contains("hint: the planner knows its shape and not its files"),
-        "{large}"
-    );
+    // nomic-embed-text is known and not computed: nothing is fetched in vain. The last two are
+    // names of the planner: one with files, one without.
+    for (line, code, part) in [
+        (
+            "show gemma3:1b",
+            0,
+            "ggml-org/gemma-3-1b-it-GGUF:Q4_K_M, not verified here",
+        ),
+        ("show nothing", 1, ""),
+        (
+            "run nomic-embed-text hi",
+            1,
+            "which this version does not compute\nhint: ",
+        ),
+        ("show SmolLM2-135M", 0, "name                   smollm2\n"),
+        (
+            "show Kimi-K2-1T-A32B",
+            1,
+            "hint: the planner knows its shape and not its files",
+        ),
+    ] {
+        said(&mut paceline(home.path(), line), code, &[part]);
+    }
     assert_eq!(fs::read_dir(home.path()).unwrap().count(), 0);
 }
 
@@ -517,50 +429,34 @@ fn a_model_that_is_not_here_is_described_and_not_fetched() {
 fn models_that_fit_a_cluster_come_with_speed_and_split() {
     let home = tempfile::tempdir().unwrap();
     let cluster = "2 x mac-studio-m3-ultra-512 @ tb5-rdma";
-    let output = run(
-        home.path(),
-        &["models", "--fits", "--cluster", cluster, "--json"],
-    );
-    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let mut fits = paceline(home.path(), "models --fits --json --cluster");
+    let json = object(fits.arg(cluster));
     assert_eq!(json["nodes"], 2);
     let models = json["models"].as_array().unwrap();
     let of = |name| models.iter().find(|model| model["name"] == name).unwrap();
     let (small, large) = (of("llama3.2:3b"), of("gpt-oss:120b"));
-    let speed = |model: &serde_json::Value| model["predicted_decode_tok_s"].as_f64().unwrap();
+    let speed = |model: &Value| model["predicted_decode_tok_s"].as_f64().unwrap();
     assert!(speed(small) > 0.0 && speed(large) > 0.0);
     assert!(small["split"].is_string() && small["fits"] == true);
-    let alone = run(
-        home.path(),
-        &["models", "--fits", "--cluster", "raspberry-pi-5-8"],
-    );
-    let said = text(&alone.stdout);
-    let row = said
-        .lines()
-        .find(|line| line.starts_with("gpt-oss:120b "))
-        .unwrap();
-    assert!(row.contains("does not fit"), "{row}");
+    let mut alone = paceline(home.path(), "models --fits --cluster raspberry-pi-5-8");
+    let said = said(&mut alone, 0, &[]);
+    let mut lines = said.lines();
+    let row = lines.find(|line| line.starts_with("gpt-oss:120b "));
+    assert!(row.unwrap().contains("does not fit"), "{said}");
 }
 
 #[test]
 fn models_that_fit_this_machine_are_told_by_its_own_speed() {
     let home = tempfile::tempdir().unwrap();
-    let output = run(home.path(), &["models", "--fits", "--json"]);
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(
-        (&json["nodes"], &json["cluster"]),
-        (&1.into(), &"this machine".into())
-    );
+    let json = object(&mut paceline(home.path(), "models --fits --json"));
+    assert_eq!(json["nodes"], 1);
+    assert_eq!(json["cluster"], "this machine");
     let models = json["models"].as_array().unwrap();
-    let smollm2 = models
-        .iter()
-        .find(|model| model["name"] == "smollm2")
-        .unwrap();
+    let mut named = models.iter();
+    let smollm2 = named.find(|model| model["name"] == "smollm2").unwrap();
     assert_eq!(smollm2["split"], "one node");
-    assert!(
-        smollm2["predicted_decode_tok_s"].as_f64().unwrap() > 1.0,
-        "{smollm2}"
-    );
-    let bytes = |model: &serde_json::Value| model["weight_bytes"].as_u64().unwrap();
+    let speed = smollm2["predicted_decode_tok_s"].as_f64().unwrap();
+    assert!(speed > 1.0, "{smollm2}");
+    let bytes = |model: &Value| model["weight_bytes"].as_u64().unwrap();
     assert!(models.is_sorted_by_key(bytes), "{json}");
 }

@@ -21,6 +21,7 @@ use crate::scripted::{Script, ScriptedService};
 use crate::tiny;
 
 const LIST: &str = r#"{"object":"list","data":[{"id":"far","created":7}]}"#;
+const JSON: &str = "Content-Type: application/json\r\n";
 const CHAT_JSON: &str = r#"{"model":"far","messages":[],"tools":[{"odd":1}],  "own_field":2}"#;
 
 /// Upstreams, and the lines that they tell.
@@ -137,12 +138,7 @@ fn reply(stream: &mut TcpStream, status: &str, headers: &str, body: &str) {
 }
 
 fn json(stream: &mut TcpStream, _: &str) {
-    reply(
-        stream,
-        "200 OK",
-        "Content-Type: application/json\r\n",
-        r#"{"said":"far"}"#,
-    );
+    reply(stream, "200 OK", JSON, r#"{"said":"far"}"#);
 }
 
 #[test]
@@ -207,13 +203,12 @@ fn bodies_pass_unchanged_and_keys_stay_apart() {
         vec![],
     );
     wait(&told, "models");
-    let typed = "Content-Type: application/json\r\n";
     for path in ["/v1/models", "/v1/models/far"] {
         assert_eq!(rig.get(path).status, 401);
     }
     assert_eq!(rig.post(CHAT, CHAT_JSON).status, 401);
     assert!(far.asked.try_recv().is_err());
-    let with_key = format!("{typed}Authorization: Bearer {key}\r\nCookie: c\r\n");
+    let with_key = format!("{JSON}Authorization: Bearer {key}\r\nCookie: c\r\n");
     let answer = rig.send("POST", &format!("{CHAT}?a=b"), &with_key, CHAT_JSON);
     assert_eq!(answer.json()["said"], "far");
     let sent = far.asked.recv_timeout(PATIENCE).unwrap();
@@ -253,12 +248,7 @@ fn limits_hold_and_a_client_that_leaves_ends_its_request() {
         };
         let rig = Rig::several_with(change, vec![]);
         wait(&told, "models");
-        let mut stream = connect(rig.addr);
-        let body = chat_body(fields);
-        let head = "Host: localhost\r\nContent-Type: application/json\r\n";
-        let length = body.len();
-        let text = format!("POST {CHAT} HTTP/1.1\r\n{head}Content-Length: {length}\r\n\r\n{body}");
-        stream.write_all(text.as_bytes()).unwrap();
+        let stream = rig.begin("", fields);
         far.service
             .wait("the request", |requests, _, _| requests == 1);
         assert_eq!(refusal(rig.chat("")).1, "server_busy");
@@ -362,32 +352,27 @@ fn keys_paths_and_redirections_are_refused_by_name() {
             CHAT => reply(stream, "401 Unauthorized", "", "wrong key"),
             "/v1/completions" => reply(stream, "302 Found", "Location: http://else\r\n", ""),
             "/v1/embeddings" => {
-                let body = r#"{"error":"model \"far\" not found"}"#;
-                reply(
-                    stream,
-                    "404 Not Found",
-                    "Content-Type: application/json\r\n",
-                    body,
-                );
+                let (kind, body) = (JSON, r#"{"error":"model \"far\" not found"}"#);
+                reply(stream, "404 Not Found", kind, body);
             }
             _ => reply(stream, "404 Not Found", "", "404 page not found"),
         }
     });
     let (rig, _) = node(&[url(far.addr)], vec![]);
-    let (status, code, _, message) = refusal(rig.post(CHAT, CHAT_JSON));
-    assert_eq!((status, code.as_str()), (502, "upstream_failed"));
-    assert!(
-        message.contains("key") && message.contains("401"),
-        "{message}"
-    );
-    let (status, _, _, message) = refusal(rig.post("/v1/completions", CHAT_JSON));
-    assert!(status == 502 && message.contains("302"), "{message}");
-    let (status, code, _, message) = refusal(rig.post("/v1/responses", CHAT_JSON));
-    assert_eq!((status, code.as_str()), (501, "not_implemented"));
-    assert!(
-        message.contains("/v1/responses") && message.contains("404"),
-        "{message}"
-    );
+    for (path, status, code, parts) in [
+        (CHAT, 502, "upstream_failed", ["key", "401"]),
+        ("/v1/completions", 502, "upstream_failed", ["", "302"]),
+        (
+            "/v1/responses",
+            501,
+            "not_implemented",
+            ["/v1/responses", "404"],
+        ),
+    ] {
+        let (is, named, _, message) = refusal(rig.post(path, CHAT_JSON));
+        assert_eq!((is, named.as_str()), (status, code));
+        assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+    }
     let lacks = rig.post("/v1/messages", CHAT_JSON);
     assert_eq!(lacks.status, 501);
     assert_eq!(lacks.json()["error"]["type"], "api_error");
@@ -489,7 +474,7 @@ fn loops_are_found_and_refused() {
     );
     // A request that passed this server is refused, and served where it has the model itself.
     let via = a.get("/v1/models").header("via").unwrap().to_owned();
-    let headers = format!("Content-Type: application/json\r\nVia: {via}\r\n");
+    let headers = format!("{JSON}Via: {via}\r\n");
     let back = a.send("POST", "/v1/completions", &headers, body);
     assert_eq!(
         (back.status, refusal(back).1.as_str()),
@@ -571,12 +556,7 @@ fn another_node_of_the_cluster_reaches_the_upstreams_of_this_one() {
     assert_eq!(answer.header("x-paceline-upstream"), Some("one"));
     assert_eq!(answer.json()["choices"], far.chat("").json()["choices"]);
     far.service.script(Script::Halt(vec![(97, "a")]));
-    let mut stream = connect(two.addr);
-    let body = chat_body(r#""stream":true"#);
-    let head = "Host: localhost\r\nContent-Type: application/json\r\n";
-    let length = body.len();
-    let text = format!("POST {CHAT} HTTP/1.1\r\n{head}Content-Length: {length}\r\n\r\n{body}");
-    stream.write_all(text.as_bytes()).unwrap();
+    let stream = two.begin("", r#""stream":true"#);
     far.service
         .wait("the request", |requests, _, _| requests == 3);
     drop(stream);
