@@ -226,7 +226,7 @@ def machines():
             child = subprocess.Popen([str(word) for word in both[0].command(*command(out, "--nodes", 2))], env=both[0].env,
                                      cwd=both[0].home, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             if is_killed:
-                until("the head is trained", lambda: os.path.exists(f"{here}/killed/.exchange/answers.jsonl"), 600)
+                until("the head is trained", lambda: os.path.exists(f"{here}/killed/.exchange/answers/all.jsonl"), 600)
                 time.sleep(3)
                 far = subprocess.run(["ip", "netns", "pids", net.hosts[1]], capture_output=True, text=True).stdout.split()
                 far = [pid for pid in far if b"train-worker" in open(f"/proc/{pid}/cmdline", "rb").read()]

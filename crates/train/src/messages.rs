@@ -13,7 +13,7 @@ use crate::shard::{GroupPlan, ShardFile, ShardRole};
 use crate::stage::{LeafSet, ModelStage};
 
 /// All answers that a draft head is trained on, in the folder of exchanged files.
-pub(crate) const ANSWERS_FILE: &str = "answers.jsonl";
+pub(crate) const ANSWERS_FILE: &str = "answers/all.jsonl";
 
 /// The job of a run's workers.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -80,6 +80,8 @@ impl TrainingWorkers {
             return Ok(());
         };
         let there = team.exchange.join(ANSWERS_FILE);
+        let folder = there.parent().unwrap_or(&team.exchange);
+        std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
         std::fs::copy(path, &there).map_err(Error::file("write", &there))?;
         team.is_learning = true;
         team.deadlines = Deadlines::new(team.members.len()); // a leaf is another one now
