@@ -15,6 +15,8 @@ pub struct MlxCounts {
     pub steps_ahead: u64,
     /// Rows that the last layer computed behind its attention.
     pub output_rows: u64,
+    /// Experts that were read into slots.
+    pub expert_reads: u64,
 }
 
 /// A count while it grows.
@@ -39,6 +41,7 @@ pub(super) struct Counters {
     pub(super) gathers: Counter,
     pub(super) steps_ahead: Counter,
     pub(super) output_rows: Counter,
+    pub(super) expert_reads: Counter,
 }
 
 impl Counters {
@@ -49,6 +52,7 @@ impl Counters {
             gathers: self.gathers.now(),
             steps_ahead: self.steps_ahead.now(),
             output_rows: self.output_rows.now(),
+            expert_reads: self.expert_reads.now(),
         }
     }
 }

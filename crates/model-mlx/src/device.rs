@@ -1,7 +1,7 @@
 //! State and steps of the thread `mlx`: the stream, the weights, and caches with their steps.
 
-use std::cell::RefCell;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_mlx::{Array, Dtype, Library, LibraryPaths, MemoryLimits, Stream};
@@ -71,7 +71,7 @@ impl Device {
 
     pub(super) fn load(
         &mut self,
-        source: &ModelSource,
+        source: &Arc<ModelSource>,
         config: &Config,
         shard: &Shard,
         options: &MlxOptions,
@@ -80,17 +80,16 @@ impl Device {
         let names = WeightReader { source, config };
         let tied = names.is_tied()?;
         let dtype = weights::activations(&names, config.family, options.class)?;
-        self.admit(&names, shard, options, (tied, dtype))?;
-        let loader = Loader {
-            stream: &self.stream,
-            names,
-            config,
-            shard,
+        let slots = self.admit(&names, shard, options, (tied, dtype))?;
+        let files = Arc::new(ShardFiles {
+            source: Arc::clone(source),
+            config: config.clone(),
+            shard: shard.clone(),
             dtype,
             by_outputs: options.class == KernelClass::MlxExact,
-            kept: RefCell::default(),
-            nearest: RefCell::default(),
-        };
+            slots,
+        });
+        let loader = files.loader(&self.stream);
         let (weights, weight_bytes) = loader.load(tied, progress)?;
         let (constants, measured) = Constants::new(&self.stream, config, shard, dtype)?;
         let notes = loader.notes().into_iter().chain(measured).collect();
@@ -107,25 +106,30 @@ impl Device {
         })
     }
 
-    /// Refuses what does not fit, and sets MLX's limits by what does.
+    /// Refuses what does not fit, and sets MLX's limits by what does. Returns the slots for experts
+    /// of each layer, if not all fit into a limit of memory.
     fn admit(
         &mut self,
         names: &WeightReader<'_>,
         shard: &Shard,
         options: &MlxOptions,
         (tied, dtype): (bool, Dtype),
-    ) -> Result<(), Error> {
+    ) -> Result<Option<usize>, Error> {
         let size = BatchSize {
             rows: options.rows,
             logit_rows: options.sequences,
             sequences: options.sequences,
             context: options.positions,
         };
-        let planned = MlxRankBytes::of(names, shard, size, (tied, dtype))?;
+        let form = (tied, dtype);
+        let whole = MlxRankBytes::of(names, shard, size, form)?;
+        let within = |memory| whole.within((names, shard, form), memory);
+        let (planned, slots) = options.memory.map_or(Ok((whole, None)), within)?;
         let MlxRankBytes { weights, step, .. } = planned;
         let cache = |positions| cache_shape(names.config, shard, (size, positions), dtype).bytes();
         let needed = |positions| Bytes(weights.0 + cache(positions) + step.0);
-        let available = self.stream.available()?;
+        let all = self.stream.available()?;
+        let available = options.memory.map_or(all, |memory| memory.min(all));
         let positions = options.positions;
         if needed(positions) > available {
             let cache = planned.cache;
@@ -139,11 +143,12 @@ impl Device {
             });
         }
         self.room = available.0 - needed(positions).0;
-        Ok(self.stream.library().limit(MemoryLimits {
-            memory: available,
+        self.stream.library().limit(MemoryLimits {
+            memory: all, // of this process, for its other models too
             cache: Bytes(step.0.max(CACHE_MIN)),
             wired: needed(positions),
-        })?)
+        })?;
+        Ok(slots)
     }
 
     /// Drops a cache once the device has computed the step ahead on it, if there is one. MLX that

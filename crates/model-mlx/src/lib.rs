@@ -33,6 +33,7 @@
 //! | packed weights on disk | [`Error::PackedEngine`] | MLX packs them itself |
 //! | storage types that differ within a layer | [`Error::MixedForms`] | experts are one array |
 //! | a tensor split within a group of values | [`Error::CutGroup`] | a group has one scale |
+//! | a limit of memory, dense or over ranks | [`Error::StreamEngine`] | experts alone have slots |
 //! | training on a type without a form | [`Error::NoForm`] | gradients need the file's values |
 //!
 //! For other requests it takes what it has. Answers have no tokens forced at once, since the rows
@@ -107,6 +108,9 @@ pub struct MlxOptions {
     pub rows: usize,
     /// Sequences that are computed at the same time: what states of delta nets are counted for.
     pub sequences: usize,
+    /// Most memory of weights, caches and a step. Experts that do not fit are then read from the
+    /// model's files when a router chooses them; of one rank only.
+    pub memory: Option<Bytes>,
     /// The first evaluation, which takes longer, counts as a device that hangs; later ones by the
     /// times of those before.
     pub patience: Duration,

@@ -157,6 +157,14 @@ impl Matrix {
         Ok(stack)
     }
 
+    /// Puts `matrix` in its `place`, as [`with`](Self::with).
+    pub(super) fn put(&mut self, stream: &Stream, place: i32, matrix: &Self) -> Result<(), Error> {
+        // Nothing else may hold the stack, this neither: a number stands in for it.
+        let number = Self::Float(stream.scalar(0.0, Dtype::F32)?);
+        *self = std::mem::replace(self, number).with(stream, place, matrix)?;
+        Ok(())
+    }
+
     /// This stack with `matrix` in its `place`: in the same memory, as nothing else holds it.
     fn with(self, stream: &Stream, place: i32, matrix: &Self) -> Result<Self, Error> {
         let put = |stack: Array, array: &Array| {

@@ -97,10 +97,46 @@ impl MlxRankBytes {
     ) -> Result<Self, Error> {
         let c = names.config;
         Ok(Self {
-            weights: weights::planned(names, shard, tied, dtype)?,
+            weights: weights::planned(names, shard, (tied, dtype), usize::MAX)?,
             cache: Bytes(cache_shape(c, shard, (size, size.context), dtype).bytes()),
             step: Bytes(4 * (size.rows * widest(c, shard) + shard.vocab().len()) as u64),
         })
+    }
+
+    /// As [`of`](Self::of) within `memory`: with the slots for experts of each layer that this
+    /// leaves, or `None` where all of them fit.
+    ///
+    /// # Errors
+    /// [`Error::StreamEngine`] for a model that does not fit and has no experts, or some with
+    /// biases; [`Error::StreamMemory`] without room for a token's experts.
+    pub(super) fn within(
+        self,
+        (names, shard, form): (&WeightReader<'_>, &Shard, (bool, Dtype)),
+        memory: Bytes,
+    ) -> Result<(Self, Option<usize>), Error> {
+        if self.total() <= memory {
+            return Ok((self, None));
+        }
+        let has_biases = names.config.family.has_sinks_and_biases();
+        let Some(of) = names.config.experts().filter(|_| !has_biases) else {
+            return Err(Error::StreamEngine { engine: "mlx" });
+        };
+        let with = |slots| {
+            let weights = weights::planned(names, shard, form, slots)?;
+            Ok::<_, Error>(Self { weights, ..self })
+        };
+        let (none, one) = (with(0)?.total(), with(1)?.total());
+        let each = (one.0 - none.0).max(1);
+        let slots = (memory.0.saturating_sub(none.0) / each) as usize;
+        if slots < of.used {
+            let units = Bytes(each * of.used as u64);
+            return Err(Error::StreamMemory {
+                given: memory,
+                needed: Bytes(none.0 + units.0),
+                units,
+            });
+        }
+        Ok((with(slots)?, Some(slots)))
     }
 
     /// All of them.

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_mlx::{Array, DeviceKind, Dtype, Stream};
@@ -21,6 +22,7 @@ mod indexer;
 mod latent;
 mod per_layer;
 mod planned;
+mod slots;
 
 pub(super) use delta_net::DeltaNet;
 pub(super) use experts::{Experts, Routed, Shared, Stack};
@@ -28,6 +30,7 @@ pub(super) use indexer::Indexer;
 pub(super) use latent::Latent;
 pub(super) use per_layer::{PerLayer, PerLayerInputs};
 pub(super) use planned::planned;
+pub(super) use slots::{ShardFiles, Slots};
 
 /// A matrix that the ranks of a stage share by its input dimension, or by its outputs: see
 /// [`Loader::by_outputs`].
@@ -188,7 +191,9 @@ impl Weights {
         let tables = self.embedding.iter().chain(head.map(|(_, head)| head));
         let all = arrays.chain(tables.flat_map(Linear::arrays));
         let all = all.chain(self.per_layer.iter().flat_map(PerLayerInputs::arrays));
-        Bytes(all.map(Array::n_bytes).sum())
+        let slots = self.layers.iter().flat_map(|layer| &layer.experts);
+        let slots: u64 = slots.map(|experts| experts.slot_bytes()).sum();
+        Bytes(all.map(Array::n_bytes).sum::<u64>() + slots)
     }
 }
 
@@ -252,6 +257,7 @@ pub(super) struct Loader<'a> {
     pub(super) dtype: Dtype,
     /// Whether ranks have rows of every matrix, so that each of their products is whole.
     pub(super) by_outputs: bool,
+    pub(super) files: &'a Arc<ShardFiles>,
     /// Arrays that others are converted from, until they are. MLX would write the results to their
     /// memory when nothing else holds them, and that is the file's.
     pub(super) kept: RefCell<Vec<Array>>,

@@ -16,6 +16,7 @@ mod lanes;
 mod pages;
 mod refused;
 mod shares;
+mod slots;
 mod slow;
 
 use std::collections::VecDeque;
@@ -90,6 +91,7 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
         positions: 256,
         rows: 128,
         sequences: 2,
+        memory: None,
         patience: MlxOptions::PATIENCE,
         last_words: MlxOptions::LAST_WORDS,
     }

@@ -57,6 +57,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         positions: 64,
         rows: 8,
         sequences: 1,
+        memory: None,
         patience: Duration::from_millis(200),
         last_words: Duration::from_millis(500),
     };

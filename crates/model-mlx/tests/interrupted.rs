@@ -54,6 +54,7 @@ fn load(model: &Path, library: PathBuf) -> Result<Box<dyn Compute>, Error> {
         positions: 64,
         rows: 8,
         sequences: 1,
+        memory: None,
         patience: Duration::from_secs(60),
         last_words: Duration::from_secs(60),
     };

@@ -30,7 +30,7 @@ pub enum Error {
     StreamPlace,
     /// The backend keeps all of its weights in memory.
     #[error(
-        "engine {engine} keeps all weights in memory, since its kernels take arrays of its own: a \
+        "engine {engine} keeps all weights in memory but experts without biases of one node: a \
          limit of memory is for engine cpu"
     )]
     StreamEngine { engine: &'static str },

@@ -203,10 +203,11 @@ impl PreparedModel {
     /// not fit are read from packed ones on disk while steps compute.
     ///
     /// # Errors
-    /// [`Error::Model`] where a node computes on MLX, [`Error::Unlimited`] with a draft model or
+    /// [`Error::Model`] where several nodes or a dense model compute on MLX, [`Error::Unlimited`] with a draft model or
     /// prefill nodes.
     pub fn limit_memory(&mut self, memory: Bytes) -> Result<(), Error> {
-        if !self.options.classes.on_cpu() {
+        let has_slots = self.options.nodes == 1 && self.config.experts().is_some();
+        if !self.options.classes.on_cpu() && !has_slots {
             return Err(paceline_model::Error::StreamEngine { engine: "mlx" }.into());
         }
         self.memory = Some(memory);

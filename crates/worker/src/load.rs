@@ -80,7 +80,7 @@ pub struct ShardSpec<'a> {
     /// Where packed weights are kept; not on MLX.
     pub packed: Option<&'a PackedPlace>,
     /// Most memory of this process. Weights that do not fit are then read from `packed` while steps
-    /// compute; not on MLX.
+    /// compute. On MLX, experts of one rank are read from the model's files.
     pub memory: Option<Bytes>,
 }
 
@@ -94,7 +94,8 @@ impl ShardSpec<'_> {
     ) -> Result<Arc<dyn LoadedModel>, Error> {
         let (split, rank, class) = (self.split, self.rank, self.class);
         if class.is_mlx() {
-            if self.memory.is_some() {
+            let has_slots = || Config::read(self.source).map(|it| it.experts().is_some());
+            if self.memory.is_some() && (split.ranks() > 1 || !has_slots()?) {
                 return Err(Error::StreamEngine { engine: "mlx" });
             }
             if !self.adapters.is_empty() {
@@ -106,6 +107,7 @@ impl ShardSpec<'_> {
                 positions: self.engine.cache_positions,
                 rows: self.engine.max_rows,
                 sequences: self.engine.max_running,
+                memory: self.memory,
                 patience: MlxOptions::PATIENCE,
                 last_words: MlxOptions::LAST_WORDS,
             };

@@ -15,7 +15,7 @@ use paceline_model::backend::LEAST_SUM;
 use paceline_model::{Error, ExpertGroups, Gating};
 
 use super::Step;
-use super::weights::{Experts, Routed, Shared, Stack};
+use super::weights::{Experts, Routed, Shared, Slots, Stack};
 
 /// Choices of a step from which rows are ordered by expert first. A matrix is then read for all of
 /// its rows at once: mlx-lm's figure (`switch_layers.py`).
@@ -27,7 +27,8 @@ const CLOSED: f32 = 3e38;
 impl Step<'_> {
     /// x (T, C) -> this rank's part of the sum over experts, (T, C) in f32.
     pub(super) fn expert_part(&self, own: &Experts) -> Result<Array, Error> {
-        let routed = own.routed.as_ref().map(|routed| self.routed(own, routed));
+        let holds = own.routed.is_some() || own.slots.is_some();
+        let routed = holds.then(|| self.routed(own));
         let shared = own.shared.as_ref().map(|shared| self.shared(shared));
         let stream = self.parts.stream;
         Ok(match (routed.transpose()?, shared.transpose()?) {
@@ -123,24 +124,101 @@ impl Step<'_> {
     }
 
     /// x (T, C) -> the weighed sum over the chosen experts that this rank holds, (T, C).
-    fn routed(&self, own: &Experts, routed: &Routed) -> Result<Array, Error> {
+    fn routed(&self, own: &Experts) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let [chosen, weights] = self.choices(own)?;
         let [chosen, weights] = self.held_choices(own, chosen, weights)?;
         let sizes = chosen.shape();
         let (rows, each) = (sizes[0], sizes[1]);
-        let y = match (rows * each) as usize >= ORDERED_FROM {
-            true => self.by_expert(routed, &stream.reshape(&chosen, &[-1])?, each as u32)?,
-            false => {
-                let x = stream.reshape(&self.x, &[rows, 1, 1, -1])?;
-                self.expert_rows(routed, &x, (&chosen, false))?
-            }
+        let y = match (&own.routed, &own.slots) {
+            (_, Some(slots)) => self.by_slot(&mut slots.borrow_mut(), &chosen)?,
+            (Some(routed), None) => self.chosen_rows(routed, &chosen)?,
+            (None, None) => unreachable!("the caller looked"),
         };
-        let y = stream.reshape(&y, &[rows, each, -1])?;
-        let y = stream.astype(&y, Dtype::F32)?;
         let weights = stream.reshape(&weights, &[rows, each, 1])?;
         let sum = stream.sum_along(&stream.multiply(&y, &weights)?, 1)?;
         Ok(stream.reshape(&sum, &[rows, -1])?)
+    }
+
+    /// x (T, C) -> the rows of the `chosen (T, k)` matrices of stacks, (T, k, C) in f32.
+    fn chosen_rows(&self, routed: &Routed, chosen: &Array) -> Result<Array, Error> {
+        let (stream, sizes) = (self.parts.stream, chosen.shape());
+        let (rows, each) = (sizes[0], sizes[1]);
+        let y = match (rows * each) as usize >= ORDERED_FROM {
+            true => self.by_expert(routed, &stream.reshape(chosen, &[-1])?, each as u32)?,
+            false => {
+                let x = stream.reshape(&self.x, &[rows, 1, 1, -1])?;
+                self.expert_rows(routed, &x, (chosen, false))?
+            }
+        };
+        let y = stream.reshape(&y, &[rows, each, -1])?;
+        Ok(stream.astype(&y, Dtype::F32)?)
+    }
+
+    /// As [`chosen_rows`](Self::chosen_rows), of experts in slots. Waits for the choice, and reads
+    /// each missing expert once. More experts than slots take turns, each with its own choices.
+    fn by_slot(&self, slots: &mut Slots, chosen: &Array) -> Result<Array, Error> {
+        let (stream, sizes) = (self.parts.stream, chosen.shape());
+        let numbers = self.numbers(chosen)?;
+        let mut experts = numbers.clone();
+        // Those in memory come first, before others take their slots.
+        experts.sort_unstable_by_key(|expert| (slots.slot(*expert).is_none(), *expert));
+        experts.dedup();
+        let (mut parts, mut places) = (Vec::new(), vec![0; numbers.len()]);
+        let mut done = 0;
+        for turn in experts.chunks(slots.count()) {
+            let reads = slots.bring(stream, turn)?;
+            self.parts.model.counters.expert_reads.add(reads);
+            let slot = |expert: &usize| slots.slot(*expert).filter(|_| turn.contains(expert));
+            let own = numbers.iter().enumerate();
+            let own = own.filter_map(|(at, expert)| Some((slot(expert)? as u32, at)));
+            let mut own: Vec<(u32, usize)> = own.collect();
+            if turn.len() == experts.len() {
+                let all: Vec<u32> = own.iter().map(|(slot, _)| *slot).collect();
+                return self.chosen_rows(&slots.routed, &stream.array_u32(&all, &sizes)?);
+            }
+            own.sort_unstable();
+            for (_, at) in &own {
+                places[*at] = done;
+                done += 1;
+            }
+            parts.push(self.turn_rows(&slots.routed, &own, sizes[1] as usize)?);
+        }
+        let all = stream.concatenate(&parts.iter().collect::<Vec<_>>(), 0)?;
+        let places = stream.array_u32(&places, &[places.len() as i32])?;
+        Ok(stream.reshape(&stream.take(&all, &places, 0)?, &[sizes[0], sizes[1], -1])?)
+    }
+
+    /// Waits for chosen experts, and returns their numbers.
+    fn numbers(&self, chosen: &Array) -> Result<Vec<usize>, Error> {
+        let stream = self.parts.stream;
+        let chosen = stream.contiguous(&stream.astype(chosen, Dtype::U32)?)?;
+        let wait = || stream.eval([&chosen, &self.x]);
+        self.parts.watch.during_part(self.batch.rows(), wait)?;
+        let numbers = chosen.as_bytes()?.chunks_exact(4);
+        let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_ne_bytes) as usize;
+        Ok(numbers.map(number).collect())
+    }
+
+    /// The rows of some choices of `each` of a row, (n, C) in f32: their slots, which do not fall,
+    /// and their places among all. Waits, so that others can take the slots.
+    fn turn_rows(
+        &self,
+        routed: &Routed,
+        choices: &[(u32, usize)],
+        each: usize,
+    ) -> Result<Array, Error> {
+        let (stream, n) = (self.parts.stream, choices.len() as i32);
+        let rows: Vec<u32> = choices.iter().map(|(_, at)| (at / each) as u32).collect();
+        let slots: Vec<u32> = choices.iter().map(|(slot, _)| *slot).collect();
+        let x = stream.take(&self.x, &stream.array_u32(&rows, &[n])?, 0)?;
+        let x = stream.reshape(&x, &[n, 1, -1])?;
+        let y = self.expert_rows(routed, &x, (&stream.array_u32(&slots, &[n])?, true))?;
+        let y = stream.astype(&stream.reshape(&y, &[n, -1])?, Dtype::F32)?;
+        self.parts
+            .watch
+            .during_part(self.batch.rows(), || stream.eval([&y]))?;
+        Ok(y)
     }
 
     /// Choices as places among the experts that this rank holds; of others the weight is 0.

@@ -1,12 +1,16 @@
 //! The router of a layer, and this rank's experts as stacks of matrices.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use paceline_mlx::{Array, DeviceKind, Dtype};
 use paceline_model::{Error, LayerRole, Nth, Role};
 
 use super::super::matrix::{Linear, Matrix};
-use super::Loader;
+use super::{Loader, Slots};
+
+/// A matrix of experts: the role of the nth one, and its shape.
+type Part = (fn(Nth) -> LayerRole, [usize; 2]);
 
 /// The router, and a rank's experts. E experts, N of them held, F their width.
 #[derive(Debug)]
@@ -21,8 +25,10 @@ pub(crate) struct Experts {
     pub(crate) scales: Option<Array>,
     /// Experts that are chosen from, held by this rank.
     pub(crate) held: Range<usize>,
-    /// None where it holds none.
+    /// None where it holds none, or has slots.
     pub(crate) routed: Option<Routed>,
+    /// Where memory is limited.
+    pub(crate) slots: Option<RefCell<Slots>>,
     /// Where this rank has it.
     pub(crate) shared: Option<Shared>,
 }
@@ -33,6 +39,16 @@ pub(crate) struct Routed {
     pub(crate) gate: Stack,
     pub(crate) up: Stack,
     pub(crate) down: Stack,
+}
+
+impl Routed {
+    pub(super) const fn stacks(&self) -> [&Stack; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
+    pub(super) const fn stacks_mut(&mut self) -> [&mut Stack; 3] {
+        [&mut self.gate, &mut self.up, &mut self.down]
+    }
 }
 
 /// Matrices of experts, with their biases `(N, out)` where they have some.
@@ -53,7 +69,7 @@ pub(crate) struct Shared {
 }
 
 impl Stack {
-    fn arrays(&self) -> impl Iterator<Item = &Array> {
+    pub(super) fn arrays(&self) -> impl Iterator<Item = &Array> {
         self.matrices.arrays().into_iter().chain(&self.biases)
     }
 }
@@ -62,7 +78,7 @@ impl Experts {
     pub(super) fn arrays(&self) -> Vec<&Array> {
         let vectors = [&self.choice, &self.router_norm, &self.scales];
         let stacks = self.routed.iter();
-        let stacks = stacks.flat_map(|own| [&own.gate, &own.up, &own.down]);
+        let stacks = stacks.flat_map(Routed::stacks);
         let shared = self.shared.iter();
         let shared = shared.flat_map(|own| {
             let linears = [&own.gate, &own.up, &own.down].into_iter();
@@ -73,6 +89,14 @@ impl Experts {
         all.chain(stacks.flat_map(Stack::arrays))
             .chain(shared)
             .collect()
+    }
+}
+
+impl Experts {
+    /// Bytes of the slots.
+    pub(super) fn slot_bytes(&self) -> u64 {
+        let slots = self.slots.as_ref().map(RefCell::borrow);
+        slots.map_or(0, |slots| slots.arrays().map(Array::n_bytes).sum())
     }
 }
 
@@ -94,6 +118,16 @@ impl Loader<'_> {
         let norm = of.scaled.then(|| self.names.router_norm(layer));
         let norm = norm.transpose()?.map(|norm| self.floats(&norm));
         let shared = (mine.end > of.count).then(|| self.shared(layer, of));
+        let slots = self.files.slots.filter(|slots| *slots < held.len());
+        let first = held.start..slots.map_or(held.end, |slots| held.start + slots);
+        let routed = (!held.is_empty()).then(|| self.routed(layer, of, &first));
+        let (routed, slots) = match (routed.transpose()?, slots) {
+            (Some(routed), Some(slots)) => {
+                let slots = Slots::new(self.files, layer, routed, slots);
+                (None, Some(RefCell::new(slots)))
+            }
+            (routed, _) => (routed, None),
+        };
         Ok(Experts {
             router: Linear {
                 matrix: Matrix::Float(self.router(role(LayerRole::Router), of.count)?),
@@ -102,9 +136,8 @@ impl Loader<'_> {
             choice: vector(of.corrected, LayerRole::RouterChoice)?,
             router_norm: norm.transpose()?,
             scales: vector(of.scaled, LayerRole::ExpertScales)?,
-            routed: (!held.is_empty())
-                .then(|| self.routed(layer, of, &held))
-                .transpose()?,
+            routed,
+            slots,
             held,
             shared: shared.transpose()?,
         })
@@ -137,35 +170,55 @@ impl Loader<'_> {
         of: paceline_model::Experts,
         held: &Range<usize>,
     ) -> Result<Routed, Error> {
-        let (width, ffn) = (self.config.width, of.width);
-        let stack =
-            |part: fn(Nth) -> LayerRole, shape| self.stack(layer, (part, shape), of.count, held);
+        let [gate, up, down] = self.parts(of);
+        let stack = |part| self.stack(layer, part, of.count, held);
         Ok(Routed {
-            gate: stack(LayerRole::ExpertGate, [ffn, width])?,
-            up: stack(LayerRole::ExpertUp, [ffn, width])?,
-            down: stack(LayerRole::ExpertDown, [width, ffn])?,
+            gate: stack(gate)?,
+            up: stack(up)?,
+            down: stack(down)?,
         })
+    }
+
+    /// Gate, up and down of an expert, as stacks take them.
+    pub(super) fn expert(&self, layer: usize, index: usize) -> Result<[Matrix; 3], Error> {
+        let of = self.config.layers[layer].experts;
+        let of = of.expect("the layer has experts");
+        let nth = Nth {
+            index,
+            of: of.count,
+        };
+        let [gate, up, down] = self.parts(of).map(|part| self.of_expert(layer, part, nth));
+        Ok([gate?, up?, down?])
+    }
+
+    /// Roles and shapes of gate, up and down.
+    const fn parts(&self, of: paceline_model::Experts) -> [Part; 3] {
+        let (width, ffn) = (self.config.width, of.width);
+        [
+            (LayerRole::ExpertGate, [ffn, width]),
+            (LayerRole::ExpertUp, [ffn, width]),
+            (LayerRole::ExpertDown, [width, ffn]),
+        ]
+    }
+
+    fn of_expert(&self, layer: usize, (part, shape): Part, nth: Nth) -> Result<Matrix, Error> {
+        let role = Role::Layer(layer, part(nth));
+        self.gathered_form(self.matrix(role, shape, 0..shape[0], 0..shape[1])?)
     }
 
     /// The matrices `held` of `count` experts.
     fn stack(
         &self,
         layer: usize,
-        (part, shape): (fn(Nth) -> LayerRole, [usize; 2]),
+        (part, shape): Part,
         count: usize,
         held: &Range<usize>,
     ) -> Result<Stack, Error> {
-        let role = |index| {
-            let nth = Nth { index, of: count };
-            (Role::Layer(layer, part(nth)), nth)
-        };
-        let matrix = |place| {
-            let role = role(held.start + place).0;
-            self.gathered_form(self.matrix(role, shape, 0..shape[0], 0..shape[1])?)
-        };
+        let nth = |index| Nth { index, of: count };
+        let matrix = |place| self.of_expert(layer, (part, shape), nth(held.start + place));
         let biases = held.clone().map(|index| {
-            let (role, nth) = role(index);
-            self.names.expert_bias(role, nth, shape[0])
+            let role = Role::Layer(layer, part(nth(index)));
+            self.names.expert_bias(role, nth(index), shape[0])
         });
         // All experts have one, or none has.
         let biases = biases.collect::<Result<Option<Vec<_>>, Error>>()?;

@@ -12,15 +12,16 @@ use super::query_rows;
 /// A matrix of a layer: its whole shape, and how many of its values this rank holds.
 type Held = (LayerRole, [usize; 2], usize);
 
-/// The bytes of all matrices of `shard`. Vectors are negligible.
+/// The bytes of all matrices of `shard`, with up to `slots` experts of a layer. Vectors are
+/// negligible.
 ///
 /// # Errors
 /// When the file lacks a matrix, or has one of another shape.
 pub(crate) fn planned(
     names: &WeightReader<'_>,
     shard: &Shard,
-    tied: bool,
-    dtype: Dtype,
+    (tied, dtype): (bool, Dtype),
+    slots: usize,
 ) -> Result<Bytes, Error> {
     let c = names.config;
     let of = |role: Role, shape: [usize; 2], values: usize| {
@@ -30,7 +31,7 @@ pub(crate) fn planned(
     let mut sum = 0;
     for (i, cut) in shard.layers.clone().zip(shard.each_layer()) {
         let has = |part| names.source.has_any(c.family, Role::Layer(i, part));
-        for (part, shape, values) in held(c.width, (&c.layers[i], cut), c.per_layer, has) {
+        for (part, shape, values) in held(c.width, (&c.layers[i], cut), (c.per_layer, slots), has) {
             sum += of(Role::Layer(i, part), shape, values)?;
         }
     }
@@ -57,11 +58,12 @@ pub(crate) fn planned(
     Ok(Bytes(sum))
 }
 
-/// The matrices of a layer of a model of `width`; `per_layer` numbers of its own embeddings.
+/// The matrices of a layer of a model of `width`; `per_layer` numbers of its own embeddings, up to
+/// `slots` experts.
 fn held(
     width: usize,
     (shape, cut): (&LayerShape, &LayerCut),
-    per_layer: usize,
+    (per_layer, slots): (usize, usize),
     has: impl Fn(LayerRole) -> bool,
 ) -> Vec<Held> {
     let mut all = mixer(width, (shape, cut), has);
@@ -86,7 +88,8 @@ fn held(
             index: mine.start.min(of - 1),
             of,
         };
-        let values = mine.end.min(of).saturating_sub(mine.start) * width * ffn;
+        let own = mine.end.min(of).saturating_sub(mine.start);
+        let values = own.min(slots) * width * ffn;
         all.push((LayerRole::ExpertGate(first), [ffn, width], values));
         all.push((LayerRole::ExpertUp(first), [ffn, width], values));
         all.push((LayerRole::ExpertDown(first), [width, ffn], values));

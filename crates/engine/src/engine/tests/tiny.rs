@@ -135,6 +135,7 @@ impl TinyModel {
             positions: 256,
             rows: 128,
             sequences: 1,
+            memory: None,
             patience: MlxOptions::PATIENCE,
             last_words: MlxOptions::LAST_WORDS,
         };
