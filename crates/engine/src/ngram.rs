@@ -326,7 +326,7 @@ pub(crate) struct DraftLimits {
 
 /// Draft length of each candidate that maximises tokens per second, or 0 for all. The first value
 /// is the expected speed-up, 1 without drafts. `passes` gives the time that a proposer takes for
-/// drafts of up to so many tokens, relative to a step without drafts.
+/// drafts of at most that length, relative to a step without drafts.
 ///
 /// Draft tokens are added one by one, the likeliest first, and the best number of them is kept.
 pub(crate) fn depths(

@@ -1,8 +1,8 @@
 //! The shape of a DFlash or DSpark head, from its `config.json`.
 //!
-//! z-lab and DeepSpec have the fields of Qwen 3 and their own beside them; `speculators` has the
-//! layers' fields in `transformer_layer_config`. The first two count captured layers by their
-//! outputs, the last by their inputs.
+//! z-lab and DeepSpec add their own fields to those of Qwen 3. `speculators` has the layers' fields
+//! in `transformer_layer_config`. The first two count captured layers by their outputs, the last by
+//! their inputs.
 
 use serde_json::{Value, json};
 
