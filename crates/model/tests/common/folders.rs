@@ -1,8 +1,7 @@
 //! Names of golden folders, for tests inside the crate too.
 
 /// Folders of `tests-data/golden/hf` without experts.
-pub(crate) const FOLDERS: [&str; 18] = [
-    "gemma3n-bf16",
+pub(crate) const FOLDERS: [&str; 17] = [
     "lfm2-bf16",
     "gemma2-bf16",
     "gemma4-unified-bf16",
@@ -30,8 +29,9 @@ pub(crate) const DELTA_FOLDERS: [&str; 4] = [
     "qwen4-bf16",
 ];
 
-/// Folders with experts and folders of Gemma 4.
-pub(crate) const EXPERT_FOLDERS: [&str; 24] = [
+/// Folders with experts and folders of Gemma 3n and Gemma 4.
+pub(crate) const EXPERT_FOLDERS: [&str; 25] = [
+    "gemma3n-bf16",
     "minimax-m3-blocks-bf16",
     "kimi-linear-bf16",
     "minimax-m3-bf16",
