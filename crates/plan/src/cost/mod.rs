@@ -355,7 +355,7 @@ impl<'a> Costs<'a> {
     }
 
     /// Bytes of streamed layers that a member reads for a step: without routed experts, and of
-    /// these. In a mixture, memory beside the window keeps the former first. Of the experts, those
+    /// these. In a mixture, memory outside the window keeps the former first. Of the experts, those
     /// used last stay: a step finds as large a share of its own there as fits, or more where
     /// tokens choose the same.
     fn read_bytes(&self, stage: &PipelineStage, member: &StageMember) -> [f64; 2] {
