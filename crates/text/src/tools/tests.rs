@@ -179,86 +179,265 @@ fn hermes_texts() -> Vec<Case<&'static str>> {
 
 fn hermes_calls() -> Vec<Case<&'static str>> {
     vec![
-case(HERMES, "", "I look.\n<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Ham\\\"burg\n\", \"days\": 2}}\n</tool_call>").text("I look.").calls(vec![weather()]),
-case(HERMES, "", "<tool_call>{\"arguments\": {\"days\": 1}, \"name\": \"run\"}</tool_call>\n<tool_call>\n{\"name\": \"noop\"}\n</tool_call>\n").calls(vec![("run", json!({"days": 1})), ("noop", json!({}))]),
-case(HERMES, "", "<tool_call>{\"name\": \"run\", \"arguments\": \"{\\\"days\\\": 1}\"}").calls(vec![("run", json!({"days": 1}))]),
-]
+        case(
+            HERMES,
+            "",
+            "I look.\n<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \
+             \"Ham\\\"burg\n\", \"days\": 2}}\n</tool_call>",
+        )
+        .text("I look.")
+        .calls(vec![weather()]),
+        case(
+            HERMES,
+            "",
+            "<tool_call>{\"arguments\": {\"days\": 1}, \"name\": \"run\"}</tool_call>\
+             \n<tool_call>\n{\"name\": \"noop\"}\n</tool_call>\n",
+        )
+        .calls(vec![("run", json!({"days": 1})), ("noop", json!({}))]),
+        case(
+            HERMES,
+            "",
+            "<tool_call>{\"name\": \"run\", \"arguments\": \"{\\\"days\\\": 1}\"}",
+        )
+        .calls(vec![("run", json!({"days": 1}))]),
+    ]
 }
 
 fn qwen_cases() -> Vec<Case<&'static str>> {
     vec![
-case(QWEN, "<think>\n", "why\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nHam\"burg\n\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>").thought("why").calls(vec![weather()]),
-case(QWEN, "", "<function=run>\n<parameter=code>\nif a < b:\n    <x>\n</parameter>\n<parameter=flags>\n[true, False]\n</parameter>\n</function>\n</tool_call>\n").calls(vec![(
-                "run",
-                json!({"code": "if a < b:\n    <x>", "flags": "[true, False]"}),
-            )]),
-case(QWEN, "", "<tool_call>\n<function=noop>\n</function>\n<function=noop></function></tool_call> ok").text("ok").calls(vec![("noop", json!({})), ("noop", json!({}))]),
-case(QWEN, "", "<tool_call>\n<function=run>\nwhat?</function></tool_call>").fails(),
-]
+        case(
+            QWEN,
+            "<think>\n",
+            "why\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\n\
+             Ham\"burg\n\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\
+             \n</tool_call>",
+        )
+        .thought("why")
+        .calls(vec![weather()]),
+        case(
+            QWEN,
+            "",
+            "<function=run>\n<parameter=code>\nif a < b:\n    <x>\n</parameter>\n<parameter=flag\
+             s>\n[true, False]\n</parameter>\n</function>\n</tool_call>\n",
+        )
+        .calls(vec![(
+            "run",
+            json!({"code": "if a < b:\n    <x>", "flags": "[true, False]"}),
+        )]),
+        case(
+            QWEN,
+            "",
+            "<tool_call>\n<function=noop>\n</function>\n<function=noop></function></tool_call> \
+             ok",
+        )
+        .text("ok")
+        .calls(vec![("noop", json!({})), ("noop", json!({}))]),
+        case(
+            QWEN,
+            "",
+            "<tool_call>\n<function=run>\nwhat?</function></tool_call>",
+        )
+        .fails(),
+    ]
 }
 
 fn glm_cases() -> Vec<Case<&'static str>> {
     vec![
-case(GLM, "", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Ham\"burg\n</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>").calls(vec![weather()]),
-case(GLM, "", "so<tool_call>noop</tool_call><tool_call>run<arg_key>deep</arg_key><arg_value>{\"a\": []}</arg_value></tool_call>").text("so").calls(vec![("noop", json!({})), ("run", json!({"deep": {"a": []}}))]),
-]
+        case(
+            GLM,
+            "",
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Ham\"burg\n\
+             </arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+        )
+        .calls(vec![weather()]),
+        case(
+            GLM,
+            "",
+            "so<tool_call>noop</tool_call><tool_call>run<arg_key>deep</arg_key><arg_value>\
+             {\"a\": []}</arg_value></tool_call>",
+        )
+        .text("so")
+        .calls(vec![
+            ("noop", json!({})),
+            ("run", json!({"deep": {"a": []}})),
+        ]),
+    ]
 }
 
 fn marker_cases() -> Vec<Case<&'static str>> {
     vec![
-case(MINIMAX, "<think>\n", "t</think>\n<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter name=\"city\">Ham\"burg\n</parameter>\n<parameter name=\"days\">2</parameter>\n</invoke>\n<invoke name=\"noop\">\n</invoke>\n</minimax:tool_call>").thought("t").calls(vec![weather(), ("noop", json!({}))]),
-case(DSML, "", "Go\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"get_weather\">\n<｜DSML｜parameter name=\"city\" string=\"true\">Ham\"burg\n</｜DSML｜parameter>\n<｜DSML｜parameter name=\"days\" string=\"false\">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>").text("Go").calls(vec![weather()]),
-case(V4, "", "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"noop\">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>").calls(vec![("noop", json!({}))]),
-case(KIMI, "", "Sure.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}<|tool_call_end|><|tool_call_begin|>functions.noop:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>").text("Sure.").calls(vec![weather(), ("noop", json!({}))]),
-case(V3, "", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>noop\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>").calls(vec![weather(), ("noop", json!({}))]),
-]
+        case(
+            MINIMAX,
+            "<think>\n",
+            "t</think>\n<minimax:tool_call>\n<invoke name=\"get_weather\">\n<parameter \
+             name=\"city\">Ham\"burg\n</parameter>\n<parameter name=\"days\">2</parameter>\
+             \n</invoke>\n<invoke name=\"noop\">\n</invoke>\n</minimax:tool_call>",
+        )
+        .thought("t")
+        .calls(vec![weather(), ("noop", json!({}))]),
+        case(
+            DSML,
+            "",
+            "Go\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"get_weather\">\n<｜DSML｜\
+             parameter name=\"city\" string=\"true\">Ham\"burg\n</｜DSML｜parameter>\n\
+             <｜DSML｜parameter name=\"days\" string=\"false\">2</｜DSML｜parameter>\n</｜\
+             DSML｜invoke>\n</｜DSML｜function_calls>",
+        )
+        .text("Go")
+        .calls(vec![weather()]),
+        case(
+            V4,
+            "",
+            "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"noop\">\n</｜DSML｜invoke>\n</｜DSML｜\
+             tool_calls>",
+        )
+        .calls(vec![("noop", json!({}))]),
+        case(
+            KIMI,
+            "",
+            "Sure.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_c\
+             all_argument_begin|>{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}<|tool_call_end|>\
+             <|tool_call_begin|>functions.noop:1<|tool_call_argument_begin|>{}<|tool_call_end|>\
+             <|tool_calls_section_end|>",
+        )
+        .text("Sure.")
+        .calls(vec![weather(), ("noop", json!({}))]),
+        case(
+            V3,
+            "",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n\
+             ```json\n{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}\n```<｜tool▁call▁end｜\
+             >\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>noop\n```json\n{}\n```<｜tool▁call▁end｜\
+             ><｜tool▁calls▁end｜>",
+        )
+        .calls(vec![weather(), ("noop", json!({}))]),
+    ]
 }
 
 fn v31_cases() -> Vec<Case<&'static str>> {
     vec![
-case(V31, "<think>", "x</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>").thought("x").calls(vec![weather()]),
-case(V31, "", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>noop<｜tool▁sep｜>[]<｜tool▁call▁end｜><｜tool▁calls▁end｜>").fails(),
-]
+        case(
+            V31,
+            "<think>",
+            "x</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>\
+             {\"city\": \"Ham\\\"burg\\n\", \"days\": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜\
+             >",
+        )
+        .thought("x")
+        .calls(vec![weather()]),
+        case(
+            V31,
+            "",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>noop<｜tool▁sep｜>[]<｜tool▁call▁end｜\
+             ><｜tool▁calls▁end｜>",
+        )
+        .fails(),
+    ]
 }
 
 fn mistral_cases() -> Vec<Case<&'static str>> {
     vec![
-case(MISTRAL, "", "[TOOL_CALLS][{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Ham\\\"burg\\n\", \"days\": 2}}, {\"name\": \"noop\", \"arguments\": {}, \"id\": \"abcdefghi\"}]").calls(vec![weather(), ("noop", json!({}))]),
-case(MISTRAL, "", "[THINK]a[/THINK]b[TOOL_CALLS]get_weather[ARGS]{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}[TOOL_CALLS]noop[CALL_ID]123456789[ARGS]{}").text("b").thought("a").calls(vec![weather(), ("noop", json!({}))]),
-]
+        case(
+            MISTRAL,
+            "",
+            "[TOOL_CALLS][{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Ham\\\"burg\\n\
+             \", \"days\": 2}}, {\"name\": \"noop\", \"arguments\": {}, \"id\": \"abcdefghi\"}]",
+        )
+        .calls(vec![weather(), ("noop", json!({}))]),
+        case(
+            MISTRAL,
+            "",
+            "[THINK]a[/THINK]b[TOOL_CALLS]get_weather[ARGS]{\"city\": \"Ham\\\"burg\\n\", \
+             \"days\": 2}[TOOL_CALLS]noop[CALL_ID]123456789[ARGS]{}",
+        )
+        .text("b")
+        .thought("a")
+        .calls(vec![weather(), ("noop", json!({}))]),
+    ]
 }
 
 fn llama_cases() -> Vec<Case<&'static str>> {
     vec![
-case(LLAMA, "", "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Ham\\\"burg\\n\", \"days\": 2}}").calls(vec![weather()]),
-case(LLAMA, "", "<|python_tag|>{\"type\": \"function\", \"name\": \"noop\", \"parameters\": {}}; {\"name\": \"noop\", \"parameters\": null}").calls(vec![("noop", json!({})), ("noop", json!({}))]),
-case(LLAMA, "", "{\"answer\": 1}").is_text(),
-case(LLAMA, "", "{\"name\": \"Ada\", \"age\": 1}").is_text(),
-case(LLAMA, "", "See {\"name\": \"noop\", \"parameters\": {}}").is_text(),
-]
+        case(
+            LLAMA,
+            "",
+            "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Ham\\\"burg\\n\", \
+             \"days\": 2}}",
+        )
+        .calls(vec![weather()]),
+        case(
+            LLAMA,
+            "",
+            "<|python_tag|>{\"type\": \"function\", \"name\": \"noop\", \"parameters\": \
+             {}}; {\"name\": \"noop\", \"parameters\": null}",
+        )
+        .calls(vec![("noop", json!({})), ("noop", json!({}))]),
+        case(LLAMA, "", "{\"answer\": 1}").is_text(),
+        case(LLAMA, "", "{\"name\": \"Ada\", \"age\": 1}").is_text(),
+        case(LLAMA, "", "See {\"name\": \"noop\", \"parameters\": {}}").is_text(),
+    ]
 }
 
 fn gemma_cases() -> Vec<Case<&'static str>> {
     vec![
-case(GEMMA, "", "<|channel>thought\nhm<channel|>I look.<|tool_call>call:get_weather{city:<|\"|>Ham\"burg\n<|\"|>,days:2}<tool_call|><|tool_call>call:run{deep:{a:[1,-2.5,true,null,<|\"|><|\"|>]},code:<|\"|>{x:1}<|\"|>}<tool_call|>").text("I look.").thought("hm").calls(vec![
-                weather(),
-                (
-                    "run",
-                    json!({"deep": {"a": [1, -2.5, true, null, ""]}, "code": "{x:1}"}),
-                ),
-            ]),
-case(GEMMA, "", "<|tool_call>call:run{a:}<tool_call|>.").fails(),
-]
+        case(
+            GEMMA,
+            "",
+            "<|channel>thought\nhm<channel|>I look.<|tool_call>call:get_weather{city:<|\"|>\
+             Ham\"burg\n<|\"|>,days:2}<tool_call|><|tool_call>call:run{deep:{a:[1,-2.5,\
+             true,null,<|\"|><|\"|>]},code:<|\"|>{x:1}<|\"|>}<tool_call|>",
+        )
+        .text("I look.")
+        .thought("hm")
+        .calls(vec![
+            weather(),
+            (
+                "run",
+                json!({"deep": {"a": [1, -2.5, true, null, ""]}, "code": "{x:1}"}),
+            ),
+        ]),
+        case(GEMMA, "", "<|tool_call>call:run{a:}<tool_call|>.").fails(),
+    ]
 }
 
 fn harmony_cases() -> Vec<Case<&'static str>> {
     vec![
-case(HARMONY, "<|start|>assistant", "<|channel|>analysis<|message|>Need <|call|>? no<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{\"city\": \"Ham\\\"burg\\n\", \"days\": 2}<|call|>").text("? noWait.").thought("Need").calls(vec![weather()]),
-case(HARMONY, "<|start|>assistant", "<|channel|>final<|message|>Hi <b>").text("Hi <b>"),
-case(HARMONY, "<|start|>assistant", " to=functions.noop<|channel|>commentary json<|message|>{}").calls(vec![("noop", json!({}))]),
-case(HARMONY, "<|start|>assistant<|channel|>final<|message|>", "Hi<|return|>").text("Hi"),
-case(HARMONY, "<|start|>assistant", "<|channel|>commentary to=functions.run<|message|>oops<|call|>").fails(),
-]
+        case(
+            HARMONY,
+            "<|start|>assistant",
+            "<|channel|>analysis<|message|>Need <|call|>? no<|end|><|start|>assistant<|channel|>\
+             commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary \
+             to=functions.get_weather <|constrain|>json<|message|>{\"city\": \"Ham\\\"burg\\n\", \
+             \"days\": 2}<|call|>",
+        )
+        .text("? noWait.")
+        .thought("Need")
+        .calls(vec![weather()]),
+        case(
+            HARMONY,
+            "<|start|>assistant",
+            "<|channel|>final<|message|>Hi <b>",
+        )
+        .text("Hi <b>"),
+        case(
+            HARMONY,
+            "<|start|>assistant",
+            " to=functions.noop<|channel|>commentary json<|message|>{}",
+        )
+        .calls(vec![("noop", json!({}))]),
+        case(
+            HARMONY,
+            "<|start|>assistant<|channel|>final<|message|>",
+            "Hi<|return|>",
+        )
+        .text("Hi"),
+        case(
+            HARMONY,
+            "<|start|>assistant",
+            "<|channel|>commentary to=functions.run<|message|>oops<|call|>",
+        )
+        .fails(),
+    ]
 }
 
 pub(super) fn cases() -> Vec<Case<&'static str>> {

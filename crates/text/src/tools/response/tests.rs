@@ -72,17 +72,59 @@ fn list() -> Json {
 pub(in crate::tools) fn cases() -> Vec<Case<Json>> {
     let look = |arguments: Json| ("look", arguments);
     vec![
-case(hermes(), "", "\n Hello. \n<|end|>\n").text("Hello."),
-case(hermes(), "<|start|>user\nx<|start|>assistant\n<think>\n", "hm <tool_call>{}</think>\n\nHi").text("Hi").thought("hm <tool_call>{}"),
-case(hermes(), "<|start|>assistant\n", "<think>a</think>I look.\n<tool_call>\n{\"name\": \"look\", \"arguments\": {\"city\": \"K\\n\"}}\n\
-             </tool_call>\n<tool_call>{\"name\":\"look\",\"arguments\":{\"days\":\"3\"}}</tool_call>").text("I look.").thought("a").calls(vec![look(json!({"city": "K\n"})), look(json!({"days": 3}))]),
-case(hermes(), "", "a <tool_call>{\"name\": </tool_call> b").fails(),
-case(hermes(), "", "<tool_call>{\"name\": \"look\", \"arguments\": {}}").fails(),
-case(tags(), "<bot1><bot2><t", ">x</t><f=look><p=city>1</p><p=days>2</p></f> <f=other></f>ok").text("ok").thought("x").calls(vec![look(json!({"city": "1", "days": 2})), ("other", json!({}))]),
-case(tags(), "<t>", "y</t><thought>z</thought>").text("y</t>").thought("z"),
-case(list(), "[/INST]", " So [CALLS] [{\"name\": \"look\", \"id\": \"a1\", \"args\": {\"days\": 1}}]").text(" So").calls(vec![look(json!({"days": 1}))]),
-case(list(), "[/INST]", "[CALLS][{\"name\": \"look\", \"args\": {}}]").fails(),
-]
+        case(hermes(), "", "\n Hello. \n<|end|>\n").text("Hello."),
+        case(
+            hermes(),
+            "<|start|>user\nx<|start|>assistant\n<think>\n",
+            "hm <tool_call>{}</think>\n\nHi",
+        )
+        .text("Hi")
+        .thought("hm <tool_call>{}"),
+        case(
+            hermes(),
+            "<|start|>assistant\n",
+            "<think>a</think>I look.\n<tool_call>\n{\"name\": \"look\", \"arguments\": \
+             {\"city\": \"K\\n\"}}\n</tool_call>\n<tool_call>{\"name\":\"look\",\"arguments\":{\"\
+             days\":\"3\"}}</tool_call>",
+        )
+        .text("I look.")
+        .thought("a")
+        .calls(vec![look(json!({"city": "K\n"})), look(json!({"days": 3}))]),
+        case(hermes(), "", "a <tool_call>{\"name\": </tool_call> b").fails(),
+        case(
+            hermes(),
+            "",
+            "<tool_call>{\"name\": \"look\", \"arguments\": {}}",
+        )
+        .fails(),
+        case(
+            tags(),
+            "<bot1><bot2><t",
+            ">x</t><f=look><p=city>1</p><p=days>2</p></f> <f=other></f>ok",
+        )
+        .text("ok")
+        .thought("x")
+        .calls(vec![
+            look(json!({"city": "1", "days": 2})),
+            ("other", json!({})),
+        ]),
+        case(tags(), "<t>", "y</t><thought>z</thought>")
+            .text("y</t>")
+            .thought("z"),
+        case(
+            list(),
+            "[/INST]",
+            " So [CALLS] [{\"name\": \"look\", \"id\": \"a1\", \"args\": {\"days\": 1}}]",
+        )
+        .text(" So")
+        .calls(vec![look(json!({"days": 1}))]),
+        case(
+            list(),
+            "[/INST]",
+            "[CALLS][{\"name\": \"look\", \"args\": {}}]",
+        )
+        .fails(),
+    ]
 }
 
 /// A call is told once it is complete.
