@@ -115,7 +115,9 @@ fn distance(name: &str, rows: &[Vec<f32>], tolerance: f64) -> f64 {
 
 /// Folders of other recurrent layers than gated delta nets, of several residual streams, or of
 /// dense feed-forwards with a clamp.
-const RECURRENT: [&str; 6] = [
+const RECURRENT: [&str; 8] = [
+    "gemma3n-bf16",
+    "minimax-m3-blocks-bf16",
     "qwen4-bf16",
     "kimi-linear-bf16",
     "minimax-m3-bf16",
