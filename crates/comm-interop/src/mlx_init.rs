@@ -89,7 +89,7 @@ pub enum MlxError {
     #[error(transparent)]
     Mpi(#[from] mpi::StartError),
     #[error(transparent)]
-    Nccl(#[from] nccl::JoinError),
+    Nccl(#[from] nccl::NcclJoinError),
     #[error(transparent)]
     Jaccl(#[from] InitError),
 }

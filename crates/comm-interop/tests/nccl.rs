@@ -16,7 +16,7 @@ use crate::free::free;
 use paceline_base::Rank;
 use paceline_base::testing::Stopwatch;
 use paceline_comm::{Deadline, Error, Group, Plaintext, Reduce, local};
-use paceline_comm_interop::nccl::{self, JoinError, Libraries, Nccl, OpenError};
+use paceline_comm_interop::nccl::{self, Libraries, Nccl, NcclJoinError, OpenError};
 use tempfile::TempDir;
 
 fn soon() -> Deadline {
@@ -56,7 +56,7 @@ fn fake(cfg: &[&str]) -> Fake {
 fn on_each<R: Send>(
     libraries: &Libraries,
     size: u32,
-    work: impl Fn(Result<Nccl, JoinError>) -> R + Send + Sync,
+    work: impl Fn(Result<Nccl, NcclJoinError>) -> R + Send + Sync,
 ) -> Vec<R> {
     let work = &work;
     thread::scope(|scope| {
@@ -203,7 +203,7 @@ fn ranks_meet_by_mlxs_bytes() {
             addr,
         };
         let error = nccl::join_mlx(seat, libraries, Plaintext::Allowed, by).unwrap_err();
-        assert!(matches!(error, JoinError::Late), "{error}");
+        assert!(matches!(error, NcclJoinError::Late), "{error}");
     }
 }
 
@@ -280,7 +280,7 @@ fn libraries_that_cannot_be_used_are_named() {
     }
     let meeting = local::ranks(1).remove(0);
     let refused = nccl::join(&meeting, &Libraries::default(), Plaintext::Refused, soon());
-    assert!(matches!(refused, Err(JoinError::Plaintext)));
+    assert!(matches!(refused, Err(NcclJoinError::Plaintext)));
 }
 
 #[test]
@@ -294,7 +294,7 @@ fn a_real_nccl_does_the_same() {
     for joined in joined {
         match joined {
             Ok(()) => {}
-            Err(JoinError::Open(error @ (OpenError::Missing { .. } | OpenError::NoDevice))) => {
+            Err(NcclJoinError::Open(error @ (OpenError::Missing { .. } | OpenError::NoDevice))) => {
                 eprintln!("SKIPPED real NCCL: {error}");
             }
             Err(error) => panic!("{error}"),

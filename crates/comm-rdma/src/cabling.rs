@@ -10,7 +10,7 @@ use paceline_comm::tcp;
 use super::error::RdmaError;
 use super::matrix::Matrix;
 use super::memory::Registry;
-use super::verbs::{Adapter, Verbs};
+use super::verbs::{RdmaAdapter, Verbs};
 
 /// Default of [`Config::message_bytes`]. Long enough that heads and completions cost little (32 KiB
 /// at 7 GB/s: 5 us). Sixty-four messages are 2 MiB for each cable.
@@ -54,16 +54,16 @@ pub(super) struct CabledHost {
     verbs: Mutex<Option<Verbs>>,
     /// Registered memory, for all groups over these devices.
     pub(super) registry: Arc<Registry>,
-    adapters: Mutex<BTreeMap<String, Weak<Adapter>>>,
+    adapters: Mutex<BTreeMap<String, Weak<RdmaAdapter>>>,
 }
 
 impl CabledHost {
-    pub(super) fn adapter(&self, name: &str) -> Result<Arc<Adapter>, RdmaError> {
+    pub(super) fn adapter(&self, name: &str) -> Result<Arc<RdmaAdapter>, RdmaError> {
         let mut adapters = lock(&self.adapters);
         if let Some(adapter) = adapters.get(name).and_then(Weak::upgrade) {
             return Ok(adapter);
         }
-        let adapter = Adapter::open(&self.verbs()?, name)?;
+        let adapter = RdmaAdapter::open(&self.verbs()?, name)?;
         adapters.insert(name.to_string(), Arc::downgrade(&adapter));
         Ok(adapter)
     }

@@ -16,7 +16,7 @@ use paceline_base::Rank;
 use super::error::RdmaError;
 use super::join::{CableJoin, ConnectedCables, Gather};
 use super::matrix::{CABLES_MAX, Matrix};
-use super::verbs::Adapter;
+use super::verbs::RdmaAdapter;
 
 /// Why this rank does not use its cables to another one.
 pub type Refusal = (Rank, Arc<RdmaError>);
@@ -87,7 +87,7 @@ impl CableJoin<'_> {
         &self,
         refused: &[Rank],
         refusals: &mut Vec<Refusal>,
-    ) -> (Vec<u8>, Vec<Arc<Adapter>>) {
+    ) -> (Vec<u8>, Vec<Arc<RdmaAdapter>>) {
         let (mut flags, mut open) = (Vec::new(), Vec::new());
         for (rank, peer) in (0..self.matrix.size()).zip((0..).map(Rank)) {
             let names = self.matrix.devices(self.rank, rank).iter();

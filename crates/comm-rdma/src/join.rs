@@ -32,7 +32,7 @@ use super::matrix::{CABLES_MAX, Matrix, MatrixError};
 use super::memory::Registry;
 use super::message_pair::MessageQueuePair;
 use super::slab::Slab;
-use super::verbs::Adapter;
+use super::verbs::RdmaAdapter;
 
 /// Destinations for each peer: of message pairs, then of bulk pairs.
 const DESTINATIONS: usize = 2 * CABLES_MAX;
@@ -70,7 +70,7 @@ pub(super) struct CableJoin<'a> {
 /// The result: links, devices and slabs.
 pub(super) struct ConnectedCables {
     pub(super) links: Vec<Option<CableLink>>,
-    pub(super) adapters: Vec<Arc<Adapter>>,
+    pub(super) adapters: Vec<Arc<RdmaAdapter>>,
     pub(super) slabs: Vec<Slab>,
 }
 
@@ -102,7 +102,7 @@ impl CableJoin<'_> {
     }
 
     /// Opens the devices of this rank, each once for all groups.
-    fn open(&self) -> Result<Vec<Arc<Adapter>>, RdmaError> {
+    fn open(&self) -> Result<Vec<Arc<RdmaAdapter>>, RdmaError> {
         let names = self.matrix.of(self.rank);
         names
             .into_iter()
@@ -110,14 +110,15 @@ impl CableJoin<'_> {
             .collect()
     }
 
-    fn facts(&self, adapters: Option<&Vec<Arc<Adapter>>>) -> Vec<u8> {
+    fn facts(&self, adapters: Option<&Vec<Arc<RdmaAdapter>>>) -> Vec<u8> {
         let mut bytes = u64::from(adapters.is_some()).to_le_bytes().to_vec();
         bytes.extend(self.check_word().to_le_bytes());
         bytes.extend(random().to_le_bytes());
         for peer in 0..self.size() {
             for cable in 0..CABLES_MAX {
                 let name = self.matrix.devices(self.rank, peer).get(cable);
-                let named = |adapter: &&Arc<Adapter>| Some(adapter.name()) == name.map(|n| &**n);
+                let named =
+                    |adapter: &&Arc<RdmaAdapter>| Some(adapter.name()) == name.map(|n| &**n);
                 let adapter = adapters.and_then(|all| all.iter().find(named));
                 bytes.extend(adapter.map_or([0; GID_BYTES], |adapter| adapter.gid().0));
             }
@@ -180,7 +181,7 @@ impl CableJoin<'_> {
     /// Makes a queue pair for each cable.
     fn make(
         &self,
-        adapters: &[Arc<Adapter>],
+        adapters: &[Arc<RdmaAdapter>],
         facts: &JoinFacts<'_>,
     ) -> Result<ConnectedCables, RdmaError> {
         let slot_bytes = self.cabling.config.message_bytes as usize;

@@ -17,7 +17,7 @@ use paceline_comm::{MemoryRegistration, Pages};
 use super::error::RdmaError;
 use super::link::CableLink;
 use super::memory::{Registration, Registry};
-use super::verbs::Adapter;
+use super::verbs::RdmaAdapter;
 
 /// First nap of a waiting rank, doubled up to the last. The first is the time of one message. The
 /// last is small against a call that has waited that long. A poll costs about 0.1 us for each peer,
@@ -40,7 +40,7 @@ pub(super) struct Links {
 
 /// The devices and the registry of callers' memory.
 pub(super) struct Devices {
-    pub(super) adapters: Vec<Arc<Adapter>>,
+    pub(super) adapters: Vec<Arc<RdmaAdapter>>,
     pub(super) registry: Arc<Registry>,
 }
 

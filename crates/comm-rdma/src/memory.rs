@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use super::error::RdmaError;
-use super::verbs::{Adapter, MemoryRegion};
+use super::verbs::{MemoryRegion, RdmaAdapter};
 
 /// The registered memory of a process, for all senders.
 #[derive(Default)]
@@ -24,7 +24,7 @@ struct RegisteredRange {
 
 impl Registry {
     /// The memory key of these bytes at `adapter`, if they are registered.
-    pub(super) fn key(&self, adapter: &Arc<Adapter>, bytes: &[u8]) -> Option<u32> {
+    pub(super) fn key(&self, adapter: &Arc<RdmaAdapter>, bytes: &[u8]) -> Option<u32> {
         let start = bytes.as_ptr() as usize;
         let known = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let all = known.iter().flat_map(|registered| &registered.regions);
@@ -37,7 +37,7 @@ impl Registry {
     /// The memory stays mapped until the result is removed.
     unsafe fn add(
         &self,
-        adapters: &[Arc<Adapter>],
+        adapters: &[Arc<RdmaAdapter>],
         start: *mut u8,
         bytes: usize,
     ) -> Result<Arc<RegisteredRange>, RdmaError> {
@@ -70,7 +70,7 @@ impl Registration {
     /// As [`Rdma::register`](super::Rdma::register).
     pub(super) unsafe fn new(
         registry: &Arc<Registry>,
-        adapters: &[Arc<Adapter>],
+        adapters: &[Arc<RdmaAdapter>],
         start: *mut u8,
         bytes: usize,
     ) -> Result<Self, RdmaError> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use paceline_comm::provider::Mapping;
 
 use super::error::RdmaError;
-use super::verbs::{Adapter, MemoryRegion};
+use super::verbs::{MemoryRegion, RdmaAdapter};
 
 /// Registered memory of one device, cut into equal parts for its cables.
 pub(super) struct Slab {
@@ -17,7 +17,7 @@ pub(super) struct Slab {
 impl Slab {
     /// Allocates `parts` of `bytes` each.
     pub(super) fn new(
-        adapter: &Arc<Adapter>,
+        adapter: &Arc<RdmaAdapter>,
         parts: usize,
         bytes: usize,
     ) -> Result<Self, RdmaError> {
@@ -41,7 +41,7 @@ impl Slab {
         self.region.key()
     }
 
-    pub(super) fn adapter(&self) -> &Arc<Adapter> {
+    pub(super) fn adapter(&self) -> &Arc<RdmaAdapter> {
         self.region.adapter()
     }
 }

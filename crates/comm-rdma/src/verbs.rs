@@ -1,6 +1,6 @@
 //! The verbs library, opened at run time, and owners of its objects, which destroy them on drop.
 //!
-//! - [`Adapter`]: an open device with its one protection domain;
+//! - [`RdmaAdapter`]: an open device with its one protection domain;
 //! - [`MemoryRegion`]: registered memory;
 //! - [`CompletionQueue`]: a completion queue;
 //! - [`QueuePair`]: a queue pair of an unreliable connection (UC).
@@ -243,7 +243,7 @@ impl Drop for DeviceList<'_> {
 }
 
 /// An open device and its address.
-pub(crate) struct Adapter {
+pub(crate) struct RdmaAdapter {
     opened: OpenContext,
     domain: NonNull<abi::IbvPd>,
     gid_index: u8,
@@ -266,9 +266,9 @@ unsafe impl Send for OpenContext {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for OpenContext {}
 // SAFETY: the domain is usable from any thread, like its context.
-unsafe impl Send for Adapter {}
+unsafe impl Send for RdmaAdapter {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Adapter {}
+unsafe impl Sync for RdmaAdapter {}
 
 impl Drop for OpenContext {
     fn drop(&mut self) {
@@ -278,20 +278,20 @@ impl Drop for OpenContext {
     }
 }
 
-impl Drop for Adapter {
+impl Drop for RdmaAdapter {
     fn drop(&mut self) {
         // SAFETY: as for the context; regions and pairs hold the adapter, so all were destroyed.
         let _ = unsafe { (self.opened.table.dealloc_pd)(self.domain.as_ptr()) };
     }
 }
 
-impl fmt::Debug for Adapter {
+impl fmt::Debug for RdmaAdapter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "device {}", self.name())
     }
 }
 
-impl Adapter {
+impl RdmaAdapter {
     /// Opens the device of this name and finds its address.
     pub(crate) fn open(verbs: &Verbs, name: &str) -> Result<Arc<Self>, RdmaError> {
         let opened = OpenContext::open(verbs, name)?;
@@ -447,7 +447,7 @@ pub(crate) fn is_ipv4(gid: Gid) -> bool {
 
 /// A registered memory region.
 pub(crate) struct MemoryRegion {
-    adapter: Arc<Adapter>,
+    adapter: Arc<RdmaAdapter>,
     mr: NonNull<abi::IbvMr>,
     start: usize,
     bytes: usize,
@@ -464,7 +464,7 @@ impl MemoryRegion {
     /// # Safety
     /// The memory stays mapped while the region lives.
     pub(crate) unsafe fn new(
-        adapter: &Arc<Adapter>,
+        adapter: &Arc<RdmaAdapter>,
         start: *mut u8,
         bytes: usize,
     ) -> Result<Self, RdmaError> {
@@ -491,7 +491,7 @@ impl MemoryRegion {
         })
     }
 
-    pub(crate) fn adapter(&self) -> &Arc<Adapter> {
+    pub(crate) fn adapter(&self) -> &Arc<RdmaAdapter> {
         &self.adapter
     }
 
@@ -523,7 +523,7 @@ impl Drop for MemoryRegion {
 
 /// A completion queue.
 pub(crate) struct CompletionQueue {
-    adapter: Arc<Adapter>,
+    adapter: Arc<RdmaAdapter>,
     cq: NonNull<abi::IbvCq>,
     poll: unsafe extern "C" fn(*mut abi::IbvCq, c_int, *mut Wc) -> c_int,
 }
@@ -533,7 +533,7 @@ unsafe impl Send for CompletionQueue {}
 
 impl CompletionQueue {
     /// A queue for this many completions.
-    pub(crate) fn new(adapter: &Arc<Adapter>, length: c_int) -> Result<Self, RdmaError> {
+    pub(crate) fn new(adapter: &Arc<RdmaAdapter>, length: c_int) -> Result<Self, RdmaError> {
         let context = adapter.opened.context.as_ptr();
         let (none, vector) = (ptr::null_mut::<c_void>(), 0);
         // SAFETY: the context is open; the queue has no user value and no channel.
@@ -598,7 +598,7 @@ impl QueuePair {
     /// A pair with room for `requests` sends and as many receives, of up to `pieces` segments each.
     /// It is unusable before [`connect`](Self::connect).
     pub(crate) fn new(
-        adapter: &Arc<Adapter>,
+        adapter: &Arc<RdmaAdapter>,
         requests: u32,
         [gathers, scatters]: [u32; 2],
     ) -> Result<Self, RdmaError> {
@@ -650,7 +650,7 @@ impl QueuePair {
         Ok(pair)
     }
 
-    pub(crate) fn adapter(&self) -> &Arc<Adapter> {
+    pub(crate) fn adapter(&self) -> &Arc<RdmaAdapter> {
         &self.queue.adapter
     }
 

@@ -34,7 +34,7 @@ use crate::run::TrainingRun;
 use crate::shard::Sharding;
 use crate::stage::ModelStage;
 use compute::alone;
-pub(crate) use compute::{LeafModel, PartSink, Sums, compute_together};
+pub(crate) use compute::{LeafModel, LeafSums, PartSink, compute_together};
 use deadline::{Deadlines, Overdue};
 use shards::{RankGroup, Stepped};
 

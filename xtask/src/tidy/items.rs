@@ -18,14 +18,14 @@ const NAMESAKES_MAX: usize = 2;
 
 /// Words of the field that any module may have a type of, because its path says which.
 #[rustfmt::skip]
-const SHARED_NAMES: [&str; 25] = [
+const SHARED_NAMES: [&str; 22] = [
     // Rust's and this tree's words for parts of a module.
     "Action", "Args", "Command", "Config", "Error", "Event", "FromWorker", "Header", "Inner",
-    "JoinError", "Kind", "Options", "Report", "State", "ToWorker",
+    "Kind", "Options", "Report", "State", "ToWorker",
     // Parts of a model: in its configuration, its weights and those of a device.
     "DeltaNet", "Experts", "Indexer", "Latent",
     // Words of tensors and groups, which differ by library.
-    "Adapter", "Backend", "Dtype", "Matrix", "Ring", "Sums",
+    "Backend", "Dtype", "Matrix", "Ring",
 ];
 
 /// Findings about the items of one file.

@@ -8,7 +8,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use super::JoinError;
+use super::NcclJoinError;
 use paceline_comm::Deadline;
 use paceline_comm::provider::now;
 
@@ -16,10 +16,10 @@ use paceline_comm::provider::now;
 /// 0.
 const RETRY: Duration = Duration::from_millis(50);
 
-fn left(by: Deadline) -> Result<Duration, JoinError> {
+fn left(by: Deadline) -> Result<Duration, NcclJoinError> {
     let left = by.left(now());
     if left.is_zero() {
-        Err(JoinError::Late)
+        Err(NcclJoinError::Late)
     } else {
         Ok(left)
     }
@@ -31,8 +31,8 @@ pub(super) fn serve_id(
     others: u32,
     id: &[u8; 128],
     by: Deadline,
-) -> Result<(), JoinError> {
-    let system = |source| JoinError::Meet { addr, source };
+) -> Result<(), NcclJoinError> {
+    let system = |source| NcclJoinError::Meet { addr, source };
     let listener = TcpListener::bind(addr).map_err(system)?;
     listener.set_nonblocking(true).map_err(system)?;
     let mut told = 0;
@@ -54,7 +54,7 @@ pub(super) fn serve_id(
 }
 
 /// Fetches the id from rank 0 at `addr`.
-pub(super) fn fetch_id(addr: SocketAddr, by: Deadline) -> Result<[u8; 128], JoinError> {
+pub(super) fn fetch_id(addr: SocketAddr, by: Deadline) -> Result<[u8; 128], NcclJoinError> {
     let mut id = [0; 128];
     loop {
         let heard = TcpStream::connect_timeout(&addr, left(by)?).and_then(|mut stream| {

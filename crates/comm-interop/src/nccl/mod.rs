@@ -49,7 +49,7 @@ const YIELDS: u32 = 200;
 
 /// Why a rank could not join.
 #[derive(Debug, thiserror::Error)]
-pub enum JoinError {
+pub enum NcclJoinError {
     #[error("nccl is plaintext: not allowed")]
     Plaintext,
     /// The libraries or the GPU cannot be used.
@@ -77,7 +77,7 @@ pub struct NcclRank {
 }
 
 /// NCCL as a provider of [`init`](paceline_comm::init), whose ranks meet by TCP. Its errors are
-/// [`JoinError`]s.
+/// [`NcclJoinError`]s.
 #[derive(Clone, Debug)]
 pub struct NcclProvider {
     /// Paths of NCCL and CUDA.
@@ -150,17 +150,17 @@ pub fn check(libraries: &Libraries) -> Result<(), OpenError> {
 /// Makes a group of GPUs from the ranks of `meeting`, one for each. Collective.
 ///
 /// # Errors
-/// Any [`JoinError`]. Ranks that cannot open NCCL report it before the others wait for them.
+/// Any [`NcclJoinError`]. Ranks that cannot open NCCL report it before the others wait for them.
 pub fn join(
     meeting: &dyn Group,
     libraries: &Libraries,
     plaintext: Plaintext,
     deadline: Deadline,
-) -> Result<Nccl, JoinError> {
+) -> Result<Nccl, NcclJoinError> {
     let opened = match plaintext {
-        Plaintext::Refused => Err(JoinError::Plaintext),
+        Plaintext::Refused => Err(NcclJoinError::Plaintext),
         Plaintext::Allowed => {
-            CudaDevice::open(libraries, meeting.rank().0).map_err(JoinError::Open)
+            CudaDevice::open(libraries, meeting.rank().0).map_err(NcclJoinError::Open)
         }
     };
     // A rank that cannot join must report it: NCCL's own start waits for all.
@@ -168,7 +168,7 @@ pub fn join(
     meeting.all_reduce(&mut comes, Reduce::Min, deadline)?;
     let device = Arc::new(opened?);
     if comes == [0] {
-        return Err(JoinError::Others);
+        return Err(NcclJoinError::Others);
     }
     let mut id = [0_u8; 128];
     if meeting.rank() == Rank(0) {
@@ -187,15 +187,15 @@ pub fn join(
 /// [`join`] for ranks that may include MLX's: they exchange the id by its protocol. Collective.
 ///
 /// # Errors
-/// Any [`JoinError`] but [`JoinError::Meeting`] and [`JoinError::Others`].
+/// Any [`NcclJoinError`] but [`NcclJoinError::Meeting`] and [`NcclJoinError::Others`].
 pub fn join_mlx(
     seat: NcclRank,
     libraries: &Libraries,
     plaintext: Plaintext,
     deadline: Deadline,
-) -> Result<Nccl, JoinError> {
+) -> Result<Nccl, NcclJoinError> {
     if plaintext == Plaintext::Refused {
-        return Err(JoinError::Plaintext);
+        return Err(NcclJoinError::Plaintext);
     }
     let NcclRank { rank, size, addr } = seat;
     let device = Arc::new(CudaDevice::open(libraries, rank.0)?);
@@ -228,7 +228,7 @@ impl Nccl {
         size: u32,
         id: UniqueId,
         deadline: Deadline,
-    ) -> Result<Self, JoinError> {
+    ) -> Result<Self, NcclJoinError> {
         let (tell, hear) = mpsc::channel();
         let starter = Arc::clone(&device);
         thread::spawn(move || {
@@ -236,7 +236,7 @@ impl Nccl {
             let _ = tell.send(start_comm(&starter, rank, size, id));
         });
         let comm = hear.recv_timeout(deadline.left(now()));
-        let comm = comm.map_err(|_| JoinError::Late)??;
+        let comm = comm.map_err(|_| NcclJoinError::Late)??;
         device.enter()?;
         let state = State {
             comm: Some(comm),
@@ -684,12 +684,12 @@ impl Group for Nccl {
         let part = Self::start(device, member.rank, size, UniqueId(id), deadline);
         part.map(|part| Box::new(part) as Box<dyn Group>)
             .map_err(|error| match error {
-                JoinError::Open(error) => of(error),
-                JoinError::Meeting(error) => error,
-                JoinError::Plaintext
-                | JoinError::Others
-                | JoinError::Meet { .. }
-                | JoinError::Late => Error::Timeout { call, rank },
+                NcclJoinError::Open(error) => of(error),
+                NcclJoinError::Meeting(error) => error,
+                NcclJoinError::Plaintext
+                | NcclJoinError::Others
+                | NcclJoinError::Meet { .. }
+                | NcclJoinError::Late => Error::Timeout { call, rank },
             })
     }
 }

@@ -69,7 +69,7 @@ fn compute(
     leaves: Range<usize>,
     done: &mut PartSink<'_>,
 ) -> Result<Vec<f64>, Error> {
-    let mut sums = Sums::new(run, leaves.start);
+    let mut sums = LeafSums::new(run, leaves.start);
     let mut losses = Vec::with_capacity(leaves.len());
     let together = run.net.together(run.job.tokens_max * run.job.leaf);
     let all: Vec<usize> = leaves.collect();
@@ -92,7 +92,7 @@ pub(crate) fn compute_together(
     run: &TrainingRun,
     values: &mut dyn PartValues,
     (step, leaves): (u64, &[usize]),
-    sums: &mut Sums<'_>,
+    sums: &mut LeafSums<'_>,
     done: &mut Option<&mut PartSink<'_>>,
 ) -> Result<Vec<f64>, Error> {
     let (net, parts) = (&run.net, run.net.parts());
@@ -131,12 +131,12 @@ pub(crate) fn compute_together(
 }
 
 /// The trees over leaves of all parts of what is trained.
-pub(crate) struct Sums<'a> {
+pub(crate) struct LeafSums<'a> {
     parts: &'a Parts,
     stacks: Vec<Stack>,
 }
 
-impl<'a> Sums<'a> {
+impl<'a> LeafSums<'a> {
     pub(crate) fn new(run: &'a TrainingRun, first_leaf: usize) -> Self {
         let parts = run.net.parts();
         let stack = |part: &Range<usize>| {
