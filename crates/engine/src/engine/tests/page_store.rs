@@ -19,7 +19,24 @@ const CONTEXT: usize = 5 * PAGE;
 
 /// A store in memory that outlives engines. Clones share it.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Shelf(Arc<Mutex<State>>);
+pub(super) struct Shelf(Arc<Mutex<State>>, ShelfKind);
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum ShelfKind {
+    #[default]
+    Own,
+    /// Sends its pages to other nodes, and has none.
+    Giving,
+    /// Has pages that ranks with other numbers have computed, and gives each once.
+    Foreign,
+}
+
+impl Shelf {
+    /// The same pages in a store of another kind.
+    fn as_kind(&self, kind: ShelfKind) -> Self {
+        Self(Arc::clone(&self.0), kind)
+    }
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -52,7 +69,8 @@ impl PageStore for Shelf {
     }
 
     fn has(&self, page: &PersistedPage) -> bool {
-        lock(&self.0).pages.contains_key(&(page.name, page.pool))
+        let is_there = lock(&self.0).pages.contains_key(&(page.name, page.pool));
+        is_there && self.1 != ShelfKind::Giving
     }
 
     fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
@@ -75,11 +93,22 @@ impl PageStore for Shelf {
         };
         into.copy_from_slice(bytes);
         state.got += 1;
+        if self.1 == ShelfKind::Foreign {
+            state.pages.remove(&(page.name, page.pool));
+        }
         true
     }
 
     fn forget(&mut self, page: &PersistedPage) {
         lock(&self.0).pages.remove(&(page.name, page.pool));
+    }
+
+    fn wants_known(&self) -> bool {
+        self.1 == ShelfKind::Giving
+    }
+
+    fn read_by(&self) -> Option<String> {
+        (self.1 == ShelfKind::Foreign).then(|| "other".to_owned())
     }
 }
 
@@ -132,34 +161,6 @@ fn a_prompt_is_not_computed_again_after_a_restart() {
     }
 }
 
-/// A store that sends its pages to other nodes.
-#[derive(Debug)]
-struct Giving(Shelf);
-
-impl PageStore for Giving {
-    fn name(&self, before: &PageName, tokens: &[u32]) -> PageName {
-        self.0.name(before, tokens)
-    }
-
-    fn has(&self, _page: &PersistedPage) -> bool {
-        false
-    }
-
-    fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
-        self.0.put(page, bytes);
-    }
-
-    fn get(&mut self, _page: &PersistedPage, _into: &mut [u8]) -> bool {
-        false
-    }
-
-    fn forget(&mut self, _page: &PersistedPage) {}
-
-    fn wants_known(&self) -> bool {
-        true
-    }
-}
-
 /// A prefill engine also sends the pages that it has in its cache.
 #[test]
 fn pages_for_others_are_given_each_time() {
@@ -173,9 +174,7 @@ fn pages_for_others_are_given_each_time() {
             max_running: 1,
             ..sizes()
         };
-        let mut rig = Rig::new(&tiny, config.clone());
-        let store = Box::new(Giving(shelf.clone()));
-        rig.engine = tiny.engine(config).with_store(store);
+        let mut rig = rig(&tiny, config, &shelf.as_kind(ShelfKind::Giving));
         let wanted = sampled(prompt(3 * PAGE + 9, 1), 20, 1);
         let read = GenerationRequest {
             max_tokens: 1,
@@ -192,38 +191,6 @@ fn pages_for_others_are_given_each_time() {
     }
 }
 
-/// A store of pages that ranks with other numbers have computed, which gives each once.
-#[derive(Debug)]
-struct Foreign(Shelf);
-
-impl PageStore for Foreign {
-    fn name(&self, before: &PageName, tokens: &[u32]) -> PageName {
-        self.0.name(before, tokens)
-    }
-
-    fn has(&self, page: &PersistedPage) -> bool {
-        self.0.has(page)
-    }
-
-    fn put(&mut self, page: &PersistedPage, bytes: &[u8]) {
-        self.0.put(page, bytes);
-    }
-
-    fn get(&mut self, page: &PersistedPage, into: &mut [u8]) -> bool {
-        let got = self.0.get(page, into);
-        self.0.forget(page);
-        got
-    }
-
-    fn forget(&mut self, page: &PersistedPage) {
-        self.0.forget(page);
-    }
-
-    fn read_by(&self) -> Option<String> {
-        Some("other".to_owned())
-    }
-}
-
 /// Pages with other numbers are neither shared nor stored: the next sequence computes its prompt.
 /// A sequence that began with cached pages of its own takes them too, and names them.
 #[test]
@@ -232,9 +199,7 @@ fn pages_with_other_numbers_are_for_their_sequence_alone() {
         let shelf = Shelf::default();
         let wanted = sampled(prompt(3 * PAGE + 9, 1), 20, 1);
         let (own, _) = after_a_restart(&tiny, &wanted, &shelf);
-        let mut rig = Rig::new(&tiny, sizes());
-        let store = Box::new(Foreign(shelf.clone()));
-        rig.engine = tiny.engine(sizes()).with_store(store);
+        let mut rig = rig(&tiny, sizes(), &shelf.as_kind(ShelfKind::Foreign));
         let mut answer = |wanted: &GenerationRequest| {
             let before = rig.engine.n_reused();
             let id = rig.submit(wanted);

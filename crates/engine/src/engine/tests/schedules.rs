@@ -78,7 +78,9 @@ fn paces() -> impl Strategy<Value = StepTimeTarget> {
 
 /// Sizes of an engine, and its stages.
 fn sizes() -> impl Strategy<Value = (EngineConfig, usize)> {
-    let sizes = (1..9usize, 1..5usize, 0..80usize, 0..4usize, 0..9usize);
+    // Every second engine has room for one context alone, so that memory is often short.
+    let pages = prop_oneof![Just(0usize), 0..4usize];
+    let sizes = (1..9usize, 1..5usize, 0..80usize, pages, 0..9usize);
     let depth = prop_oneof![2 => Just(1), 1 => 2..4usize];
     (sizes, paces(), depth).prop_map(|(sizes, pace, depth)| {
         let (max_running, max_waiting, rows, pages, drafts) = sizes;
@@ -271,7 +273,7 @@ fn check(tinies: [TinyModel; 2], cases: u32) {
     let least = 20 * u64::from(cases);
     assert!(reused > least, "{reused}: little was shared");
     assert!(
-        preempted > cases as usize / 4,
+        preempted > cases as usize / 10,
         "{preempted}: memory was rarely short"
     );
 }
