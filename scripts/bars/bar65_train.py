@@ -191,7 +191,11 @@ def hang(args, home, model, data, _):
 
     def stop_one(child, output):
         await_step(output, 3)
-        worker = workers(child)[-1]
+        worker, computes = workers(child)[-1], 0
+        while computes < 5:  # a thread that is stopped in a wait for others is no hang
+            state = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
+            computes = computes + 1 if state == "R" else 0
+            time.sleep(0.005)
         for request in (seize, interrupt):  # the main thread alone
             if libc.ptrace(request, worker, None, None):
                 sys.exit(f"ptrace: {os.strerror(ctypes.get_errno())}")
