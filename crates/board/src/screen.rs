@@ -20,7 +20,7 @@ use ratatui::widgets::{Cell, Row, Sparkline, Table, Widget};
 use serde_json::Value;
 
 use chat::ChatPane;
-use rows::{instance, link, node, request, text};
+use rows::{instance, link, node, request};
 
 /// Points of the tokens-per-second graph: two minutes.
 const SPEEDS_MAX: usize = 120;

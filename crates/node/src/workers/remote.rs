@@ -72,11 +72,6 @@ impl RemoteState {
     fn slot(&mut self, rank: Rank) -> &mut SpareSlot {
         &mut self.spares[rank.0 as usize]
     }
-
-    /// Where the workers run.
-    fn nodes(&self) -> BTreeSet<NodeId> {
-        self.seats.iter().flatten().map(|seat| seat.node).collect()
-    }
 }
 
 /// Distance between the numbers of standby workers: more than the workers that one rank ever has.
@@ -345,7 +340,8 @@ impl RemoteWorkers {
 
     /// Where the workers run.
     fn nodes(&self) -> BTreeSet<NodeId> {
-        lock(&self.state).nodes()
+        let state = lock(&self.state);
+        state.seats.iter().flatten().map(|seat| seat.node).collect()
     }
 
     /// The ranks' addresses as seen by `rank`, over the best route between the two machines. A rank
