@@ -203,8 +203,8 @@ impl PreparedModel {
     /// not fit are read from packed ones on disk while steps compute.
     ///
     /// # Errors
-    /// [`Error::Model`] where several nodes or a dense model compute on MLX, [`Error::Unlimited`] with a draft model or
-    /// prefill nodes.
+    /// [`Error::Model`] where several nodes or a dense model compute on MLX, [`Error::Unlimited`]
+    /// with a draft model or prefill nodes.
     pub fn limit_memory(&mut self, memory: Bytes) -> Result<(), Error> {
         let has_slots = self.options.nodes == 1 && self.config.experts().is_some();
         if !self.options.classes.on_cpu() && !has_slots {

@@ -61,7 +61,8 @@ impl RunSession {
         if let (Some(name), Some(adapter)) = (&name, adapter) {
             opened.add_adapter(name, adapter)?;
         }
-        if args.packed || args.memory.is_some() {
+        // MLX reads missing experts from the model's own files.
+        if args.packed || args.memory.is_some() && opened.options().classes.on_cpu() {
             opened.keep_packed()?;
         }
         if let Some(memory) = args.memory {

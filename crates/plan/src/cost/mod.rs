@@ -355,9 +355,9 @@ impl<'a> Costs<'a> {
     }
 
     /// Bytes of streamed layers that a member reads for a step: without routed experts, and of
-    /// these. In a mixture, memory outside the window keeps the former first. Of the experts, those
-    /// used last stay: a step finds as large a share of its own there as fits, or more where
-    /// tokens choose the same.
+    /// these. In a mixture, memory outside the window keeps the former first, then experts. A step
+    /// finds as large a share of its experts there as fits. It finds more where tokens choose the
+    /// same.
     fn read_bytes(&self, stage: &PipelineStage, member: &StageMember) -> [f64; 2] {
         let (model, part) = (self.model, memory::part_of(stage, member));
         let [mut common, mut touched, mut all] = [0.0; 3];
