@@ -125,10 +125,10 @@ def train(paceline, home, model, data, steps, *more, method="full", watch=None):
     peaks = Peaks(child.pid)
     peaks.start()
     told = watch(child, output) if watch else None
-    out = child.communicate()[0]
+    out, errors = child.communicate()
     peaks.over = True
     if child.returncode:
-        sys.exit(f"{command}: {child.returncode}")
+        sys.exit(f"{command}: {child.returncode}, {told}, {errors}")
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     ranks = {pid: most for pid, most in peaks.most.items() if pid != child.pid}
     shutil.rmtree(output)
@@ -199,11 +199,20 @@ def hang(args, home, model, data, _):
         for request in (seize, interrupt):  # the main thread alone
             if libc.ptrace(request, worker, None, None):
                 sys.exit(f"ptrace: {os.strerror(ctypes.get_errno())}")
-        began = time.monotonic()
-        for line in child.stderr:
-            if "hangs" in line:
-                return {"seconds": round(time.monotonic() - began, 1), "line": line.strip()}
-        return None
+        began, found = time.monotonic(), {}
+
+        def read():
+            for line in child.stderr:
+                if "hangs" in line:
+                    found.update(seconds=round(time.monotonic() - began, 1), line=line.strip())
+                    return
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        while os.WIFSTOPPED(os.waitpid(worker, 0x40000000)[1]):  # its tracer reaps it too: __WALL
+            pass
+        reader.join()
+        return found
 
     two = ["--batch", args.rows, "--nodes", 2]
     report = {}

@@ -110,8 +110,6 @@ impl<'a> RankWorker<'a> {
 
     fn listen(&mut self, epoch: u64, open: bool) -> Result<(), Error> {
         self.link = None;
-        // Of the connections and the step that failed: the next ones take memory of their own.
-        machine::give_back_free_memory();
         let (listener, addrs) = listen(open)?;
         self.listener = Some(listener);
         let step = self.state.as_ref().map(|state| state.step);
@@ -144,6 +142,8 @@ impl<'a> RankWorker<'a> {
                 self.restore(&link, empty, step)?;
             }
         }
+        // Of the group and the step that failed, and of shards on their way.
+        machine::give_back_free_memory();
         self.link = Some(link);
         Ok(self.channel.send(&FromWorker::Formed { epoch, step })?)
     }
