@@ -341,7 +341,7 @@ fn check_last(
 
 /// The definition: the pools of the best means, and the positions behind the last whole pool.
 fn defined_pools(position: usize, choice: Choice) -> Vec<u32> {
-    let Choice { top_k, pool } = choice;
+    let Choice { top_k, pool, .. } = choice;
     let queries = KernelRng(9).floats(POSITIONS * INDEX_HEADS * INDEX, 1.0);
     let index = index_keys();
     let pools = (position + 1) / pool;
