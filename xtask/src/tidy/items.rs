@@ -40,10 +40,11 @@ pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     items.findings
 }
 
-/// Findings about names that more than [`NAMESAKES_MAX`] types have.
+/// Findings about names that more than [`NAMESAKES_MAX`] types of the crates have.
 pub(crate) fn check_names(files: &[RustFile]) -> Vec<Finding> {
     let mut names = Names::default();
-    for file in files.iter().filter(|file| !file.test_file) {
+    let is_product = |file: &&RustFile| file.path.starts_with("crates/") && !file.test_file;
+    for file in files.iter().filter(is_product) {
         let mut types = Types(Vec::new());
         types.visit_file(&file.syntax);
         for name in types.0 {

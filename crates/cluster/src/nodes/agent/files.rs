@@ -74,8 +74,8 @@ const LOCK_PAUSE: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub(super) struct NodeFolder {
     folder: PathBuf,
-    /// The locked file, while this process has the folder. Whoever changes files holds the mutex,
-    /// and does not hold the node's state when it takes it.
+    /// The locked file, while this process has the folder. A thread that changes files holds the
+    /// mutex, and takes it without the node's state.
     claim: Mutex<Option<File>>,
 }
 
