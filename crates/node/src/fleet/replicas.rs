@@ -12,7 +12,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use paceline_base::lock;
 use paceline_engine::{RequestFailure, Service, ServiceStatus, Sink, State, Submission, Ticket};
@@ -36,16 +36,26 @@ pub(super) struct Replicas {
 struct Routes {
     model: String,
     tell: ReplicaLog,
-    state: Mutex<RoutesState>,
+    members: ReplicaMap,
+    /// Locked from a choice until the chosen replica counts the request, so that the next choice
+    /// sees it. Locked while requests move, and by a cancel, which so finds a request before or
+    /// after its move. A send may take seconds: whoever needs the members alone does not wait.
+    prefixes: Mutex<Prefixes>,
 }
 
-/// Locked from a choice until the chosen replica counts the request, so that the next choice sees
-/// it. Locked while requests move, and by a cancel, which so finds a request before or after its
-/// move.
+/// The replicas of now. Locked for a look or a change, never while a request is sent.
 #[derive(Default)]
-struct RoutesState {
-    members: BTreeMap<InstanceId, ReplicaHandle>,
-    prefixes: Prefixes,
+struct ReplicaMap(Mutex<BTreeMap<InstanceId, ReplicaHandle>>);
+
+impl ReplicaMap {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<InstanceId, ReplicaHandle>> {
+        lock(&self.0)
+    }
+
+    fn all(&self) -> Vec<(InstanceId, ReplicaHandle)> {
+        let members = self.lock();
+        members.iter().map(|(id, it)| (*id, it.clone())).collect()
+    }
 }
 
 /// A replica.
@@ -81,7 +91,8 @@ impl Replicas {
         let routes = Routes {
             model: model.to_owned(),
             tell,
-            state: Mutex::default(),
+            members: ReplicaMap::default(),
+            prefixes: Mutex::default(),
         };
         let routes = Arc::new(routes);
         Self { routes }
@@ -90,7 +101,7 @@ impl Replicas {
     /// Adds an instance, or stores the name of its numbers.
     pub(super) fn admit(&self, inner: &Arc<Inner>, ready: &ReadyReplica) {
         let id = ready.id;
-        if let Some(member) = lock(&self.routes.state).members.get_mut(&id) {
+        if let Some(member) = self.routes.members.lock().get_mut(&id) {
             member.numbers.clone_from(&ready.numbers);
             return;
         }
@@ -106,20 +117,20 @@ impl Replicas {
             asked: Arc::default(),
             numbers: ready.numbers.clone(),
         };
-        lock(&self.routes.state).members.insert(id, member);
+        self.routes.members.lock().insert(id, member);
     }
 
     /// Keeps these instances only. Open requests of the others move to them.
     pub(super) fn retain(&self, wanted: &BTreeSet<InstanceId>) {
-        let mut state = lock(&self.routes.state);
-        state.members.retain(|id, _| wanted.contains(id));
+        let mut members = self.routes.members.lock();
+        members.retain(|id, _| wanted.contains(id));
     }
 
     /// The name of the numbers, if it is the same for all replicas: that of a request is not known
     /// in advance.
     fn numbers(&self) -> Option<String> {
-        let state = lock(&self.routes.state);
-        let mut names = state.members.values().map(|member| member.numbers.clone());
+        let members = self.routes.members.lock();
+        let mut names = members.values().map(|member| member.numbers.clone());
         let first = names.next()??;
         names
             .all(|name| name.as_ref() == Some(&first))
@@ -128,12 +139,12 @@ impl Replicas {
 
     /// Whether an instance is one of them.
     pub(super) fn has(&self, id: InstanceId) -> bool {
-        lock(&self.routes.state).members.contains_key(&id)
+        self.routes.members.lock().contains_key(&id)
     }
 
     /// Usage of an instance.
     pub(super) fn usage(&self, id: InstanceId) -> Use {
-        let member = lock(&self.routes.state).members.get(&id).cloned();
+        let member = self.routes.members.lock().get(&id).cloned();
         member.map_or_else(Use::default, |member| Use {
             asked: member.asked.load(Ordering::Relaxed),
             load: member.entry().load(),
@@ -147,8 +158,8 @@ impl Replicas {
         first: Option<InstanceId>,
     ) -> Result<(), RequestFailure> {
         let hashes = blocks(asked.prompt());
-        let mut state = lock(&self.routes.state);
-        let mut members = state.members();
+        let mut prefixes = lock(&self.routes.prefixes);
+        let mut members = self.routes.members.all();
         let first = first.and_then(|id| members.iter().position(|(other, _)| *other == id));
         let first = first.filter(|at| members[*at].1.entry().is_ready());
         let mut refusal = RequestFailure::Unavailable {
@@ -156,16 +167,14 @@ impl Replicas {
         };
         let (mut asked, mut at) = (asked, first);
         loop {
-            let chosen = at
-                .take()
-                .or_else(|| state.prefixes.choose(&members, &hashes));
+            let chosen = at.take().or_else(|| prefixes.choose(&members, &hashes));
             let Some(chosen) = chosen else {
                 return Err(refusal);
             };
             let (id, member) = members.swap_remove(chosen);
             match give(&member, asked) {
                 Ok(()) => {
-                    state.prefixes.remember(&hashes, id);
+                    prefixes.remember(&hashes, id);
                     return Ok(());
                 }
                 Err(back) => asked = back,
@@ -175,13 +184,14 @@ impl Replicas {
     }
 
     fn cancel(&self, ticket: Ticket) {
-        let state = lock(&self.routes.state);
-        let members = state.members.values();
-        members.for_each(|member| member.entry().cancel(ticket));
+        let _turn = lock(&self.routes.prefixes);
+        for (_, member) in self.routes.members.all() {
+            member.entry().cancel(ticket);
+        }
     }
 
     fn status(&self) -> ServiceStatus {
-        let members = lock(&self.routes.state).members();
+        let members = self.routes.members.all();
         let all: Vec<ServiceStatus> = members.iter().map(|(_, it)| it.entry().status()).collect();
         let ready = all.iter().find(|it| it.state == State::Ready);
         let first = ready.or(all.first()).map(|it| it.state.clone());
@@ -194,12 +204,7 @@ impl Replicas {
     }
 }
 
-impl RoutesState {
-    fn members(&self) -> Vec<(InstanceId, ReplicaHandle)> {
-        let members = self.members.iter();
-        members.map(|(id, it)| (*id, it.clone())).collect()
-    }
-
+impl Prefixes {
     /// Moves an open request to one of `others`; returns it if none of them can continue it.
     fn hand_over(
         &mut self,
@@ -213,17 +218,15 @@ impl RoutesState {
         };
         let fitting: Vec<_> = others.iter().filter(fits).cloned().collect();
         let hashes = blocks(asked.prompt());
-        let Some(chosen) = self.prefixes.choose(&fitting, &hashes) else {
+        let Some(chosen) = self.choose(&fitting, &hashes) else {
             return Err(asked);
         };
         let (id, member) = &fitting[chosen];
         give(member, asked)?;
-        self.prefixes.remember(&hashes, *id);
+        self.remember(&hashes, *id);
         Ok(())
     }
-}
 
-impl Prefixes {
     /// The index of the replica chosen for a prompt with these blocks.
     fn choose(&self, members: &[(InstanceId, ReplicaHandle)], hashes: &[u64]) -> Option<usize> {
         let candidate = |(id, member): &(InstanceId, ReplicaHandle)| ReplicaCandidate {
@@ -247,17 +250,17 @@ fn give(member: &ReplicaHandle, asked: IngressRequest) -> Result<(), IngressRequ
 
 impl RequestFailover for Routes {
     fn relieve(&self, from: &Ingress) -> bool {
-        let mut state = lock(&self.state);
-        let mut others = state.members();
+        let mut prefixes = lock(&self.prefixes);
+        let mut others = self.members.all();
         others.retain(|(id, member)| *id != from.id() && member.entry().is_ready());
         if others.is_empty() {
             return false;
         }
         // Later requests to it find an empty cache.
-        state.prefixes.forget(from.id());
+        prefixes.forget(from.id());
         let mut moved = 0;
         for asked in from.give_up() {
-            match state.hand_over(from, &others, asked) {
+            match prefixes.hand_over(from, &others, asked) {
                 Ok(()) => moved += 1,
                 Err(asked) => from.keep(asked),
             }
@@ -265,7 +268,7 @@ impl RequestFailover for Routes {
         if moved > 0 {
             from.hang_up();
         }
-        drop(state);
+        drop(prefixes);
         if moved > 0 {
             let (model, plural) = (&self.model, if moved == 1 { "" } else { "s" });
             (self.tell)(&format!(
@@ -286,8 +289,8 @@ impl Service for Replicas {
     }
 
     fn cut(&self) -> String {
-        let state = lock(&self.routes.state);
-        let members = state.members.values();
+        let members = self.routes.members.lock();
+        let members = members.values();
         let cuts: BTreeSet<String> = members
             .filter_map(|member| member.remote.entry.cut())
             .collect();
@@ -310,7 +313,7 @@ impl Service for Replicas {
 
 impl fmt::Debug for Replicas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ids: Vec<InstanceId> = lock(&self.routes.state).members.keys().copied().collect();
+        let ids: Vec<InstanceId> = self.routes.members.lock().keys().copied().collect();
         write!(f, "replicas {ids:?} of {}", self.routes.model)
     }
 }
@@ -364,17 +367,14 @@ mod tests {
                 asked: Arc::default(),
                 numbers: None,
             };
-            lock(&all.routes.state)
-                .members
-                .insert(InstanceId(id), member);
+            all.routes.members.lock().insert(InstanceId(id), member);
             owner
         });
         (all, owners)
     }
 
     fn entry(all: &Replicas, id: u64) -> Arc<Ingress> {
-        let state = lock(&all.routes.state);
-        Arc::clone(&state.members[&InstanceId(id)].remote.entry)
+        Arc::clone(&all.routes.members.lock()[&InstanceId(id)].remote.entry)
     }
 
     /// Sends a prompt of two blocks of this token, as the request of this number.
