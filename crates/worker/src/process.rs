@@ -178,14 +178,14 @@ impl RankWorker<'_> {
         let wait = if computes { LOOK_EVERY } else { Duration::MAX };
         match self.channel.recv(wait)? {
             Some(ToWorker::Assign(job)) => {
-                self.end_if_hung();
                 self.leave();
+                self.end_if_hung();
                 self.number = job.epoch;
                 self.begin(&job)
             }
             Some(ToWorker::Prepare(job)) => {
-                self.end_if_hung();
                 self.leave();
+                self.end_if_hung();
                 self.prepare(&job)
             }
             Some(ToWorker::Leave) => {
