@@ -17,7 +17,7 @@ use crate::{models, package, process, repo, sdk, wheel};
 
 /// Whether pages are made or checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Pages {
+pub(crate) enum ReferencePages {
     /// Compared with what their definitions say now.
     Check,
     /// Written.
@@ -29,7 +29,7 @@ pub(crate) enum Pages {
 /// # Errors
 /// When a program cannot be started or does not build. Without SmolLM2 all is a skip.
 pub(crate) fn run(
-    pages: Pages,
+    pages: ReferencePages,
     extent: TestExtent,
     see: &mut impl FnMut(&str),
 ) -> Result<TestTally> {
@@ -44,10 +44,10 @@ pub(crate) fn run(
     };
     let mut tally = world.run(
         "reference",
-        (pages == Pages::Write).then_some("--write"),
+        (pages == ReferencePages::Write).then_some("--write"),
         see,
     )?;
-    if pages == Pages::Check {
+    if pages == ReferencePages::Check {
         tally.add(world.run(
             "tutorials",
             (extent == TestExtent::Long).then_some("--long"),

@@ -238,7 +238,7 @@ fn run(chore: Chore) -> Result<bool> {
         }
         Chore::Docs { write: false, long } => steps::run(&[TestStep::Docs], extent(long)),
         Chore::Docs { write: true, .. } => closed(&docs::run(
-            docs::Pages::Write,
+            docs::ReferencePages::Write,
             TestExtent::Default,
             &mut show,
         )?),

@@ -137,7 +137,9 @@ impl TestStep {
             TestStep::Doc => cargo_test(self, "--doc", extent),
             TestStep::Sdk => sdk::run(None, extent, &mut |line| println!("{line}")),
             TestStep::Wheel => wheel::run(None, extent, &mut |line| println!("{line}")),
-            TestStep::Docs => docs::run(docs::Pages::Check, extent, &mut |line| println!("{line}")),
+            TestStep::Docs => docs::run(docs::ReferencePages::Check, extent, &mut |line| {
+                println!("{line}")
+            }),
             TestStep::Release => {
                 release::run(release::Builds::Once, &mut |line| println!("{line}"))
             }

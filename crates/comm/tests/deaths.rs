@@ -133,7 +133,10 @@ fn killed_ranks_are_named_by_all_at_once_and_leave_nothing() {
         let mut workers = start(size, transport, role, NEVER_SILENT);
         harm(&mut workers, victim, Signal::KILL, "PeerLost");
     }
-    let named = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    let named = std::fs::read_dir("/dev/shm")
+        .into_iter()
+        .flatten()
+        .flatten();
     let named: Vec<_> = named.map(|entry| entry.file_name()).collect();
     let ours = |name: &std::ffi::OsString| name.to_string_lossy().contains("paceline");
     assert!(!named.iter().any(ours), "shared memory is left: {named:?}");

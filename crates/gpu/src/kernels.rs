@@ -44,10 +44,7 @@ pub enum Column<'a> {
     /// `(n,)` values.
     Values(&'a [f64]),
     /// Random numbers from 0 to 1 by Philox 4x32-10, from the row's number and a dimension.
-    Random {
-        seed: u64,
-        dimension: u32,
-    },
+    Random { seed: u64, dimension: u32 },
 }
 
 /// The input rows of a kernel.

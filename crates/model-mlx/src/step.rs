@@ -35,8 +35,8 @@ mod tokens;
 
 use delta_net::NetRows;
 pub(super) use delta_net::Triangles;
-pub(super) use inputs::{rows_after, rows_in_cache};
 use inputs::{embed, tokens_of};
+pub(super) use inputs::{rows_after, rows_in_cache};
 use output_rows::OutputRows;
 use projections::joined;
 pub(super) use results::RankStep;

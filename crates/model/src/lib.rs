@@ -56,12 +56,12 @@ pub mod trace;
 mod weights;
 
 pub use adapter::{ADAPTERS_MAX, Adapter, AdapterId, AdapterPair};
+pub use block_head::{BlockConfig, BlockHead};
 pub use compute::{Compute, ExchangeBytes, LoadedModel};
 pub use config::{
     Activation, CLAMP_SLOPE, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer,
     LEAST_SUM, Latent, LayerCache, LayerShape, PoolIndexer, PositionScaling, Selection, Streams,
 };
-pub use block_head::{BlockConfig, BlockHead};
 pub use draft_head::{
     DraftBlock, DraftHead, DraftHeadCompute, DraftPlace, HeadRows, PassKind, draft_captures,
     load_draft_head,

@@ -759,7 +759,9 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
     }
 
     fn project_laurel(&mut self, w: &LayerShard) -> Result<(), Error> {
-        self.alternate(w, |streams, place, w, _, x| streams.project_laurel(place, w, x));
+        self.alternate(w, |streams, place, w, _, x| {
+            streams.project_laurel(place, w, x)
+        });
         Ok(())
     }
 

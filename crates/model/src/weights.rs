@@ -31,10 +31,10 @@ mod streams;
 pub(crate) use delta_net::DeltaNet;
 pub use delta_net::{DeltaRowLayout, MatrixRows};
 
+pub(crate) use alternating::Alternation;
 pub(crate) use indexer::Indexer;
 pub(crate) use latent::Latent;
 pub(crate) use pooled::PoolIndexer;
-pub(crate) use alternating::Alternation;
 pub(crate) use streams::{HeadStreams, LayerStreams, StreamMix};
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
@@ -1192,7 +1192,9 @@ impl LayerShard {
         let net = delta_net.iter().flat_map(|net| net.matrices());
         let index = latent.iter().flat_map(|latent| &latent.indexer);
         let index = index.flat_map(|own| [&own.key.matrix, &own.weights.matrix]);
-        let pools = pooled.iter().flat_map(|own| [Some(&own.query_key), own.key.as_ref()]);
+        let pools = pooled
+            .iter()
+            .flat_map(|own| [Some(&own.query_key), own.key.as_ref()]);
         let pools = pools.flatten().map(|linear| &linear.matrix);
         let gate = per_layer.iter().map(|own| &own.gate);
         let alternation = streams.iter().filter_map(|streams| streams.alternation());

@@ -478,7 +478,7 @@ impl Cpu<'_> {
         }
     }
 
-    /// [`head`](Self::head) of the rows of a leaf that are here, block by block. The loss is that of
+    /// [`head`](Self::head) of the rows of a leaf that are here, block by block. The loss is of
     /// all rows. `targets` are those of the leaf.
     ///
     /// # Errors

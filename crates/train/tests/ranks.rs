@@ -63,7 +63,7 @@ fn stages_give_the_bytes_of_one_process() {
     assert!(error.to_string().contains("9 stages"), "{error}");
 }
 
-/// A long row is cut over ranks, one of which is killed: the bytes of one process.
+/// A long row is cut over ranks, and one of them is killed: the bytes of one process.
 #[test]
 fn rows_cut_over_ranks_give_the_bytes_of_one_process() {
     let folder = tempfile::tempdir().unwrap();

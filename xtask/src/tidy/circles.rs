@@ -9,7 +9,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Finding, RustFile};
+use super::{RustFile, TidyFinding};
 use crate::repo;
 
 /// A larger circle is a finding: four files that know each other still fit in one head.
@@ -39,7 +39,7 @@ type Segments = Vec<String>;
 type Edges = BTreeMap<String, BTreeSet<String>>;
 
 /// Findings about the whole tree: its circles, once more files are in them than the limit says.
-pub(crate) fn check(files: &[RustFile]) -> Vec<Finding> {
+pub(crate) fn check(files: &[RustFile]) -> Vec<TidyFinding> {
     let circles = too_large(files);
     let circled: usize = circles.iter().map(Vec::len).sum();
     let finding = |circle: &Vec<String>| {
@@ -49,7 +49,7 @@ pub(crate) fn check(files: &[RustFile]) -> Vec<Finding> {
             circle.len(),
             circle.join(" ")
         );
-        Finding::error(&circle[0], 1, "import-circle", message)
+        TidyFinding::error(&circle[0], 1, "import-circle", message)
     };
     let over = circles.iter().filter(|_| circled > CIRCLED_FILES_MAX);
     over.map(finding).collect()

@@ -4,7 +4,7 @@
 //! Searching tokens keeps comments and strings out and finds a call inside a macro as well.
 //! Clippy's `disallowed_methods` has no exception for tests and none for one file with a reason.
 
-use super::{Finding, RustFile};
+use super::{RustFile, TidyFinding};
 use crate::repo;
 
 /// A banned token sequence.
@@ -64,7 +64,7 @@ const ENVIRONMENT: [&str; 7] = [
 ];
 
 /// Findings for every banned call in `file`.
-pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
+pub(crate) fn check(file: &RustFile) -> Vec<TidyFinding> {
     let krate = repo::crate_of(&file.path);
     let build_script = file.path.ends_with("/build.rs");
     let mut findings = Vec::new();
@@ -75,7 +75,7 @@ pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
         for at in matches(file, ban.tokens) {
             let line = file.tokens[at].line;
             if !file.is_test(line) {
-                findings.push(Finding::error(
+                findings.push(TidyFinding::error(
                     &file.path,
                     line,
                     ban.rule,

@@ -6,13 +6,13 @@
 
 use std::collections::BTreeMap;
 
-use super::Finding;
+use super::TidyFinding;
 
 /// The layer of each crate, `0` to `6` or `dev`.
 pub(crate) type LayerTable = BTreeMap<String, String>;
 
 /// Findings where a copy differs from `table`; the texts are those of the two pages.
-pub(crate) fn check(table: &LayerTable, architecture: &str, readme: &str) -> Vec<Finding> {
+pub(crate) fn check(table: &LayerTable, architecture: &str, readme: &str) -> Vec<TidyFinding> {
     let mut crates = table.clone();
     crates.remove("xtask");
     let (map, folders) = ("ARCHITECTURE.md", "crates/README.md");
@@ -23,7 +23,7 @@ pub(crate) fn check(table: &LayerTable, architecture: &str, readme: &str) -> Vec
 }
 
 /// A finding for each crate that `copy` lacks, has too many or has in another layer.
-fn compare(page: &str, part: &str, table: &LayerTable, copy: &LayerTable) -> Vec<Finding> {
+fn compare(page: &str, part: &str, table: &LayerTable, copy: &LayerTable) -> Vec<TidyFinding> {
     let names = table
         .keys()
         .chain(copy.keys().filter(|name| !table.contains_key(*name)));
@@ -39,7 +39,7 @@ fn compare(page: &str, part: &str, table: &LayerTable, copy: &LayerTable) -> Vec
             layer(copy),
             layer(table)
         );
-        Finding::error(page, 1, "layer-copy", message)
+        TidyFinding::error(page, 1, "layer-copy", message)
     };
     names.filter(differs).map(say).collect()
 }

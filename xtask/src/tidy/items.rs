@@ -7,7 +7,7 @@ use syn::spanned::Spanned;
 use syn::visit::Visit;
 use syn::{GenericArgument, PathArguments, Type, Visibility};
 
-use super::{Finding, RustFile};
+use super::{RustFile, TidyFinding};
 use crate::repo;
 
 /// Crates whose structs have one mutex over one state, so that no order of locks matters.
@@ -29,7 +29,7 @@ const SHARED_NAMES: [&str; 22] = [
 ];
 
 /// Findings about the items of one file.
-pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
+pub(crate) fn check(file: &RustFile) -> Vec<TidyFinding> {
     let mut items = Items {
         file,
         findings: Vec::new(),
@@ -41,7 +41,7 @@ pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
 }
 
 /// Findings about names that more than [`NAMESAKES_MAX`] types of the crates have.
-pub(crate) fn check_names(files: &[RustFile]) -> Vec<Finding> {
+pub(crate) fn check_names(files: &[RustFile]) -> Vec<TidyFinding> {
     let mut names = Names::default();
     let is_product = |file: &&RustFile| file.path.starts_with("crates/") && !file.test_file;
     for file in files.iter().filter(is_product) {
@@ -59,7 +59,7 @@ pub(crate) fn check_names(files: &[RustFile]) -> Vec<Finding> {
     let finding = |(name, places): (String, Vec<(String, usize)>)| {
         let (path, line) = &places[NAMESAKES_MAX];
         let message = format!("{} types are named {name}", places.len());
-        Finding::error(path, *line, "type-name", message)
+        TidyFinding::error(path, *line, "type-name", message)
     };
     names.into_iter().map(finding).collect()
 }
@@ -87,13 +87,13 @@ impl<'ast> Visit<'ast> for Types {
 
 struct Items<'a> {
     file: &'a RustFile,
-    findings: Vec<Finding>,
+    findings: Vec<TidyFinding>,
 }
 
 impl Items<'_> {
     fn find(&mut self, line: usize, rule: &'static str, message: &str) {
         if !self.file.is_test(line) {
-            let finding = Finding::error(&self.file.path, line, rule, message.to_owned());
+            let finding = TidyFinding::error(&self.file.path, line, rule, message.to_owned());
             self.findings.push(finding);
         }
     }

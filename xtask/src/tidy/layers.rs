@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use super::Finding;
+use super::TidyFinding;
 use super::copies::LayerTable;
 use crate::repo;
 
@@ -83,7 +83,7 @@ const OWNED: [(&str, &[&str]); 4] = [
 
 /// The output of `cargo metadata --no-deps`, as far as the rule needs it.
 #[derive(Debug, Deserialize)]
-pub(crate) struct Metadata {
+pub(crate) struct CargoMetadata {
     packages: Vec<Package>,
 }
 
@@ -111,12 +111,12 @@ struct Dependency {
     path: Option<String>,
 }
 
-impl Metadata {
+impl CargoMetadata {
     /// Asks cargo about the workspace.
     ///
     /// # Errors
     /// When cargo cannot be run or does not accept a manifest.
-    pub(crate) fn read() -> Result<Metadata> {
+    pub(crate) fn read() -> Result<CargoMetadata> {
         let output = repo::cargo()
             .args(["metadata", "--no-deps", "--format-version", "1"])
             .output()
@@ -162,7 +162,7 @@ fn relative(root: &Path, path: &str) -> String {
 }
 
 /// Findings about the workspace's edges; `root` is the folder that all paths start from.
-pub(crate) fn check(metadata: &Metadata, root: &Path) -> Vec<Finding> {
+pub(crate) fn check(metadata: &CargoMetadata, root: &Path) -> Vec<TidyFinding> {
     let mut findings = Vec::new();
     for package in &metadata.packages {
         let folder = package.folder(root);
@@ -171,7 +171,7 @@ pub(crate) fn check(metadata: &Metadata, root: &Path) -> Vec<Finding> {
         let text = std::fs::read_to_string(&package.manifest_path).unwrap_or_default();
         let mut say = |subject: &str, rule: &'static str, message: String| {
             let line = line_of(&text, subject);
-            findings.push(Finding::error(&manifest, line, rule, message));
+            findings.push(TidyFinding::error(&manifest, line, rule, message));
         };
         if folder.starts_with("crates/") && package.name != format!("paceline-{name}") {
             let message = format!("folder {folder} holds package {}", package.name);
@@ -277,7 +277,7 @@ mod tests {
             "xtask" => "/r/xtask".to_string(),
             _ => format!("/r/crates/{name}"),
         };
-        let metadata = Metadata {
+        let metadata = CargoMetadata {
             packages: vec![Package {
                 name: if name == "xtask" {
                     name.into()
@@ -389,7 +389,7 @@ mod tests {
 
     #[test]
     fn folder_and_package_agree() {
-        let metadata = Metadata {
+        let metadata = CargoMetadata {
             packages: vec![Package {
                 name: "paceline-tensors".into(),
                 manifest_path: "/r/crates/tensor/Cargo.toml".into(),

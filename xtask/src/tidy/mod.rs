@@ -34,7 +34,7 @@ use source::RustFile;
 
 /// A place that breaks a rule.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Finding {
+pub(crate) struct TidyFinding {
     /// Path from the root, with `/`.
     path: String,
     /// Line, from 1.
@@ -44,9 +44,9 @@ pub(crate) struct Finding {
     error: bool,
 }
 
-impl Finding {
-    fn error(path: &str, line: usize, rule: &'static str, message: String) -> Finding {
-        Finding {
+impl TidyFinding {
+    fn error(path: &str, line: usize, rule: &'static str, message: String) -> TidyFinding {
+        TidyFinding {
             path: path.into(),
             line,
             rule,
@@ -55,10 +55,10 @@ impl Finding {
         }
     }
 
-    fn warning(path: &str, line: usize, rule: &'static str, message: String) -> Finding {
-        Finding {
+    fn warning(path: &str, line: usize, rule: &'static str, message: String) -> TidyFinding {
+        TidyFinding {
             error: false,
-            ..Finding::error(path, line, rule, message)
+            ..TidyFinding::error(path, line, rule, message)
         }
     }
 
@@ -68,7 +68,7 @@ impl Finding {
     }
 }
 
-impl fmt::Display for Finding {
+impl fmt::Display for TidyFinding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let level = if self.error { "" } else { "warning: " };
         write!(
@@ -202,10 +202,10 @@ const fn clock(path: &'static str, reason: &'static str) -> Exemption {
 /// # Errors
 /// When git or cargo fails, or a file cannot be read. A Rust file that does not parse
 /// is a finding.
-pub(crate) fn run() -> Result<Vec<Finding>> {
+pub(crate) fn run() -> Result<Vec<TidyFinding>> {
     let root = repo::root();
     let paths = repo::files(&root)?;
-    let metadata = layers::Metadata::read()?;
+    let metadata = layers::CargoMetadata::read()?;
     let (files, mut findings) = parse_all(&root, &paths)?;
     findings.extend(files.iter().flat_map(check_rust));
     findings.extend(files.iter().flat_map(items::check));
@@ -234,14 +234,14 @@ pub(crate) fn run() -> Result<Vec<Finding>> {
 }
 
 /// Parses every Rust file and marks those that are out-of-line test modules of another.
-fn parse_all(root: &Path, paths: &[String]) -> Result<(Vec<RustFile>, Vec<Finding>)> {
+fn parse_all(root: &Path, paths: &[String]) -> Result<(Vec<RustFile>, Vec<TidyFinding>)> {
     let mut files = Vec::new();
     let mut findings = Vec::new();
     for path in paths.iter().filter(|path| path.ends_with(".rs")) {
         let text = std::fs::read_to_string(root.join(path)).with_context(|| path.clone())?;
         match RustFile::parse(path, &text) {
             Ok(file) => files.push(file),
-            Err(error) => findings.push(Finding::error(path, 1, "parse", format!("{error:#}"))),
+            Err(error) => findings.push(TidyFinding::error(path, 1, "parse", format!("{error:#}"))),
         }
     }
     let modules: BTreeSet<String> = files.iter().flat_map(RustFile::test_modules).collect();
@@ -259,20 +259,20 @@ fn is_in_module(path: &str, module: &str) -> bool {
         .is_some_and(|rest| rest == ".rs" || rest.starts_with('/'))
 }
 
-fn check_rust(file: &RustFile) -> Vec<Finding> {
+fn check_rust(file: &RustFile) -> Vec<TidyFinding> {
     let mut findings = code::check(file);
     findings.extend(text::check(file));
     findings
 }
 
 /// The layer table's copies against the table.
-fn check_copies(root: &Path) -> Result<Vec<Finding>> {
+fn check_copies(root: &Path) -> Result<Vec<TidyFinding>> {
     let read = |page: &str| std::fs::read_to_string(root.join(page)).context(page.to_string());
     let (architecture, readme) = (read("ARCHITECTURE.md")?, read("crates/README.md")?);
     Ok(copies::check(&layers::table(), &architecture, &readme))
 }
 
-fn check_tracked(root: &Path, paths: &[String]) -> Result<Vec<Finding>> {
+fn check_tracked(root: &Path, paths: &[String]) -> Result<Vec<TidyFinding>> {
     let home = std::env::var_os("HOME").map(PathBuf::from);
     let forbidden = tracked::forbidden(root, home.as_deref());
     let mut findings = Vec::new();
@@ -288,20 +288,20 @@ fn check_tracked(root: &Path, paths: &[String]) -> Result<Vec<Finding>> {
 }
 
 /// Drops what `exempt` lets through, and adds a finding for every entry that let nothing through.
-fn apply_exemptions(findings: Vec<Finding>, exempt: &[Exemption]) -> Vec<Finding> {
-    let covers = |entry: &Exemption, finding: &Finding| {
+fn apply_exemptions(findings: Vec<TidyFinding>, exempt: &[Exemption]) -> Vec<TidyFinding> {
+    let covers = |entry: &Exemption, finding: &TidyFinding| {
         entry.rule == finding.rule && entry.path == finding.path
     };
     let stale = exempt
         .iter()
         .filter(|entry| !findings.iter().any(|f| covers(entry, f)));
-    let mut kept: Vec<Finding> = stale
+    let mut kept: Vec<TidyFinding> = stale
         .map(|entry| {
             let message = format!(
                 "exempt from `{}` ({}) without need",
                 entry.rule, entry.reason
             );
-            Finding::error(entry.path, 1, "stale-exemption", message)
+            TidyFinding::error(entry.path, 1, "stale-exemption", message)
         })
         .collect();
     kept.extend(
@@ -318,15 +318,15 @@ mod tests {
 
     #[test]
     fn a_finding_prints_place_rule_and_message() {
-        let finding = Finding::error("crates/a/src/lib.rs", 7, "clock", "no".into());
+        let finding = TidyFinding::error("crates/a/src/lib.rs", 7, "clock", "no".into());
         assert_eq!(finding.to_string(), "crates/a/src/lib.rs:7: clock: no");
-        let finding = Finding::warning("x.rs", 1, "file-length", "long".into());
+        let finding = TidyFinding::warning("x.rs", 1, "file-length", "long".into());
         assert_eq!(finding.to_string(), "x.rs:1: file-length: warning: long");
     }
 
     #[test]
     fn exemptions_let_through_and_go_stale() {
-        let finding = |path: &str| Finding::error(path, 3, "clock", "no".into());
+        let finding = |path: &str| TidyFinding::error(path, 3, "clock", "no".into());
         let exempt = [Exemption {
             rule: "clock",
             path: "a.rs",
@@ -411,7 +411,7 @@ mod tests {
             (findings[0].path.as_str(), findings[0].rule),
             ("src/broken.rs", "parse")
         );
-        let found: Vec<Finding> = files.iter().flat_map(check_rust).collect();
+        let found: Vec<TidyFinding> = files.iter().flat_map(check_rust).collect();
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!(found[0].path, "src/plain.rs");
     }

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use super::Finding;
+use super::TidyFinding;
 use super::source::RustFile;
 use crate::repo;
 
@@ -15,7 +15,7 @@ use crate::repo;
 const PROGRAMS_MAX: usize = 3;
 
 /// Findings about all crates; `programs` are the sources of cargo's test targets, from the root.
-pub(crate) fn check(files: &[RustFile], programs: &[String]) -> Vec<Finding> {
+pub(crate) fn check(files: &[RustFile], programs: &[String]) -> Vec<TidyFinding> {
     let modules: BTreeSet<String> = files
         .iter()
         .filter(|file| tests_file(&file.path).is_some())
@@ -25,7 +25,7 @@ pub(crate) fn check(files: &[RustFile], programs: &[String]) -> Vec<Finding> {
         let module = tests_file(&file.path)?;
         let known = modules.contains(&module) || programs.contains(&file.path);
         let message = "no test program has this file: declare it in tests/all.rs";
-        (!known).then(|| Finding::error(&file.path, 1, "test-program", message.into()))
+        (!known).then(|| TidyFinding::error(&file.path, 1, "test-program", message.into()))
     });
     outside.chain(too_many(programs)).collect()
 }
@@ -56,7 +56,7 @@ fn modules(file: &RustFile) -> Vec<String> {
         .collect()
 }
 
-fn too_many(programs: &[String]) -> Vec<Finding> {
+fn too_many(programs: &[String]) -> Vec<TidyFinding> {
     let crates: BTreeSet<&str> = programs.iter().map(|path| repo::crate_of(path)).collect();
     let count = |name: &str| {
         let own = programs.iter().filter(|path| repo::crate_of(path) == name);
@@ -69,7 +69,7 @@ fn too_many(programs: &[String]) -> Vec<Finding> {
             count(name)
         );
         let manifest = format!("crates/{name}/Cargo.toml");
-        Finding::error(&manifest, 1, "test-program", message)
+        TidyFinding::error(&manifest, 1, "test-program", message)
     })
     .collect()
 }

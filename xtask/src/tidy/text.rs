@@ -1,6 +1,6 @@
 //! Rules about lines: width, notes left in comments, the module doc, the file's size.
 
-use super::{Finding, RustFile};
+use super::{RustFile, TidyFinding};
 
 /// The width rustfmt is set to; it leaves comments and long strings alone, this rule does not.
 const WIDTH_MAX: usize = 100;
@@ -12,7 +12,7 @@ const FILE_LINES_MAX: usize = 800;
 const UNDOCUMENTED_LINES_MAX: usize = 50;
 
 /// All line rules for one file.
-pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
+pub(crate) fn check(file: &RustFile) -> Vec<TidyFinding> {
     let mut findings = Vec::new();
     for line in 1..=file.lines.len() {
         width(file, line, &mut findings);
@@ -21,11 +21,11 @@ pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     let lines = file.lines.len();
     if lines > UNDOCUMENTED_LINES_MAX && !has_module_doc(file) {
         let message = format!("{lines} lines and no module doc (`//!`)");
-        findings.push(Finding::error(&file.path, 1, "module-doc", message));
+        findings.push(TidyFinding::error(&file.path, 1, "module-doc", message));
     }
     if lines > FILE_LINES_MAX {
         let message = format!("{lines} lines, over {FILE_LINES_MAX}: look for the second idea");
-        findings.push(Finding::warning(&file.path, 1, "file-length", message));
+        findings.push(TidyFinding::warning(&file.path, 1, "file-length", message));
     }
     findings
 }
@@ -38,24 +38,24 @@ fn has_module_doc(file: &RustFile) -> bool {
 }
 
 /// Lines over the width, but for those that a string literal or an address makes long.
-fn width(file: &RustFile, line: usize, findings: &mut Vec<Finding>) {
+fn width(file: &RustFile, line: usize, findings: &mut Vec<TidyFinding>) {
     let text = &file.lines[line - 1];
     let width = text.chars().count();
     let literal = file.literal_columns[line - 1];
     let unbreakable = text.contains("://") || (literal > 0 && width - literal <= WIDTH_MAX);
     if width > WIDTH_MAX && !unbreakable {
         let message = format!("{width} characters, at most {WIDTH_MAX}");
-        findings.push(Finding::error(&file.path, line, "width", message));
+        findings.push(TidyFinding::error(&file.path, line, "width", message));
     }
 }
 
 /// Notes for later have one form, `TODO(topic): sentence.`, which may run over several lines.
-fn note(file: &RustFile, line: usize, findings: &mut Vec<Finding>) {
+fn note(file: &RustFile, line: usize, findings: &mut Vec<TidyFinding>) {
     let comment = &file.comments[line - 1];
     for word in ["FIXME", "XXX", "HACK"] {
         if find_word(comment, word).is_some() {
             let message = format!("write `TODO(topic): sentence.` instead of {word}");
-            findings.push(Finding::error(&file.path, line, "todo-form", message));
+            findings.push(TidyFinding::error(&file.path, line, "todo-form", message));
         }
     }
     let Some(at) = find_word(comment, "TODO") else {
@@ -72,7 +72,7 @@ fn note(file: &RustFile, line: usize, findings: &mut Vec<Finding>) {
     }
     if !is_well_formed(&note) {
         let message = "write `TODO(topic): sentence.`".to_string();
-        findings.push(Finding::error(&file.path, line, "todo-form", message));
+        findings.push(TidyFinding::error(&file.path, line, "todo-form", message));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::Finding;
+use super::TidyFinding;
 
 /// Larger files do not belong in git: models are fetched, golden data is small. Binary mebibyte.
 const BYTES_MAX: u64 = 1 << 20;
@@ -45,11 +45,11 @@ pub(crate) fn forbidden(root: &Path, home: Option<&Path>) -> Vec<String> {
 }
 
 /// Findings about one file's bytes. `Cargo.lock` is cargo's and may name what it likes.
-pub(crate) fn check_file(path: &str, bytes: &[u8], forbidden: &[String]) -> Vec<Finding> {
+pub(crate) fn check_file(path: &str, bytes: &[u8], forbidden: &[String]) -> Vec<TidyFinding> {
     let mut findings = Vec::new();
     if bytes.len() as u64 > BYTES_MAX {
         let message = format!("{} KiB, at most 1024", bytes.len() / 1024);
-        findings.push(Finding::error(path, 1, "file-size", message));
+        findings.push(TidyFinding::error(path, 1, "file-size", message));
     }
     let text = std::str::from_utf8(bytes).unwrap_or("");
     if path.ends_with("Cargo.lock") {
@@ -58,7 +58,7 @@ pub(crate) fn check_file(path: &str, bytes: &[u8], forbidden: &[String]) -> Vec<
     for (at, line) in text.lines().enumerate() {
         for word in forbidden.iter().filter(|word| contains_path(line, word)) {
             let message = format!("`{word}` is a registry host or a folder of one machine");
-            findings.push(Finding::error(path, at + 1, "machine", message));
+            findings.push(TidyFinding::error(path, at + 1, "machine", message));
         }
     }
     findings
@@ -74,7 +74,7 @@ fn contains_path(line: &str, word: &str) -> bool {
 }
 
 /// ARCHITECTURE.md, once written, has a table row for every crate.
-pub(crate) fn check_crate_table(text: &str, crates: &[String]) -> Vec<Finding> {
+pub(crate) fn check_crate_table(text: &str, crates: &[String]) -> Vec<TidyFinding> {
     let has_row = |name: &String| {
         let cell = format!("crates/{name}");
         let ends = |rest: &str| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '-');
@@ -89,21 +89,21 @@ pub(crate) fn check_crate_table(text: &str, crates: &[String]) -> Vec<Finding> {
     missing
         .map(|name| {
             let message = format!("the crate table has no row for `crates/{name}`");
-            Finding::error("ARCHITECTURE.md", 1, "crate-table", message)
+            TidyFinding::error("ARCHITECTURE.md", 1, "crate-table", message)
         })
         .collect()
 }
 
 /// `base` under its limit; `lines` counts its source files.
-pub(crate) fn check_base_size(lines: usize) -> Option<Finding> {
+pub(crate) fn check_base_size(lines: usize) -> Option<TidyFinding> {
     (lines >= BASE_LINES_MAX).then(|| {
         let message = format!("{lines} lines, `base` stays under {BASE_LINES_MAX}");
-        Finding::error("crates/base/src/lib.rs", 1, "base-size", message)
+        TidyFinding::error("crates/base/src/lib.rs", 1, "base-size", message)
     })
 }
 
 /// Every manifest takes over the workspace's lints.
-pub(crate) fn check_lints(path: &str, manifest: &str) -> Option<Finding> {
+pub(crate) fn check_lints(path: &str, manifest: &str) -> Option<TidyFinding> {
     let mut lines = manifest
         .lines()
         .map(str::trim)
@@ -111,7 +111,7 @@ pub(crate) fn check_lints(path: &str, manifest: &str) -> Option<Finding> {
         .skip(1);
     (lines.next() != Some("workspace = true")).then(|| {
         let message = "the manifest lacks `[lints] workspace = true`".to_string();
-        Finding::error(path, 1, "lints", message)
+        TidyFinding::error(path, 1, "lints", message)
     })
 }
 

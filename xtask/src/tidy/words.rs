@@ -7,7 +7,7 @@
 //! [`paragraphs`] selects the text for the first two, all comments are read for the third.
 
 use super::text::find_word;
-use super::{Finding, RustFile};
+use super::{RustFile, TidyFinding};
 
 /// First words that name no subject.
 const OPENERS: [&str; 5] = ["What", "Who", "One", "Those", "Whoever"];
@@ -43,7 +43,7 @@ struct Paragraph {
 }
 
 /// Findings about the whole tree, one for each count that is over its limit.
-pub(crate) fn check(files: &[RustFile]) -> Vec<Finding> {
+pub(crate) fn check(files: &[RustFile]) -> Vec<TidyFinding> {
     let openers = (
         "opener",
         format!("doc comments begin with {}", OPENERS.join(", ")),
@@ -67,7 +67,12 @@ pub(crate) fn check(files: &[RustFile]) -> Vec<Finding> {
         if places.len() > max {
             let listed = places[..places.len().min(LISTED_MAX)].join(" ");
             let message = format!("{} {subject}, at most {max}: {listed} ...", places.len());
-            findings.push(Finding::error("xtask/src/tidy/words.rs", 1, rule, message));
+            findings.push(TidyFinding::error(
+                "xtask/src/tidy/words.rs",
+                1,
+                rule,
+                message,
+            ));
         }
     }
     findings

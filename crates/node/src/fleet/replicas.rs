@@ -39,7 +39,7 @@ struct Routes {
     members: ReplicaMap,
     /// Locked from a choice until the chosen replica counts the request, so that the next choice
     /// sees it. Locked while requests move, and by a cancel, which so finds a request before or
-    /// after its move. A send may take seconds: whoever needs the members alone does not wait.
+    /// after its move. A send may take seconds; the members can be read meanwhile.
     prefixes: Mutex<Prefixes>,
 }
 

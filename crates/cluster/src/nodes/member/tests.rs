@@ -1,7 +1,7 @@
 //! Tests of a member, stepped by hand; whole clusters of them are in the crate `sim`.
 
-use super::super::Register;
 use super::super::HybridTimestamp;
+use super::super::Register;
 use super::*;
 use crate::testing::SimulatedSigner;
 

@@ -127,7 +127,7 @@ pub(in crate::tools) fn cases() -> Vec<Case<Json>> {
     ]
 }
 
-/// A call is told once it is complete.
+/// A call is reported once it is complete.
 #[test]
 fn answers_by_templates() {
     for case in cases() {
