@@ -48,10 +48,6 @@ pub(crate) fn args<'a>(data: &'a str, output: &'a str, more: &[&'a str]) -> Vec<
 }
 
 #[test]
-#[expect(
-    clippy::too_many_lines,
-    reason = "one story on one adapter, whose training takes longer than the rest"
-)]
 fn an_adapter_is_shown_converted_and_run() {
     let world = TestHome::new();
     let data = data(&world);

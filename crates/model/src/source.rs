@@ -567,20 +567,19 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::OutputScale => "layer_output_scale",
         LayerRole::DeltaQkv => "attn_qkv",
         LayerRole::DeltaGate => "attn_gate",
-        LayerRole::DeltaQkvGate => "ssm_in",
+        LayerRole::DeltaQkvGate | LayerRole::MambaInput => "ssm_in",
         LayerRole::DeltaStep => "ssm_beta",
         LayerRole::DeltaDecay => "ssm_alpha",
         LayerRole::DeltaStepDecay => "ssm_ba",
-        LayerRole::DeltaConv => "ssm_conv1d",
+        LayerRole::DeltaConv
+        | LayerRole::DeltaQueryConv
+        | LayerRole::DeltaKeyConv
+        | LayerRole::DeltaValueConv => "ssm_conv1d",
         LayerRole::DeltaBias => "ssm_dt",
         LayerRole::DeltaScale => "ssm_a",
         LayerRole::DeltaNorm => "ssm_norm",
         LayerRole::DeltaOutput => "ssm_out",
         LayerRole::DeltaGateDown | LayerRole::DeltaDecayDown => "ssm_low", // no files of the family
-        LayerRole::DeltaQueryConv | LayerRole::DeltaKeyConv | LayerRole::DeltaValueConv => {
-            "ssm_conv1d"
-        }
-        LayerRole::MambaInput => "ssm_in",
         LayerRole::MambaSkip => "ssm_d",
         LayerRole::AttentionStreams(_) | LayerRole::FfnStreams(_) => "hyper_connection",
         LayerRole::LaurelDown => "laurel_l",

@@ -172,7 +172,7 @@ impl Cpu<'_> {
     /// The same for a block of a leaf.
     fn of_block(&self, block: &BlockRows<'_>) -> Self {
         Self {
-            dropout: self.dropout.map(|chance| chance.from_row(block.first())),
+            dropout: self.dropout.map(|chance| chance.starting_at(block.first())),
             balance: self.balance * block.judged() as f32 / self.judged as f32,
             ..*self
         }

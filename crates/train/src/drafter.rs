@@ -48,11 +48,10 @@ use crate::order::ExampleOrder;
 use crate::report::TrainingProgress;
 use crate::weights::Parts;
 use crate::workers::{LeafModel, PartSink, TrainingWorkers};
-use answers::{Answering, Answers};
+use answers::{Answer, Answering, Answers};
 use capture::Captures;
 use network::{DraftRows, HeadNetwork, HeadShape};
 
-use answers::{Answer, group};
 pub use job::DrafterJob;
 pub(crate) use worker::work;
 

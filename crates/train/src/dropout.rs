@@ -21,7 +21,7 @@ impl Dropout {
     }
 
     /// The same for rows from `first` on.
-    pub(crate) const fn from_row(self, first: usize) -> Self {
+    pub(crate) const fn starting_at(self, first: usize) -> Self {
         Self { first, ..self }
     }
 

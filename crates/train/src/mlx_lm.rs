@@ -436,7 +436,6 @@ lr_schedule:
             ("fine_tune_type: dora", "fine_tune_type is \"dora\""),
             ("a: 1\n  b: 2", "line 2"),
             ("keys: [1, 2", "line 1"),
-            ("nothing", "line 1"),
             ("lr_schedule:\n  name: step_decay", "lr_schedule.name"),
             (
                 "lr_schedule: {name: linear_schedule, arguments: [1e-4, 0.0]}",

@@ -125,6 +125,12 @@ fn places(by_rank: &[HeadRanges]) -> [Vec<u32>; 2] {
     [heads, kv_heads]
 }
 
+/// Parts `(T, n)` side by side.
+pub(super) fn joined(stream: &Stream, parts: &[Array]) -> Result<Array, Error> {
+    let parts: Vec<&Array> = parts.iter().collect();
+    Ok(stream.concatenate(&parts, 1)?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -137,10 +143,4 @@ mod tests {
         assert_eq!(heads, [0, 1, 2, 5, 6, 7]);
         assert_eq!(kv_heads, [3, 4, 9]);
     }
-}
-
-/// Parts `(T, n)` side by side.
-pub(super) fn joined(stream: &Stream, parts: &[Array]) -> Result<Array, Error> {
-    let parts: Vec<&Array> = parts.iter().collect();
-    Ok(stream.concatenate(&parts, 1)?)
 }

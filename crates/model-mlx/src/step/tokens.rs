@@ -144,8 +144,8 @@ impl Step<'_> {
             .map(|word| u32::from_le_bytes(*word));
         let parts = counts.iter().map(|n| words.by_ref().take(n / 4).collect());
         let mut parts: Vec<Vec<u32>> = parts.collect();
-        let flags = parts.iter_mut().map(|part| part.pop() == Some(1));
-        done.may_begin = flags.fold(true, |all, own| all && own);
+        let flags: Vec<_> = parts.iter_mut().map(Vec::pop).collect();
+        done.may_begin = flags.iter().all(|flag| *flag == Some(1));
         Ok(parts)
     }
 }

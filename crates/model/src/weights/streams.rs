@@ -12,14 +12,14 @@ use crate::{Error, LayerRole, Role};
 #[derive(Debug)]
 pub(crate) enum LayerStreams {
     /// Before attention and before the feed-forward.
-    Gated([StreamMix; 2]),
-    Alternating(Alternation),
+    Gated(Box<[StreamMix; 2]>),
+    Alternating(Box<Alternation>),
 }
 
 /// From several residual streams to the input of the output head.
 #[derive(Debug)]
 pub(crate) enum HeadStreams {
-    Gated(StreamMix),
+    Gated(Box<StreamMix>),
     /// `(C, C)` of each stream but the first.
     Alternating(Vec<PackedMatrix>),
 }
@@ -48,7 +48,7 @@ impl LayerStreams {
     /// The mixes before both halves.
     pub(crate) fn mixes(&self) -> &[StreamMix] {
         match self {
-            Self::Gated(mixes) => mixes,
+            Self::Gated(mixes) => &mixes[..],
             Self::Alternating(_) => &[],
         }
     }
@@ -105,11 +105,13 @@ impl ShardLoader<'_> {
             return Ok(None);
         };
         Ok(Some(match of.rule {
-            StreamRule::Gated => LayerStreams::Gated([
+            StreamRule::Gated => LayerStreams::Gated(Box::new([
                 self.stream_mix(|part| role(LayerRole::AttentionStreams(part)), true)?,
                 self.stream_mix(|part| role(LayerRole::FfnStreams(part)), true)?,
-            ]),
-            StreamRule::Alternating => LayerStreams::Alternating(self.alternation(layer)?),
+            ])),
+            StreamRule::Alternating => {
+                LayerStreams::Alternating(Box::new(self.alternation(layer)?))
+            }
         }))
     }
 
@@ -119,7 +121,9 @@ impl ShardLoader<'_> {
             return Ok(None);
         };
         Ok(Some(match of.rule {
-            StreamRule::Gated => HeadStreams::Gated(self.stream_mix(Role::Streams, false)?),
+            StreamRule::Gated => {
+                HeadStreams::Gated(Box::new(self.stream_mix(Role::Streams, false)?))
+            }
             StreamRule::Alternating => {
                 HeadStreams::Alternating(self.stream_ends(StreamPart::Collapse)?)
             }

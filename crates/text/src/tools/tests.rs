@@ -86,7 +86,7 @@ impl<T> Case<T> {
     }
 
     /// All of the answer is text.
-    pub(super) fn is_text(self) -> Self {
+    pub(super) fn plain(self) -> Self {
         let answer = self.answer;
         self.text(answer)
     }
@@ -109,7 +109,7 @@ impl<T> Case<T> {
 
     /// All of the answer is a call that cannot be read.
     pub(super) fn fails(self) -> Self {
-        self.is_text().failed(1)
+        self.plain().failed(1)
     }
 }
 
@@ -149,7 +149,7 @@ fn weather() -> (&'static str, Json) {
 
 fn hermes_texts() -> Vec<Case<&'static str>> {
     vec![
-        case(HERMES, "", "Hello.\n").is_text(),
+        case(HERMES, "", "Hello.\n").plain(),
         case(HERMES, "", "<think>\nhm\n</think>\n\nHi")
             .text("Hi")
             .thought("hm"),
@@ -160,7 +160,7 @@ fn hermes_texts() -> Vec<Case<&'static str>> {
         )
         .text("Hi")
         .thought("hm <tool_call>{}</tool_call>"),
-        case(HERMES, "<think>\n\n</think>\n\n", "Hi <think>").is_text(),
+        case(HERMES, "<think>\n\n</think>\n\n", "Hi <think>").plain(),
         case(
             HERMES,
             "",
@@ -173,7 +173,7 @@ fn hermes_texts() -> Vec<Case<&'static str>> {
             "<tool_call>{\"name\": \"run\", \"arguments\": {\"x\": 1",
         )
         .fails(),
-        case(HERMES, "", "1 < 2 <tool").is_text(),
+        case(HERMES, "", "1 < 2 <tool").plain(),
     ]
 }
 
@@ -372,9 +372,9 @@ fn llama_cases() -> Vec<Case<&'static str>> {
              {}}; {\"name\": \"noop\", \"parameters\": null}",
         )
         .calls(vec![("noop", json!({})), ("noop", json!({}))]),
-        case(LLAMA, "", "{\"answer\": 1}").is_text(),
-        case(LLAMA, "", "{\"name\": \"Ada\", \"age\": 1}").is_text(),
-        case(LLAMA, "", "See {\"name\": \"noop\", \"parameters\": {}}").is_text(),
+        case(LLAMA, "", "{\"answer\": 1}").plain(),
+        case(LLAMA, "", "{\"name\": \"Ada\", \"age\": 1}").plain(),
+        case(LLAMA, "", "See {\"name\": \"noop\", \"parameters\": {}}").plain(),
     ]
 }
 

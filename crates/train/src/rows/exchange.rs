@@ -92,17 +92,19 @@ impl RowSeat {
         widths: [usize; 2],
     ) -> Result<Vec<[Vec<f32>; 2]>, Error> {
         let size = |block: usize| rows.blocks[block].rows.len() * (widths[0] + widths[1]);
-        let (mut sent, mut counts) = (Vec::new(), [vec![0; self.of], vec![0; self.of]]);
+        let (mut sent, mut counts) = (Vec::new(), [Vec::new(), Vec::new()]);
         for rank in 0..self.of {
+            let mut sizes = 0;
             for (nth, _, to) in self.pairs(rows, self.rank, rank) {
                 let place = &rows.blocks[to].rows;
                 for (all, n) in own[nth].iter().zip(widths) {
                     sent.extend_from_slice(&all[place.start * n..place.end * n]);
                 }
-                counts[0][rank] += size(to);
+                sizes += size(to);
             }
             let received = self.pairs(rows, rank, self.rank).into_iter();
-            counts[1][rank] = received.map(|(_, _, to)| size(to)).sum();
+            counts[0].push(sizes);
+            counts[1].push(received.map(|(_, _, to)| size(to)).sum());
         }
         let got = self.calls.swap(sent, counts)?;
         let mut parts: Vec<(usize, usize, &[f32])> = Vec::new();

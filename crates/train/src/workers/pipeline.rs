@@ -70,7 +70,7 @@ impl WorkerSet {
         watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<PipelineResults, Error> {
         let ranges = match self.stages {
-            1 => Vec::from([Vec::from([0..params.len()])]),
+            1 => vec![std::iter::once(0..params.len()).collect()],
             stages => run.stages(stages)?,
         };
         for (stage, ranges) in ranges.iter().enumerate() {
