@@ -2,9 +2,9 @@
 //!
 //! [`TileRegisters`] is what AMX offers of them, one method for each instruction.
 //! `crate::batch::amx` is the processor's, and a test's emulation proves everything but the
-//! encodings. Weights of 64 columns are a tile, all bytes. Column `k` of weight row `n` is byte `4 n + k % 4` of the tile's
-//! row `k / 4`. Activations of row `t` are row `t` of a tile, column `k` at byte `k`. Results are
-//! i32, `(t, n)`.
+//! encodings. Weights of 64 columns are a tile, all bytes. Column `k` of weight row `n` is byte `4
+//! n + k % 4` of the tile's row `k / 4`. Activations of row `t` are row `t` of a tile, column `k`
+//! at byte `k`. Results are i32, `(t, n)`.
 
 use crate::batch::rows::{TILE_COLS, TILE_ROWS};
 
