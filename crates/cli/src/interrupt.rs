@@ -96,6 +96,10 @@ impl Signals {
     pub(crate) fn stoppable<T>(&self, work: impl FnOnce(&Cancel) -> T) -> T {
         self.meaning.store(STOPS, Ordering::SeqCst);
         let result = work(&Cancel::from_flag(Arc::clone(&self.came)));
+        while self.ended.load(Ordering::SeqCst) {
+            // The process ends. Another line would leave the terminal in raw mode.
+            std::thread::park();
+        }
         // In this order, and twice: a Ctrl-C before the end of the work must end neither the
         // process nor later work.
         self.came.store(false, Ordering::SeqCst);
@@ -115,8 +119,8 @@ impl Signals {
                 _ => ended || self.came.load(Ordering::SeqCst),
             };
             if ends {
-                terminal::restore();
                 end_line();
+                terminal::restore();
                 paceline_mlx::exit(1);
             }
         }
