@@ -60,7 +60,7 @@ def head(model_dir, name, draft_vocab, **more):
             made.d2t.copy_(torch.from_numpy(chosen - np.arange(draft_vocab)))
             made.t2d.zero_()
             made.t2d[torch.from_numpy(chosen)] = True
-    # What a published head leaves out is the model's.
+    # A published head leaves out the parts that are the model's.
     tensors = load_file(model_dir / "model.safetensors")
     with torch.no_grad():
         made.embed_tokens.weight.copy_(tensors["model.embed_tokens.weight"].float())

@@ -274,7 +274,7 @@ pub(crate) enum Error {
     /// MLX did not answer about its devices.
     #[error("{work} the devices of mlx took more than {limit:?}: one of them or its driver hangs")]
     DevicesLate {
-        /// What was done with them.
+        /// The work that did not end, as the message names it.
         work: &'static str,
         /// The limit.
         limit: Duration,

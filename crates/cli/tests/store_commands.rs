@@ -22,7 +22,7 @@ fn paceline(home: &Path, line: &str) -> Command {
     command
 }
 
-/// What `command`, which must end with `code`, says on both streams: all of `parts`, in order.
+/// Runs `command`, which must end with `code` and print all of `parts` in order, on both streams.
 fn said(command: &mut Command, code: i32, parts: &[&str]) -> String {
     let output = command.output().unwrap();
     let said = text(&output.stdout) + &text(&output.stderr);

@@ -232,7 +232,7 @@ fn ranks_compute_the_next_step_before_its_plan() {
         assert_eq!(counts[0].steps_ahead, counts[1].steps_ahead);
         assert!(counts[0].steps_ahead > 20, "{counts:?}");
         if logits == DRAWN {
-            // One device has other bits, and the same tokens. Of each row, 42 places and logits.
+            // A single device: other bits, the same tokens. Of each row, 42 places and logits.
             assert!(counts[0].logit_bytes < 2 * 42 * 8 * tokens, "{counts:?}");
             let expected = run_alone(&model(&path, &library), logits).0;
             assert_eq!(tokens_of(&got), tokens_of(&expected));

@@ -194,7 +194,7 @@ impl Adapter {
             let sizes = shape.and_then(|shape| sizes(config.width, shape, pair.part));
             let Some([out, inputs]) = sizes else {
                 let reason = match files::is_of_experts(pair.part) {
-                    true => "pairs of experts are for a copy of the model, not beside it",
+                    true => "pairs of experts need a copy of the model that is fused with them",
                     false => "the model has no such matrix",
                 };
                 return Err(wrong(format!("{place}: {reason}")));

@@ -65,7 +65,7 @@ impl Activity {
     /// limit in seconds that a computation has exceeded.
     ///
     /// # Errors
-    /// Those of the system that starts no thread.
+    /// The system starts no thread.
     pub(crate) fn watch(
         self: &Arc<Self>,
         tell: impl FnOnce(f64) + Send + 'static,
@@ -99,7 +99,7 @@ struct Times {
 }
 
 impl Times {
-    /// One look. Gives the limit if the computation under way has exceeded it.
+    /// Looks once. Gives the limit if the computation under way has exceeded it.
     fn look(&mut self, changes: u64, is_measured: bool) -> Option<f64> {
         if changes != self.changes || changes.is_multiple_of(2) {
             self.longest_s = self.longest_s.max(self.now_s);

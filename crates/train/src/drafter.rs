@@ -200,7 +200,7 @@ impl DrafterRun {
         Ok((fingerprint(&self.source)?, hex(&hash.finalize())))
     }
 
-    /// What a worker says once it has the model.
+    /// The message of a worker that has loaded the model.
     ///
     /// # Errors
     /// As [`fingerprints`](Self::fingerprints).
@@ -480,7 +480,7 @@ impl Table {
 struct Training<'a> {
     run: &'a DrafterRun,
     network: HeadNetwork<'a>,
-    /// One: all numbers of the head.
+    /// A single part: all numbers of the head.
     parts: Parts,
     train: Arc<[Answer]>,
     order: ExampleOrder,

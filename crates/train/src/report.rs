@@ -1,4 +1,4 @@
-//! What a run tells: its progress, and its results.
+//! The progress and the results that a run reports.
 
 use std::path::{Path, PathBuf};
 

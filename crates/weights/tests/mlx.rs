@@ -154,7 +154,7 @@ fn the_scheme_is_that_of_the_matrix_before_that_of_all() {
     assert_eq!(folder.tensor("m.weight").unwrap().bytes.len(), 2 * 4 * 17);
 }
 
-/// What `config.json` says of the matrix `m`, and what is said to that.
+/// Entries of `config.json` for the matrix `m`, and the error that each gives.
 const SCHEMES: &str = r#"null | quantization is null, expected how the matrix is quantised
 {"m": false} | quantization is false, expected bits and group_size
 {"m": [4]} | quantization is [4], expected bits and group_size

@@ -161,7 +161,7 @@ impl Step<'_> {
         let (stream, sizes) = (self.parts.stream, chosen.shape());
         let numbers = self.numbers(chosen)?;
         let mut experts = numbers.clone();
-        // Those in memory come first, before others take their slots.
+        // Experts in memory come first, before others take their slots.
         experts.sort_unstable_by_key(|expert| (slots.slot(*expert).is_none(), *expert));
         experts.dedup();
         let (mut parts, mut places) = (Vec::new(), vec![0; numbers.len()]);

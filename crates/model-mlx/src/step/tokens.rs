@@ -6,7 +6,7 @@
 //! drawn rows     logits --> leader, whose device draws --> tokens --> all ranks     two
 //! ```
 //!
-//! One device draws, since devices may round sums otherwise. A rank sends whether it
+//! A single device draws, since devices may round sums otherwise. A rank sends whether it
 //! [needs no page](super::Cache::is_in_lanes) for the next step with its part.
 
 use paceline_mlx::Array;

@@ -7,7 +7,7 @@ pub struct UncomputedFamily {
     pub names: &'static [&'static str],
     /// Published models.
     pub models: &'static str,
-    /// What is missing to compute them.
+    /// The parts that are missing to compute them.
     pub lacks: &'static str,
 }
 

@@ -18,7 +18,7 @@ pub(super) struct State {
     pub(super) queue: VecDeque<Piece>,
     /// Experts that a later layer will probably use, in the order of their requests.
     guesses: VecDeque<StreamUnit>,
-    /// Those of them that were requested.
+    /// Guessed experts that were requested.
     guessed: Vec<StreamUnit>,
     layers: Pool,
     experts: Pool,

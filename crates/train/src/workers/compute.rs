@@ -9,7 +9,7 @@ use crate::run::TrainingRun;
 use crate::values::PartValues;
 use crate::weights::Parts;
 
-/// What leaves are computed with, by one process: a model, or a draft head.
+/// The network that one process computes leaves with: a model, or a draft head.
 pub(crate) trait LeafModel {
     /// Leaves of a step, and the parts of what is trained.
     fn shape(&self) -> (usize, &Parts);

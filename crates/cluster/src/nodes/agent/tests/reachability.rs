@@ -45,7 +45,7 @@ fn a_clock_that_is_off_is_refused_by_name_and_examined() {
     let mut late = config(home.path(), "late", &[one.agent.port()]);
     late.clock_ahead_ms = 90_000;
     let late = Agent::start(late).unwrap();
-    until("both are told", || {
+    until("both are reported", || {
         let told = |agent: &Agent| {
             agent
                 .problems()

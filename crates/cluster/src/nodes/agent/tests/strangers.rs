@@ -24,7 +24,7 @@ fn a_wrong_key_learns_nothing_and_is_told_nothing() {
 /// The next refusals due for a node's log, without their counts.
 pub(super) fn refused(agent: &Agent) -> Vec<(&'static str, Option<IpAddr>)> {
     let mut told = Vec::new();
-    until("a refusal is told", || {
+    until("a refusal is reported", || {
         told = agent.refusals();
         !told.is_empty()
     });
@@ -42,7 +42,7 @@ fn a_copied_home_is_refused_by_name() {
         std::fs::copy(from, copy.path().join("node").join(file)).unwrap();
     }
     let twin = Agent::start(config(copy.path(), "twin", &[nodes[0].agent.port()])).unwrap();
-    until("both are told", || {
+    until("both are reported", || {
         let told = |agent: &Agent| agent.problems().join(" ").contains("its home was copied");
         told(&twin) && told(&nodes[0].agent)
     });
