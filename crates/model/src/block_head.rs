@@ -22,11 +22,9 @@ mod forward;
 use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass, Rank};
-use paceline_tensor::{
-    Kernels, KvCache, KvShape, KvType, LayerStore, PAGE, PackedMatrix, Precision,
-};
+use paceline_tensor::{Kernels, PackedMatrix, Precision};
 
-use crate::eagle::HeadReader;
+use crate::eagle::{HeadReader, head_cache};
 use crate::split::Split;
 use crate::weights::{ShardLoader, StoredTensor, WeightReader};
 use crate::{Config, DraftBlock, DraftHead, DraftHeadCompute, Error, ModelSource};
@@ -221,15 +219,9 @@ impl DraftHead for BlockHead {
         sequences: usize,
         positions: usize,
     ) -> Result<Box<dyn DraftHeadCompute>, Error> {
-        let shape = KvShape {
-            heads: self.config.shape.kv_heads,
-            head_dim: self.config.shape.head_dim,
-            value_dim: self.config.shape.head_dim,
-            kv_type: KvType::of(self.class),
-        };
-        let pages = positions.div_ceil(PAGE);
-        let layers = vec![(0, LayerStore::Rows(shape)); self.config.layers];
-        let cache = KvCache::new(&layers, &[pages]).map_err(Error::Cache)?;
+        let (shape, layers) = (&self.config.shape, self.config.layers);
+        let heads = (shape.kv_heads, shape.head_dim);
+        let cache = head_cache(layers, heads, self.class, positions)?;
         let sizes = (rows, sequences, positions);
         Ok(Box::new(BlockCompute::new(self, cache, sizes)))
     }

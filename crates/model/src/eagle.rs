@@ -165,18 +165,29 @@ impl DraftHead for EagleHead {
         sequences: usize,
         positions: usize,
     ) -> Result<Box<dyn DraftHeadCompute>, Error> {
-        let shape = KvShape {
-            heads: self.config.kv_heads,
-            head_dim: self.config.head_dim,
-            value_dim: self.config.head_dim,
-            kv_type: KvType::of(self.class),
-        };
-        let pages = positions.div_ceil(PAGE);
-        let cache = KvCache::new(&[(0, LayerStore::Rows(shape))], &[pages]);
-        let cache = cache.map_err(Error::Cache)?;
+        let heads = (self.config.kv_heads, self.config.head_dim);
+        let cache = head_cache(1, heads, self.class, positions)?;
         let sizes = (rows, sequences, positions);
         Ok(Box::new(EagleCompute::new(self, cache, sizes)))
     }
+}
+
+/// Keys and values of a head's layers, with `heads` KV heads of `head_dim` numbers each, for
+/// `positions` positions over all sequences.
+pub(crate) fn head_cache(
+    layers: usize,
+    (heads, head_dim): (usize, usize),
+    class: KernelClass,
+    positions: usize,
+) -> Result<KvCache, Error> {
+    let shape = KvShape {
+        heads,
+        head_dim,
+        value_dim: head_dim,
+        kv_type: KvType::of(class),
+    };
+    let layers = vec![(0, LayerStore::Rows(shape)); layers];
+    KvCache::new(&layers, &[positions.div_ceil(PAGE)]).map_err(Error::Cache)
 }
 
 /// Reads the weights of a head's folder.
