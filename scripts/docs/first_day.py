@@ -102,7 +102,8 @@ class Beside:
                                       text=True, errors="replace", start_new_session=True, **options)
         self.said = ""
         self.changed = threading.Condition()
-        threading.Thread(target=self.listen, daemon=True).start()
+        self.listener = threading.Thread(target=self.listen, daemon=True)
+        self.listener.start()
 
     def listen(self) -> None:
         for line in self.child.stdout:
@@ -130,6 +131,7 @@ class Beside:
             except subprocess.TimeoutExpired:
                 os.killpg(self.child.pid, signal.SIGKILL)
                 self.child.wait()
+        self.listener.join(30)  # the last lines may lie unread when the process has ended
         return self.said
 
 

@@ -55,6 +55,8 @@ impl FabricFixture {
 
     fn new(fabric: Fabric, matrix: &Matrix, config: Config) -> Self {
         let verbs = || software::verbs(DeviceLimits::APPLE);
+        let mut config = config;
+        config.tcp.silence = testing::NEVER_SILENT;
         let cabling = |_| Cabling::with(verbs(), matrix.clone(), config.clone());
         let cablings = (0..matrix.size()).map(cabling).collect();
         Self { fabric, cablings }

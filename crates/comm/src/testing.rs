@@ -109,6 +109,10 @@ pub fn run_rank(group: &dyn Group, seed: u64, count: u64) -> Result<(), Error> {
     })
 }
 
+/// A silence limit that no rank reaches for want of a core: a named rank has ended or is late in a
+/// call. On CI a heartbeat thread once had no core for 1.5 s.
+pub const NEVER_SILENT: Duration = Duration::from_secs(3600);
+
 /// Failure cases that run in parallel: they mostly wait.
 const FAILURES_AT_ONCE: usize = 10;
 

@@ -14,8 +14,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::worker::{NEVER_SILENT, WorkerProcess, harm, now};
+use crate::worker::{WorkerProcess, harm, now};
 use paceline_base::Rank;
+use paceline_comm::testing::NEVER_SILENT;
 use paceline_comm::{Deadline, Error, Group, Reduce, RegisteredMemory, shm, tcp};
 use rustix::process::Signal;
 

@@ -13,9 +13,10 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use crate::worker::{FailureClock, NEVER_SILENT, WorkerProcess, now};
+use crate::worker::{FailureClock, WorkerProcess, now};
 use paceline_base::Rank;
 use paceline_base::testing::long;
+use paceline_comm::testing::NEVER_SILENT;
 use paceline_comm::{Deadline, Group, Reduce, RegisteredMemory, shm, tcp};
 use rustix::process::Signal;
 

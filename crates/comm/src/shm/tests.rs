@@ -12,8 +12,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::{Reduce, RegisteredMemory, tcp, testing};
-use worker::{NEVER_SILENT, WorkerProcess};
+use crate::testing::{self, NEVER_SILENT};
+use crate::{Reduce, RegisteredMemory, tcp};
+use worker::WorkerProcess;
 
 fn soon(seconds: u64) -> Deadline {
     Deadline::at(Instant::now() + Duration::from_secs(seconds))
@@ -24,21 +25,21 @@ fn listen() -> Listener {
 }
 
 fn make(size: u32) -> testing::Ranks {
-    make_with(size, &Config::default())
+    make_with(size, None)
 }
 
 /// Forces the algorithm for long sums, regardless of measurements.
 #[cfg(target_os = "linux")]
 fn make_two_shot(size: u32) -> testing::Ranks {
-    let force = Some(crate::Algorithm::TwoShot);
-    let config = Config {
-        force,
-        ..Config::default()
-    };
-    make_with(size, &config)
+    make_with(size, Some(crate::Algorithm::TwoShot))
 }
 
-fn make_with(size: u32, config: &Config) -> testing::Ranks {
+fn make_with(size: u32, force: Option<crate::Algorithm>) -> testing::Ranks {
+    let config = Config {
+        force,
+        silence: NEVER_SILENT,
+        ..Config::default()
+    };
     let listeners: Vec<Listener> = (0..size).map(|_| listen()).collect();
     let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
     let id = GroupId::random();

@@ -29,6 +29,13 @@ fn listeners(size: u32) -> (Vec<Listener>, Vec<SocketAddr>) {
     (listeners, addrs)
 }
 
+fn never_silent() -> Config {
+    Config {
+        silence: testing::NEVER_SILENT,
+        ..Config::default()
+    }
+}
+
 /// Joins all ranks, each on its own thread.
 fn join_all(size: u32) -> Vec<Tcp> {
     let (listeners, addrs) = listeners(size);
@@ -36,8 +43,9 @@ fn join_all(size: u32) -> Vec<Tcp> {
     let threads: Vec<_> = (0..)
         .zip(listeners)
         .map(|(rank, listener)| {
-            let addrs = addrs.clone();
-            thread::spawn(move || join(listener, Rank(rank), &addrs, id, soon(FAR)).unwrap())
+            let (addrs, config) = (addrs.clone(), never_silent());
+            let join = move || join_with(listener, Rank(rank), &addrs, id, config, soon(FAR));
+            thread::spawn(move || join().unwrap())
         })
         .collect();
     threads.into_iter().map(|t| t.join().unwrap()).collect()
@@ -80,7 +88,7 @@ fn join_late(
     let threads: Vec<_> = (0..)
         .zip(listeners)
         .map(|(rank, listener)| {
-            let (addrs, config) = (addrs.clone(), Config::default());
+            let (addrs, config) = (addrs.clone(), never_silent());
             let mut told = GroupFacts { addrs, id, config };
             change(rank, &mut told);
             let late = late(rank);

@@ -70,9 +70,6 @@ const BAR: Duration = Duration::from_secs(2);
 /// most (`heartbeat/starvation.rs`).
 const STARVED: Duration = Duration::from_millis(50);
 
-/// A silence limit that no rank reaches for want of a core: a named rank must have ended.
-pub(crate) const NEVER_SILENT: Duration = Duration::from_secs(3600);
-
 /// Seconds since 1970, comparable between processes of a machine.
 pub(crate) fn now() -> f64 {
     let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH);
