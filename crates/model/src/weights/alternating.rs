@@ -2,7 +2,7 @@
 
 use paceline_tensor::PackedMatrix;
 
-use super::ShardLoader;
+use super::loader::ShardLoader;
 use crate::role::StreamPart;
 use crate::{Error, LayerRole, Role};
 

@@ -2,8 +2,8 @@
 
 use paceline_tensor::PackedMatrix;
 
-use super::ShardLoader;
 use super::alternating::Alternation;
+use super::loader::ShardLoader;
 use crate::config::StreamRule;
 use crate::role::StreamPart;
 use crate::{Error, LayerRole, Role};
