@@ -20,9 +20,6 @@ use crate::{CommandError, Dashboard, fits, host, lookup, model_users};
 
 impl Dashboard {
     /// Runs a command of the page.
-    ///
-    /// # Errors
-    /// Any [`CommandError`].
     pub(crate) fn command(&self, command: &str, arguments: &Value) -> Result<Value, CommandError> {
         let inner = &self.0;
         let text = |name: &str| arguments[name].as_str().unwrap_or_default();

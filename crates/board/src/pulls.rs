@@ -347,9 +347,6 @@ pub(crate) fn record_checksums_of(
 }
 
 /// Compares a stored model with the store's record at its first use on a node.
-///
-/// # Errors
-/// [`Error::Damaged`].
 pub(crate) fn check_first_use(home: &Home, found: &ResolvedModel) -> Result<(), Error> {
     let files = weights_of(home, found)?;
     if files.iter().all(|(path, _)| has_checksums(path)) {

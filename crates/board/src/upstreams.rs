@@ -31,9 +31,6 @@ const OPEN_LIMIT: Duration = Duration::from_secs(3);
 
 /// Shares this node's upstreams with the cluster, and adds those of the other nodes while `fleet`
 /// exists.
-///
-/// # Errors
-/// The system refuses a thread.
 pub(crate) fn share(agent: &Agent, doors: &ModelRegistry, fleet: &Arc<Fleet>) -> io::Result<()> {
     let own = doors.clone();
     agent.serve(SERVICE, move |channel| {

@@ -218,9 +218,6 @@ impl Cluster {
     }
 
     /// Loads `model` over all nodes.
-    ///
-    /// # Errors
-    /// Why it cannot be loaded.
     pub(crate) fn load(
         &mut self,
         model: &Path,
@@ -343,9 +340,6 @@ impl Cluster {
     }
 
     /// Applies `fault` to a node, and to its link to `other`.
-    ///
-    /// # Errors
-    /// A failed system call, or a node without a worker.
     pub(crate) fn hit(&mut self, fault: Fault, [victim, other]: [usize; 2]) -> Result<()> {
         let node = &mut self.nodes[victim];
         match fault {

@@ -117,9 +117,6 @@ impl Fault {
 
     /// Checks whether it is available here. It may need a list of a node's processes, networks and
     /// disks of the nodes' own, or a bound on a worker's memory.
-    ///
-    /// # Errors
-    /// The reason.
     fn check(self, namespaces: bool) -> Result<()> {
         match self {
             Self::KillNode | Self::LeaveNode => Ok(()),

@@ -44,9 +44,6 @@ impl MemoryCgroup {
     }
 
     /// Moves processes in. They keep their pages.
-    ///
-    /// # Errors
-    /// A failed system call, also for an ended process.
     pub(crate) fn take(&self, pids: &[Pid]) -> io::Result<()> {
         for pid in pids {
             fs::write(self.members(), pid.as_raw_nonzero().to_string())?;
@@ -55,9 +52,6 @@ impl MemoryCgroup {
     }
 
     /// Whether all of its processes have ended.
-    ///
-    /// # Errors
-    /// The system's error.
     pub(crate) fn is_empty(&self) -> io::Result<bool> {
         Ok(fs::read_to_string(self.members())?.trim().is_empty())
     }

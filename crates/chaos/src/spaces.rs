@@ -76,9 +76,6 @@ impl Link {
 
 impl Spaces {
     /// Makes namespaces for `count` nodes.
-    ///
-    /// # Errors
-    /// A failed system call.
     pub(crate) fn new(count: usize) -> Result<Self> {
         let own = std::process::id();
         let names = (0..count).map(|number| format!("plc{own}n{number}"));
@@ -140,18 +137,12 @@ impl Spaces {
     }
 
     /// Opens the file by which [`enter`] enters a node's network.
-    ///
-    /// # Errors
-    /// The system's error.
     pub(crate) fn open(&self, number: usize) -> Result<File> {
         let path = Path::new("/run/netns").join(&self.names[number]);
         File::open(&path).with_context(|| format!("cannot open {}", path.display()))
     }
 
     /// Pulls the cable of a node, or plugs it in.
-    ///
-    /// # Errors
-    /// A failed system call.
     pub(crate) fn connect(&self, number: usize, connected: bool) -> Result<()> {
         let state = if connected { "on" } else { "off" };
         let host = &self.names[number];
@@ -184,9 +175,6 @@ impl Spaces {
 
     /// Mounts a memory disk of `bytes` bytes on a folder. It is this user's alone, as a node wants
     /// its home.
-    ///
-    /// # Errors
-    /// A failed system call.
     pub(crate) fn mount(&mut self, folder: &Path, bytes: u64) -> Result<()> {
         let options = format!("size={bytes},mode=700");
         let mut command = Command::new("mount");
@@ -229,9 +217,6 @@ fn run(command: &mut Command) -> Result<()> {
 }
 
 /// Makes the calling thread open its connections in a node's network from now on.
-///
-/// # Errors
-/// A failed system call.
 #[cfg(target_os = "linux")]
 pub(crate) fn enter(space: &File) -> io::Result<()> {
     use std::os::fd::AsFd as _;

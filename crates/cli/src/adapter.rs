@@ -79,9 +79,6 @@ enum FormName {
 }
 
 /// Runs the command.
-///
-/// # Errors
-/// An unusable adapter or model.
 pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Show(args) => show(args),
@@ -144,9 +141,6 @@ pub(crate) const UNNAMED: &str = "hint: the adapter's files name no base: give P
                                   or hub id, or write it as base_model_name_or_path";
 
 /// The model's name for PEFT: a hub repository or a folder.
-///
-/// # Errors
-/// As [`base_name`].
 pub(crate) fn name_of_base(found: &ResolvedModel) -> Result<Option<String>, paceline_model::Error> {
     match found.weights() {
         Some(repository) => Ok(Some(repository.to_owned())),
@@ -155,9 +149,6 @@ pub(crate) fn name_of_base(found: &ResolvedModel) -> Result<Option<String>, pace
 }
 
 /// Whether nodes apply these adapters at run time. With MLX, and for experts, they are fused first.
-///
-/// # Errors
-/// An engine and a class that contradict each other.
 pub(crate) fn beside<'a>(
     (engine, class): (EngineArgs, Option<KernelClass>),
     nodes: u32,
@@ -179,9 +170,6 @@ pub(crate) fn named(text: &str) -> Result<(String, PathBuf), String> {
 }
 
 /// The model to open: with `adapter` fused in, if given.
-///
-/// # Errors
-/// As of [`fused`].
 pub(crate) fn applied(model: PathBuf, adapter: Option<&Path>) -> anyhow::Result<PathBuf> {
     let Some(adapter) = adapter else {
         return Ok(model);

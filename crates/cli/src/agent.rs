@@ -74,9 +74,6 @@ impl From<AgentName> for AgentProgram {
 }
 
 /// Replaces this process by the agent.
-///
-/// # Errors
-/// An unreachable server, a missing program.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let url = args.url.clone().unwrap_or_else(own_url);
     let key = env::var("PACELINE_API_KEY").ok();
@@ -157,10 +154,6 @@ fn ask(url: &str, key: Option<String>) -> anyhow::Result<AgentServer> {
 }
 
 /// Sends a GET request to a server.
-///
-/// # Errors
-/// [`Error::NotTrusted`], [`Error::KeyRefused`], [`Error::NotReady`], else [`Error::NoServer`] with
-/// the reason.
 pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
     let failed = |reason: String| Error::NoServer {
         url: url.to_owned(),

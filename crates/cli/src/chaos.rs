@@ -110,9 +110,6 @@ fn fault() -> impl TypedValueParser<Value = Fault> {
 }
 
 /// Injects a fault per round, and prints the results.
-///
-/// # Errors
-/// A cluster that cannot start or does not recover; lost or altered answers.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let plan = args.plan(paceline_chaos::faults(&args.faults, args.namespaces)?);
     let model = pull::ensure(&args.model, signals)?;
@@ -135,9 +132,6 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
 }
 
 /// Runs the rounds, and prints each, unless JSON follows at the end.
-///
-/// # Errors
-/// A cluster that does not recover.
 fn play(chaos: &mut Chaos, is_over: &dyn Fn() -> bool, json: bool) -> anyhow::Result<()> {
     while !is_over()
         && let Some(line) = chaos.round()?

@@ -33,9 +33,6 @@ pub(crate) struct ComputeArgs {
 
 impl ComputeArgs {
     /// Checks that nodes of these classes support all options.
-    ///
-    /// # Errors
-    /// [`Error::CpuOnly`].
     pub(crate) fn check(self, classes: &Classes) -> Result<(), Error> {
         let given = [("--kv", self.kv.is_some()), ("--pin", self.pin)];
         match given.into_iter().find(|(_, given)| *given) {

@@ -110,9 +110,6 @@ impl From<ComputeEngine> for Engine {
 }
 
 /// Starts, shows or stops an engine.
-///
-/// # Errors
-/// A scheduler that runs already or does not start, or no consent on as many machines.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     match args {
         Args::Start(args) => start(args),

@@ -41,9 +41,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// All checks of this machine.
-///
-/// # Errors
-/// As [`home::folder`].
 pub(crate) fn own_checks() -> anyhow::Result<Vec<HealthCheck>> {
     Ok(checks(DoctorInput {
         folder: &home::folder()?,
@@ -55,9 +52,6 @@ pub(crate) fn own_checks() -> anyhow::Result<Vec<HealthCheck>> {
 }
 
 /// Tests the connection to `host` and prints each finding at once. A finding is no error.
-///
-/// # Errors
-/// A node that neither runs nor can be started.
 fn examine(host: &str, as_json: bool) -> anyhow::Result<()> {
     let mut checks = Vec::new();
     let mut told = |finding: &Finding| {

@@ -40,34 +40,22 @@ pub(crate) fn variable(name: &str) -> Option<OsString> {
 }
 
 /// The store's folder.
-///
-/// # Errors
-/// As [`folder`].
 pub(crate) fn home() -> anyhow::Result<Home> {
     Ok(Home::new(folder()?))
 }
 
 /// The on-disk prefix cache, limited to `limit`.
-///
-/// # Errors
-/// As [`folder`].
 pub(crate) fn prefixes(limit: Bytes) -> anyhow::Result<DiskCache> {
     Ok(settings::prefixes(&folder()?, limit))
 }
 
 /// The folder of packed weights.
-///
-/// # Errors
-/// As [`folder`].
 pub(crate) fn packed() -> anyhow::Result<PathBuf> {
     Ok(settings::packed(&folder()?))
 }
 
 /// As [`packed`], for the sandbox of workers: made if possible, without those of models that are
 /// gone. A worker without it says so and packs in memory.
-///
-/// # Errors
-/// As [`folder`].
 pub(crate) fn make_packed() -> anyhow::Result<Option<PathBuf>> {
     let folder = packed()?;
     let _ = paceline_model::remove_packed_orphans(&folder); // only takes room
@@ -76,9 +64,6 @@ pub(crate) fn make_packed() -> anyhow::Result<Option<PathBuf>> {
 }
 
 /// The file of API keys.
-///
-/// # Errors
-/// As [`folder`].
 pub(crate) fn api_keys() -> anyhow::Result<PathBuf> {
     Ok(settings::api_keys(&folder()?))
 }
@@ -102,9 +87,6 @@ fn named_certificates() -> Option<PathBuf> {
 
 /// The certificates to trust for the server at `url`: those of [`trusted`] and of
 /// `$SSL_CERT_FILE`, which often names the system's own bundle.
-///
-/// # Errors
-/// A file that cannot be read.
 pub(crate) fn certificates_for(url: &str) -> anyhow::Result<Option<Vec<u8>>> {
     let read = |path: PathBuf| {
         let failed = || format!("cannot read the certificates of {}", path.display());
@@ -123,9 +105,6 @@ pub(crate) fn certificates_for(url: &str) -> anyhow::Result<Option<Vec<u8>>> {
 }
 
 /// Install folder of MLX, with a folder per version.
-///
-/// # Errors
-/// As [`folder`].
 pub(crate) fn mlx_folder() -> anyhow::Result<PathBuf> {
     Ok(settings::mlx_folder(&folder()?))
 }
@@ -136,9 +115,6 @@ pub(crate) fn release_folder() -> Option<PathBuf> {
 }
 
 /// Search paths of MLX.
-///
-/// # Errors
-/// As [`folder`].
 pub(crate) fn mlx_places() -> anyhow::Result<LibraryPaths> {
     let program = env::current_exe().ok();
     let places = settings::mlx_places(&variable, &folder()?, program.as_deref());
@@ -156,9 +132,6 @@ pub(crate) fn folder() -> anyhow::Result<PathBuf> {
 }
 
 /// `$PACELINE_HOME`, absolute; `None` where it is not set.
-///
-/// # Errors
-/// As [`folder`].
 pub(crate) fn named_folder() -> anyhow::Result<Option<PathBuf>> {
     let named = variable("PACELINE_HOME").is_some_and(|value| !value.is_empty());
     named.then(folder).transpose()

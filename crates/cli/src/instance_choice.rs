@@ -35,9 +35,6 @@ pub(crate) struct InstanceRequest<'a> {
 }
 
 /// The instance that answers, if any. Prints what computes, if a running node could.
-///
-/// # Errors
-/// Why the node cannot load the model.
 pub(crate) fn instance(
     wish: &InstanceRequest<'_>,
     signals: &Signals,
@@ -74,9 +71,6 @@ pub(crate) fn instance(
 }
 
 /// The loaded instance of a model at this machine's node.
-///
-/// # Errors
-/// A node that does not run, or lacks the model.
 pub(crate) fn loaded(model: &str) -> anyhow::Result<NodeInstance> {
     let using = member::ask("using", json!({ "model": model }))?;
     if using.is_null() {

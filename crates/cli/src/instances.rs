@@ -223,9 +223,6 @@ fn have_told(nodes: &Value) -> bool {
 }
 
 /// Loads a model over machines of the cluster, and waits until it answers.
-///
-/// # Errors
-/// A model that cannot be found, missing nodes, a failed load.
 pub(crate) fn load(args: &LoadArgs, signals: &Signals) -> anyhow::Result<()> {
     let memory = args.check_nodes(&named_nodes()?)?;
     if args.preview && is_absent(&args.model)? && weights(&args.model).is_some() {
@@ -303,9 +300,6 @@ fn instances<'a>(all: &'a Value, ids: &[String]) -> Option<Vec<&'a Value>> {
 }
 
 /// Whether all instances are ready; shows the state of the first other one.
-///
-/// # Errors
-/// Why an instance failed, with the state of the others.
 fn all_done(own: &[&Value], bar: &mut LoadProgress) -> anyhow::Result<bool> {
     for it in own.iter().filter(|it| it["state"] == "failed") {
         let label = label(it);
@@ -397,9 +391,6 @@ impl LoadProgress {
     }
 
     /// Shows an instance's state; true when it is ready.
-    ///
-    /// # Errors
-    /// Why it failed.
     pub(crate) fn done(&mut self, it: &Value) -> anyhow::Result<bool> {
         let state = it["state"].as_str().unwrap_or_default();
         let reason = it["reason"]
@@ -440,9 +431,6 @@ impl LoadProgress {
 }
 
 /// Unloads a model.
-///
-/// # Errors
-/// The node's error, or that it does not run.
 pub(crate) fn unload(args: &UnloadArgs) -> anyhow::Result<()> {
     let ask = json!({ "model": args.model, "replica": args.replica });
     let answer = member::ask("unload", ask)?;
@@ -458,9 +446,6 @@ pub(crate) fn unload(args: &UnloadArgs) -> anyhow::Result<()> {
 }
 
 /// Lists what is loaded.
-///
-/// # Errors
-/// The node's error, or that it does not run.
 pub(crate) fn ps(args: &PsArgs) -> anyhow::Result<()> {
     let all = member::ask("ps", json!({}))?;
     if args.json {

@@ -39,9 +39,6 @@ pub(crate) struct Signals {
 
 impl Signals {
     /// Handles SIGINT, SIGTERM and, unless `nohup` ignores it, SIGHUP.
-    ///
-    /// # Errors
-    /// The system refuses a handler or a thread.
     pub(crate) fn install() -> anyhow::Result<Self> {
         let signals = Self {
             came: Arc::default(),

@@ -40,9 +40,6 @@ pub(crate) struct Args {
 }
 
 /// Moves this machine into another cluster, with or without a running node.
-///
-/// # Errors
-/// A wrong code or token; a present cluster with other members, which it would leave.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let peer = args.peer.as_deref();
     let joined = match (&args.code, &args.token_file) {
@@ -108,9 +105,6 @@ fn report(joined: &Joined) {
 }
 
 /// Removes this machine from its cluster permanently.
-///
-/// # Errors
-/// A node that does not run, or computes for the cluster.
 pub(crate) fn leave() -> anyhow::Result<()> {
     print_err("moving what this machine computes to the others");
     member::ask("move", json!({}))?;
@@ -120,9 +114,6 @@ pub(crate) fn leave() -> anyhow::Result<()> {
 }
 
 /// Prints the token of this machine's cluster.
-///
-/// # Errors
-/// Unusable files.
 pub(crate) fn show_token() -> anyhow::Result<()> {
     let answer = member::ask_if_up("token", json!({}))?;
     match answer.as_ref().and_then(|answer| answer["token"].as_str()) {

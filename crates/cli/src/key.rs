@@ -79,9 +79,6 @@ fn first_key_warning(nodes: &Value) -> String {
 }
 
 /// Makes, lists or revokes keys.
-///
-/// # Errors
-/// An unusable key file, or an invalid name.
 pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     let command = match command {
         Command::Api(command) => command,

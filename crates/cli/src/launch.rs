@@ -144,9 +144,6 @@ fn linger(text: &str) -> Result<Linger, String> {
 }
 
 /// Runs the program on all hosts.
-///
-/// # Errors
-/// Unsuitable hosts, or the first failure.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if args.print_python {
         return print(&args.python()?);
@@ -211,9 +208,6 @@ fn own_program() -> anyhow::Result<PathBuf> {
 }
 
 /// The first `count` machines that run programs, each `repeats` times in a row.
-///
-/// # Errors
-/// [`Error::TooFewNodes`], or the error of this machine's node.
 fn joined(count: usize, repeats: usize) -> anyhow::Result<(Hostfile, NodeIds)> {
     let found = consenting(&home::folder()?)?;
     if found.machines.len() < count {

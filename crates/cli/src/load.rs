@@ -44,17 +44,11 @@ pub(crate) fn threads(args: ComputeArgs, nodes: u32) -> usize {
 }
 
 /// Kernels on `threads` threads with the instruction set that `PACELINE_CPU` forces, if any.
-///
-/// # Errors
-/// As [`check_cpu`], or the system refuses a thread.
 pub(crate) fn kernels(threads: usize) -> anyhow::Result<Arc<Kernels>> {
     free_kernels(threads).map(Arc::new)
 }
 
 /// As [`kernels`], with pinned threads.
-///
-/// # Errors
-/// As [`kernels`].
 pub(crate) fn kernels_at(threads: usize, pinning: Pinning) -> anyhow::Result<Arc<Kernels>> {
     match pinning {
         Pinning::Free => kernels(threads),
@@ -63,9 +57,6 @@ pub(crate) fn kernels_at(threads: usize, pinning: Pinning) -> anyhow::Result<Arc
 }
 
 /// As [`kernels`], not shared.
-///
-/// # Errors
-/// As [`kernels`].
 pub(crate) fn free_kernels(threads: usize) -> anyhow::Result<Kernels> {
     let refused = || format!("cannot start {threads} threads");
     match check_cpu()? {
@@ -75,9 +66,6 @@ pub(crate) fn free_kernels(threads: usize) -> anyhow::Result<Kernels> {
 }
 
 /// The instruction set that `PACELINE_CPU` forces, if any.
-///
-/// # Errors
-/// [`Error::UnknownCpu`], [`Error::CpuLacks`].
 pub(crate) fn check_cpu() -> Result<Option<InstructionSet>, Error> {
     let value = std::env::var_os("PACELINE_CPU").filter(|value| !value.is_empty());
     let Some(value) = value.map(|value| value.to_string_lossy().into_owned()) else {
@@ -107,9 +95,6 @@ fn names(sets: impl IntoIterator<Item = InstructionSet>) -> String {
 
 /// Opens the model at `path`. Weights of the store are compared with their checksums when they are
 /// read.
-///
-/// # Errors
-/// An unusable or damaged model, with its path.
 pub(crate) fn open(path: &Path) -> anyhow::Result<ModelSource> {
     open_checked(path).map_err(|error| match error {
         paceline_worker::Error::Model(error) => in_model(path, error),

@@ -105,9 +105,6 @@ impl NodeTransport {
 
 impl SplitArgs {
     /// Rejects options that fit no model, before a download.
-    ///
-    /// # Errors
-    /// [`Error::Grid`], [`Error::Shares`].
     pub(crate) fn check(&self) -> Result<(), Error> {
         crate::plaintext::asked_for(self.transport.backend(), self.plaintext)?;
         let (nodes, got) = (self.nodes, self.shares.len());
@@ -161,9 +158,6 @@ impl DerefMut for LocalModel {
 
 impl LocalModel {
     /// Opens the model at `path`; `sizes` computes the engine's sizes from the shape.
-    ///
-    /// # Errors
-    /// An unusable model, with its path, or an impossible split.
     pub(crate) fn new(
         path: &Path,
         (compute, engine): (ComputeArgs, EngineArgs),
@@ -205,9 +199,6 @@ impl LocalModel {
     }
 
     /// Uses the small model at `path` as draft model. Call before [`forecast`](Self::forecast).
-    ///
-    /// # Errors
-    /// An unusable draft model, such as one with another vocabulary.
     pub(crate) fn set_draft(&mut self, path: &Path) -> anyhow::Result<()> {
         let source = Arc::new(load::open(path)?);
         let guessed = self.0.set_draft(source, absolute(path)?);
@@ -215,18 +206,12 @@ impl LocalModel {
     }
 
     /// Uses the model's own prediction layer as draft, if it has one and no other draft.
-    ///
-    /// # Errors
-    /// An unusable layer.
     pub(crate) fn set_own_draft(&mut self) -> anyhow::Result<()> {
         let set = self.0.set_own_draft();
         set.map_err(|error| in_model(self.path(), error))
     }
 
     /// Adds an adapter, which requests select by `name`.
-    ///
-    /// # Errors
-    /// An unusable adapter, or one of another model.
     pub(crate) fn add_adapter(&mut self, name: &str, path: &Path) -> anyhow::Result<()> {
         match self.0.adapt(name, &absolute(path)?) {
             Err(NodeError::Adapter(error)) => Err(error.into()),
@@ -244,9 +229,6 @@ impl LocalModel {
     }
 
     /// Loads it: in this process for one node, else over workers.
-    ///
-    /// # Errors
-    /// An unusable model, with its path, or a failed worker.
     pub(crate) fn load(self) -> anyhow::Result<ReadyModel> {
         if !self.is_alone() {
             let mut bar = LoadingBar::new(self.nodes());
@@ -267,9 +249,6 @@ impl LocalModel {
     }
 
     /// Keeps packed weights on disk.
-    ///
-    /// # Errors
-    /// An unknown home folder; engine MLX.
     pub(crate) fn keep_packed(&mut self) -> anyhow::Result<()> {
         Ok(self.0.keep_packed(home::packed()?)?)
     }
@@ -290,9 +269,6 @@ impl LocalModel {
     }
 
     /// Checks that the engine of its classes opens.
-    ///
-    /// # Errors
-    /// Why not, with the model's path.
     pub(crate) fn check_engine(&self) -> anyhow::Result<()> {
         if self.options().classes.on_cpu() {
             return Ok(());
@@ -303,9 +279,6 @@ impl LocalModel {
 
     /// Starts workers: this program with `args`, with write access to the folders `writable`.
     /// `observer` receives their notices. Does not wait until they are ready.
-    ///
-    /// # Errors
-    /// The system refuses a process or thread.
     pub(crate) fn start(
         &self,
         (args, writable): (Vec<OsString>, Vec<PathBuf>),
@@ -326,9 +299,6 @@ impl LocalModel {
     }
 
     /// Waits until the workers of an instance are ready.
-    ///
-    /// # Errors
-    /// The failed worker, and its error.
     pub(crate) fn ready(&self, instance: &Instance) -> anyhow::Result<()> {
         let _busy = busy(match self.nodes() {
             1 => "starting 1 node".to_owned(),

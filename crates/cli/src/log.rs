@@ -53,9 +53,6 @@ pub(crate) enum LogFormat {
 }
 
 /// Starts logging; once.
-///
-/// # Errors
-/// Invalid levels.
 pub(crate) fn start(args: &LogArgs) -> anyhow::Result<()> {
     let of_environment = std::env::var("PACELINE_LOG").ok();
     let levels = args.log.clone().or(of_environment);

@@ -8,9 +8,6 @@ use crate::output::print_err;
 
 /// Chooses and prints `count` machines of the cluster, this one first. `None` if no node that
 /// starts workers runs here, or the cluster has fewer machines of this build.
-///
-/// # Errors
-/// The error of this machine's node.
 pub(crate) fn chosen(count: usize) -> anyhow::Result<Option<Vec<ClusterMachine>>> {
     let found = found(&home::folder()?, count)?;
     if let Some(machines) = &found {

@@ -284,9 +284,6 @@ fn op(name: &str) -> Result<Op, String> {
 }
 
 /// Runs a job, or a worker of one.
-///
-/// # Errors
-/// Invalid inputs, or failed workers.
 pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Reduce(args) => jobs::reduce(args),

@@ -144,9 +144,6 @@ impl Drop for NodeGuard {
 
 impl NodeArgs {
     /// Starts the node of this home.
-    ///
-    /// # Errors
-    /// A running node, a port in use.
     pub(crate) fn start(&self, class: KernelClass) -> anyhow::Result<NodeGuard> {
         let home = home::folder()?;
         // Reports a wrong name before anything starts.
@@ -234,9 +231,6 @@ impl NodeArgs {
 
     /// Folders that workers of the node may write to; created if possible. A worker without its
     /// folder reports that and continues without.
-    ///
-    /// # Errors
-    /// An unknown home folder.
     pub(crate) fn worker_folders(&self) -> anyhow::Result<Vec<PathBuf>> {
         let PrefixCacheSize(limit) = self.prefix_cache;
         let mut folders = Vec::new();
@@ -255,9 +249,6 @@ impl NodeArgs {
     }
 
     /// Readable folders of a worker for another machine's array job.
-    ///
-    /// # Errors
-    /// A missing folder.
     pub(crate) fn array_args(&self) -> anyhow::Result<Vec<OsString>> {
         let mut args = Vec::new();
         for folder in &self.arrays {
@@ -329,9 +320,6 @@ pub(crate) fn listen_args(ports: Option<&PortRange>, interface: Option<&str>) ->
 }
 
 /// The configuration of this home's node with `up`'s defaults, without discovery.
-///
-/// # Errors
-/// An unknown home folder.
 pub(crate) fn at_rest() -> anyhow::Result<Config> {
     let facts = facts(host_name(), KernelClass::default());
     let mut config = Config::new(&home::folder()?, facts);
@@ -340,9 +328,6 @@ pub(crate) fn at_rest() -> anyhow::Result<Config> {
 }
 
 /// Sends a command to this home's node.
-///
-/// # Errors
-/// [`local::Error`].
 pub(crate) fn ask(command: &str, arguments: Value) -> anyhow::Result<Value> {
     let home = home::folder()?;
     let answer = local::ask(&home, command, arguments, ANSWER_LIMIT, |_| {});
@@ -350,9 +335,6 @@ pub(crate) fn ask(command: &str, arguments: Value) -> anyhow::Result<Value> {
 }
 
 /// As [`ask`], with the timeout `limit`.
-///
-/// # Errors
-/// As [`ask`].
 pub(crate) fn ask_within(
     command: &str,
     arguments: Value,
@@ -363,9 +345,6 @@ pub(crate) fn ask_within(
 }
 
 /// The response of this home's node; `None` if it does not run.
-///
-/// # Errors
-/// [`local::Error`], but not [`local::Error::NotUp`].
 pub(crate) fn ask_if_up(command: &str, arguments: Value) -> anyhow::Result<Option<Value>> {
     match ask(command, arguments) {
         Ok(answer) => Ok(Some(answer)),

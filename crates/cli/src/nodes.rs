@@ -48,9 +48,6 @@ pub(crate) enum Command {
 }
 
 /// Lists, removes, revokes or invites nodes, and trusts cables.
-///
-/// # Errors
-/// The node's error, or that it does not run.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match &args.command {
         Some(Command::Rm { node }) => {
@@ -116,9 +113,6 @@ fn trust(link: Option<&str>, remove: bool, as_json: bool) -> anyhow::Result<()> 
 }
 
 /// Prints this machine's RDMA devices, for its node.
-///
-/// # Errors
-/// There is no verbs library, or no RDMA.
 pub(crate) fn rdma() -> anyhow::Result<()> {
     print(&serde_json::to_string(&paceline_board::rdma::devices()?)?)
 }

@@ -43,9 +43,6 @@ pub(crate) fn end_line() {
 }
 
 /// Prints a result and a newline to stdout.
-///
-/// # Errors
-/// As of [`show`].
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     show(&format!("{text}\n"))
 }
@@ -63,9 +60,6 @@ pub(crate) fn show(text: &str) -> anyhow::Result<()> {
 }
 
 /// Prints text with the program's own colours, whose foreign parts are printable already.
-///
-/// # Errors
-/// As of [`show`].
 pub(crate) fn show_formatted(text: &str) -> anyhow::Result<()> {
     let _running = lock(&RUNNING);
     let mut out = std::io::stdout().lock();
@@ -77,9 +71,6 @@ pub(crate) fn show_formatted(text: &str) -> anyhow::Result<()> {
 }
 
 /// Writes the picture of `--plot`.
-///
-/// # Errors
-/// An unwritable file.
 pub(crate) fn draw(path: Option<&Path>, picture: impl FnOnce() -> String) -> anyhow::Result<()> {
     let Some(path) = path else { return Ok(()) };
     let written = std::fs::write(path, picture());

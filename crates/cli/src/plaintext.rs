@@ -11,9 +11,6 @@ use paceline_comm_rdma::{RdmaError, SettingsError};
 use crate::error::Error;
 
 /// Rejects an unencrypted transport without `--plaintext`.
-///
-/// # Errors
-/// [`Error::Plaintext`].
 pub(crate) fn asked_for(backend: Backend, plaintext: bool) -> Result<Plaintext, Error> {
     match (backend.is_plaintext(), plaintext) {
         (_, true) => Ok(Plaintext::Allowed),

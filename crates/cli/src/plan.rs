@@ -22,9 +22,6 @@ use crate::output::{draw, print, print_err};
 use crate::{home, load, member};
 
 /// The shape of the stored model at `path`.
-///
-/// # Errors
-/// Unusable files; the error of the parser, for its hints.
 pub(crate) fn shape_of(path: &Path) -> anyhow::Result<ModelShape> {
     shape::from_files(path, None).map_err(in_files)
 }
@@ -54,18 +51,12 @@ fn local_path(name: &str) -> Option<PathBuf> {
 }
 
 /// A cluster from a file, or else from the short form.
-///
-/// # Errors
-/// An unreadable file, or an invalid cluster.
 pub(crate) fn cluster(text: &str, catalogue: &mut Catalogue) -> anyhow::Result<Cluster> {
     lookup::cluster(text, catalogue).map_err(of_name)
 }
 
 /// The machines of this home's node, of those the chosen ones; this machine where no node runs. Its
 /// rates are measured, which takes half a second.
-///
-/// # Errors
-/// A system that refuses threads or memory.
 pub(crate) fn own_cluster(chosen: Option<&[String]>) -> anyhow::Result<Cluster> {
     let rates = own_rates()?;
     Ok(match own_nodes() {
@@ -75,9 +66,6 @@ pub(crate) fn own_cluster(chosen: Option<&[String]>) -> anyhow::Result<Cluster> 
 }
 
 /// Measures this machine for half a second.
-///
-/// # Errors
-/// A system that refuses threads or memory.
 pub(crate) fn own_rates() -> anyhow::Result<own_cluster::MeasuredRates> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let kernels = load::kernels(threads)?;
@@ -91,9 +79,6 @@ fn own_nodes() -> Option<Value> {
 }
 
 /// Prints the plan of `load --preview` for a model that is not here, by its shape in the catalogue.
-///
-/// # Errors
-/// As of [`own_cluster`], and the planner's.
 pub(crate) fn preview(model: &str, chosen: Option<&[String]>, as_json: bool) -> anyhow::Result<()> {
     let catalogue = Catalogue::builtin()?;
     print_err(format_args!(

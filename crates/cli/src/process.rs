@@ -70,9 +70,6 @@ pub(crate) fn ssh_env() -> Vec<(OsString, OsString)> {
 }
 
 /// The program that runs chat templates in a separate process: `paceline template`.
-///
-/// # Errors
-/// As [`own_program`].
 pub(crate) fn template_program() -> io::Result<ChildProgram> {
     Ok(ChildProgram {
         path: own_program()?,

@@ -54,9 +54,6 @@ pub(crate) struct Args {
 }
 
 /// Runs a program on a node, connects to it, is its far end, or lists machines that allow it.
-///
-/// # Errors
-/// The other machine's reason, or the error of this machine's node.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.far {
         return Ok(joined::far(args.memory)?);
@@ -103,9 +100,6 @@ fn forward(text: &str) -> Result<(PortRange, String), String> {
 }
 
 /// Leads connections to nodes until standard input ends.
-///
-/// # Errors
-/// A port that another program has.
 fn forward_all(forwards: &[(PortRange, String)]) -> anyhow::Result<()> {
     let count = Arc::new(AtomicUsize::new(0));
     let all = forwards.iter();

@@ -127,9 +127,6 @@ pub(crate) fn ensure(spec: &str, signals: &Signals) -> anyhow::Result<ResolvedMo
 }
 
 /// As [`ensure`], for machines that have `memory` together. It is asked for before a download only.
-///
-/// # Errors
-/// As [`ensure`].
 pub(crate) fn ensure_within(
     spec: &str,
     memory: impl FnOnce() -> Option<Bytes>,
@@ -170,9 +167,6 @@ fn check_memory(spec: &str, memory: Option<Bytes>) -> Result<(), CommandError> {
 }
 
 /// Downloads models for API clients.
-///
-/// # Errors
-/// Invalid settings.
 pub(crate) fn for_clients() -> anyhow::Result<Puller> {
     let StoreSettings { home, options } = StoreSettings::from_env()?;
     Ok(puller(home, options, Arc::new(|line| print_err(line))))

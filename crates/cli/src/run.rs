@@ -100,9 +100,6 @@ pub(crate) struct Args {
 }
 
 /// Answers the prompt, or chats.
-///
-/// # Errors
-/// Wrong options, a model that cannot be found or loaded, a prompt that does not fit.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let sampling = args.sampling.params()?;
     let prompt = match &args.prompt {
@@ -163,9 +160,6 @@ pub(crate) struct TracedAnswer {
 }
 
 /// The prompt, from the command line or a standard input that is not a terminal.
-///
-/// # Errors
-/// [`Error::NoPrompt`], or an invalid input.
 pub(crate) fn prompt(args: &Args) -> anyhow::Result<String> {
     match &args.prompt {
         Some(prompt) if !prompt.trim().is_empty() => Ok(prompt.clone()),
@@ -175,9 +169,6 @@ pub(crate) fn prompt(args: &Args) -> anyhow::Result<String> {
 }
 
 /// Answers the prompt with a timeline of all nodes.
-///
-/// # Errors
-/// As [`run`]; [`Error::NoPrompt`] on a terminal without a prompt.
 pub(crate) fn traced(
     args: &Args,
     max_tokens: usize,

@@ -137,9 +137,6 @@ enum PartName {
 }
 
 /// Runs the test and prints the report; a failed check is an error.
-///
-/// # Errors
-/// [`Error::Selftest`], [`Error::Interrupted`], or an unwritable report.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if let Some((part, tiny)) = args.part.zip(args.tiny.as_deref()) {
         return of_part(part, tiny, args, signals);

@@ -56,9 +56,6 @@ pub(crate) struct ScopeArgs {
 }
 
 /// Runs the command.
-///
-/// # Errors
-/// Wrong arguments of `up`; the service manager's error.
 pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Install {

@@ -36,9 +36,6 @@ pub(crate) struct ManArgs {
 }
 
 /// Prints a completion script.
-///
-/// # Errors
-/// Stdout is closed.
 pub(crate) fn completions(args: &CompletionArgs) -> anyhow::Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "paceline", &mut script);
@@ -46,9 +43,6 @@ pub(crate) fn completions(args: &CompletionArgs) -> anyhow::Result<()> {
 }
 
 /// Prints a page, or writes all of them.
-///
-/// # Errors
-/// Stdout is closed, or the folder is not writable.
 pub(crate) fn man(args: &ManArgs) -> anyhow::Result<()> {
     let Some(folder) = &args.output else {
         let mut page = Vec::new();

@@ -16,9 +16,6 @@ use crate::{home, member};
 pub(crate) const SILENCE: Duration = Duration::from_secs(60);
 
 /// Prints the stored model ranges, per node.
-///
-/// # Errors
-/// A node that does not run.
 pub(crate) fn list(as_json: bool) -> anyhow::Result<()> {
     let told = member::ask("stores", json!({}))?;
     if as_json {
@@ -31,9 +28,6 @@ pub(crate) fn list(as_json: bool) -> anyhow::Result<()> {
 }
 
 /// Removes a model on the named nodes, or on all live ones.
-///
-/// # Errors
-/// A node that does not run, or fails to remove the model.
 pub(crate) fn remove(model: &str, nodes: &[String], as_json: bool) -> anyhow::Result<()> {
     let told = member::ask("remove", json!({ "model": model, "nodes": nodes }))?;
     if as_json {
@@ -50,9 +44,6 @@ pub(crate) fn remove(model: &str, nodes: &[String], as_json: bool) -> anyhow::Re
 }
 
 /// Sends a local model to the named nodes; `all` means all live ones.
-///
-/// # Errors
-/// A node that does not run, or a failed transfer.
 pub(crate) fn send(model: &str, nodes: &[String], as_json: bool) -> anyhow::Result<()> {
     let named = match nodes {
         [all] if all == "all" => &[][..],

@@ -65,9 +65,6 @@ pub(crate) struct Args {
 }
 
 /// Shows the cluster until the user exits.
-///
-/// # Errors
-/// A node that does not respond at first, an unusable terminal.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let first = ask(args.url.as_deref())?;
     let mut view = TopView::default();
@@ -218,8 +215,6 @@ fn key() -> Option<String> {
     key.filter(|key| !key.is_empty())
 }
 
-/// # Errors
-/// Why the node does not respond.
 fn ask(url: Option<&str>) -> anyhow::Result<Value> {
     let Some(url) = url else {
         return member::ask("board", json!({}));

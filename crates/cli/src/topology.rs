@@ -101,9 +101,6 @@ struct HostSurvey {
 }
 
 /// Detects the topology and writes a hostfile.
-///
-/// # Errors
-/// Unreachable hosts, missing cables, failed commands.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     signals.orderly(|_| {
         let reach = SshClient::new("ssh", None);

@@ -46,9 +46,6 @@ pub(crate) struct Args {
 }
 
 /// Answers the prompt and prints the timeline.
-///
-/// # Errors
-/// As `paceline run`; an unwritable file.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let max_tokens = args.run.max_tokens.unwrap_or(TOKENS);
     let (timeline, answer, line) = if args.loaded {

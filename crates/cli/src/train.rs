@@ -331,9 +331,6 @@ impl Args {
 }
 
 /// Trains.
-///
-/// # Errors
-/// Invalid model, data or options, before the first step.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let with_config = args.from_mlx_lm.as_deref();
     let merged = with_config

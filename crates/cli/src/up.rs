@@ -188,9 +188,6 @@ pub(crate) struct Args {
 }
 
 /// Runs the node until a signal.
-///
-/// # Errors
-/// A model that cannot be found or loaded, an address that cannot be bound.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if args.with_parent {
         process::end_with_parent().context("cannot watch the parent")?;
@@ -279,9 +276,6 @@ fn serve(
 }
 
 /// Loads models in turn, so that each sees the memory that remains.
-///
-/// # Errors
-/// Why one cannot be loaded, or [`StoreError::Cancelled`].
 fn load_all(
     args: &Args,
     (node, fleet): (&NodeGuard, &Fleet),
@@ -306,9 +300,6 @@ fn load_all(
 }
 
 /// Waits until an instance answers, or is unloaded.
-///
-/// # Errors
-/// Why it failed, or [`StoreError::Cancelled`].
 fn await_ready(fleet: &Fleet, id: &str, cancel: &Cancel) -> anyhow::Result<()> {
     let mut bar = LoadProgress::new();
     while !cancel.is_cancelled() {
@@ -461,9 +452,6 @@ impl Args {
 
     /// The server's settings, and the board; [`watch`](Dashboard::watch) then starts the audit log
     /// and `--events`.
-    ///
-    /// # Errors
-    /// Invalid settings.
     fn set_up(&self) -> anyhow::Result<(paceline_serve::Config, Dashboard)> {
         let (folder, tls) = (home::folder()?, self.tls_cert.as_deref());
         let remover = match self.allow_delete {

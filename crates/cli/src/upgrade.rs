@@ -57,9 +57,6 @@ pub(crate) struct ReceiverArgs {
 }
 
 /// Upgrades the machines of the cluster, or lists what would be done.
-///
-/// # Errors
-/// A wrong checksum or signature; the first machine that cannot be upgraded.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let prefix = Prefix::of_program(&program)?;
@@ -149,9 +146,6 @@ pub(crate) fn start_receiver(
 }
 
 /// Upgrades this machine for a leader on standard input and output.
-///
-/// # Errors
-/// The leader is gone.
 pub(crate) fn receiver(args: &ReceiverArgs) -> anyhow::Result<()> {
     let version: Version = release::version().parse()?;
     let home = home::folder()?;

@@ -30,9 +30,6 @@ pub(crate) struct Args {
 }
 
 /// Runs the worker; errors go to the parent, so nothing is printed.
-///
-/// # Errors
-/// The failure; [`Error::WorkerByHand`] without a parent.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = |threads, pinning| load::kernels_at(threads, pinning).map_err(IoError::other);
     // The parent requested plaintext, or has no such transport.
@@ -60,9 +57,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// `paceline template`: runs the chat template of one model, within limits.
-///
-/// # Errors
-/// As of [`run`].
 pub(crate) fn template() -> anyhow::Result<()> {
     match paceline_worker::interpreter::run() {
         Ok(never) => match never {},

@@ -16,9 +16,6 @@ pub(crate) struct MemoryFile {
 #[cfg(target_os = "linux")]
 impl MemoryFile {
     /// Creates a file of `bytes` bytes.
-    ///
-    /// # Errors
-    /// The system's error if memory or descriptors are exhausted.
     pub(crate) fn new(bytes: u64) -> io::Result<Self> {
         use rustix::fs::{MemfdFlags, fcntl_add_seals};
         use std::os::fd::AsRawFd;
@@ -89,9 +86,6 @@ pub(crate) fn is_descriptor(name: &str) -> bool {
 #[cfg(not(target_os = "linux"))]
 impl MemoryFile {
     /// Creates a file of `bytes` bytes.
-    ///
-    /// # Errors
-    /// The system's error if memory or descriptors are exhausted.
     pub(crate) fn new(bytes: u64) -> io::Result<Self> {
         use rustix::fs::Mode;
         use rustix::shm::OFlags;
@@ -103,9 +97,6 @@ impl MemoryFile {
     }
 
     /// Opens an object that another process named. Its size can be set only once.
-    ///
-    /// # Errors
-    /// As on Linux.
     pub(crate) fn open(name: &str) -> io::Result<OwnedFd> {
         use rustix::fs::Mode;
         if !name.starts_with("/paceline-") {

@@ -47,9 +47,6 @@ impl Mapping {
     }
 
     /// Maps `bytes` of `file` from `offset` on; whole pages.
-    ///
-    /// # Errors
-    /// The system's error if the mapping fails.
     pub(crate) fn of(
         file: &OwnedFd,
         (offset, bytes): (usize, usize),
@@ -134,9 +131,6 @@ impl Mapping {
     pub(crate) unsafe fn make_private(_start: *mut u8, _bytes: usize) {}
 
     /// Maps `bytes` in pages of the usual size, which are faulted in on use.
-    ///
-    /// # Errors
-    /// The system's error if there is no memory.
     pub(crate) fn map(bytes: usize) -> std::io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the system chooses the address, so no used memory is replaced.

@@ -115,9 +115,6 @@ fn function_of_user(
 }
 
 /// Runs a check on a thread of its own: the parser recurses, and a crash of it is a refusal.
-///
-/// # Errors
-/// [`Error::Function`].
 pub(crate) fn with_stack<T: Send + 'static>(
     check: impl FnOnce() -> Result<T, String> + Send + 'static,
 ) -> Result<T, Error> {

@@ -86,9 +86,6 @@ impl RightTable {
 }
 
 /// Adds the pairs of rows of the left table to `groups`.
-///
-/// # Errors
-/// [`Error::File`].
 pub(crate) fn join(
     left: (&FileSource, &FileSource),
     rows: &Range<u64>,

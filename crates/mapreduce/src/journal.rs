@@ -124,9 +124,6 @@ impl Journal {
     }
 
     /// Notes that a part is done.
-    ///
-    /// # Errors
-    /// [`Error::File`].
     pub(crate) fn record_part(&mut self, part: u64, partial: &PartialResult) -> Result<(), Error> {
         self.append(&JournalRecord {
             part,

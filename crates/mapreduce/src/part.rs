@@ -56,9 +56,6 @@ impl JobSpec {
     }
 
     /// Opens the inputs, but no file that is written: that is done at the other end of `parent`.
-    ///
-    /// # Errors
-    /// The errors of [`prepare`](Self::prepare).
     pub(crate) fn prepare_over(&self, line: &Arc<ParentConnection>) -> Result<PartComputer, Error> {
         let program = self.check()?;
         let sink: Arc<dyn Sink> = Arc::<ParentConnection>::clone(line);

@@ -197,9 +197,6 @@ pub struct FileSource {
 
 impl FileSource {
     /// Reads values of a row from a column on, as many as `bytes` has room for.
-    ///
-    /// # Errors
-    /// The errors of [`read`](RowSource::read).
     pub(crate) fn read_columns(
         &self,
         row: u64,

@@ -239,9 +239,6 @@ impl JobWorkers {
     }
 
     /// Runs half of a sort, which keeps its parts in `store`.
-    ///
-    /// # Errors
-    /// The errors of [`run`](Self::run).
     pub(crate) fn run_stored(
         &mut self,
         task: &JobSpec,

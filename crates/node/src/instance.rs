@@ -382,9 +382,6 @@ impl Instance {
     /// events of both from their start. `readers` holds the predicted prefill speeds; the first
     /// start waits for the other instance if it is `awaited`. `strict` ranks take no pages of other
     /// numbers.
-    ///
-    /// # Errors
-    /// What the system refuses.
     pub(crate) fn with_prompts(
         mut self,
         prompts: Self,

@@ -84,9 +84,6 @@ impl Options {
     }
 
     /// Checks that the nodes of every stage of `split` have one kernel class.
-    ///
-    /// # Errors
-    /// [`Error::MixedStage`].
     fn check(&self, config: &Config, split: &Split) -> Result<(), Error> {
         let classes = self.classes.each();
         for (node, class) in (0..).zip(classes) {

@@ -33,9 +33,6 @@ impl BufferView {
     }
 
     /// [`of`](Self::of) an object that is written to.
-    ///
-    /// # Errors
-    /// As [`of`](Self::of), and if it is read-only.
     pub(crate) fn writable(object: &Bound<'_, PyAny>, dtype: Dtype) -> PyResult<Self> {
         Self::get(object, dtype, ffi::PyBUF_WRITABLE)
     }

@@ -79,9 +79,6 @@ pub(crate) struct Remote(pub(crate) SocketAddr);
 pub(crate) struct AllowedOrigin(pub(crate) String);
 
 /// Checks `Host` and `Origin`; returns the origin if it is another one that is allowed.
-///
-/// # Errors
-/// [`Rejection::HostCount`], [`Rejection::Host`], [`Rejection::Origin`].
 pub(crate) fn check_origin<B>(
     request: &Request<B>,
     access: &Access,
@@ -177,9 +174,6 @@ fn without_port(host: &str) -> Option<&str> {
 }
 
 /// The id of the key that a request has, as a bearer token or as Anthropic's clients send it.
-///
-/// # Errors
-/// [`Rejection::NoKey`], [`Rejection::WrongKey`].
 pub(crate) fn check_key(headers: &HeaderMap, keys: &WatchedKeys) -> Result<String, Rejection> {
     let known = |key: &str| keys.id_of(key.trim()).ok_or(Rejection::WrongKey);
     let text = |header: &HeaderValue| {

@@ -215,8 +215,6 @@ pub(crate) fn address(request: &Request) -> String {
 }
 
 impl App {
-    /// # Errors
-    /// [`Rejection::NoKey`], [`Rejection::WrongKey`].
     fn client(&self, request: &Request) -> Result<ClientIdentity, Rejection> {
         identify(self.keys.as_ref(), request)
     }
@@ -235,9 +233,6 @@ impl App {
 }
 
 /// Identifies the client of a request.
-///
-/// # Errors
-/// [`Rejection::NoKey`], [`Rejection::WrongKey`].
 fn identify(
     keys: Option<&Arc<WatchedKeys>>,
     request: &Request,

@@ -42,9 +42,6 @@ impl ConcurrencyLimit {
     }
 
     /// A permit for `client`; with `shares` its own limit applies too.
-    ///
-    /// # Errors
-    /// [`Rejection::TooManyOfOne`], [`Rejection::TooManyRequests`].
     pub(crate) fn take(
         self: &Arc<Self>,
         client: &ClientIdentity,

@@ -166,9 +166,6 @@ impl Conversation {
     }
 
     /// The prompt as text, for display.
-    ///
-    /// # Errors
-    /// The errors of [`encode`](Self::encode).
     pub(crate) fn render(
         &self,
         template: &ChatTemplate,

@@ -257,9 +257,6 @@ impl DashboardState {
     }
 
     /// The instance that a stage query names.
-    ///
-    /// # Errors
-    /// As [`admit`](Self::admit); a query that names none.
     fn watched(&self, request: &Request) -> Result<String, Rejection> {
         self.admit(request)?;
         let query = request.uri().query().unwrap_or_default();
@@ -290,9 +287,6 @@ impl DashboardState {
     }
 
     /// Checks the right to send commands, for a client admitted with `key`.
-    ///
-    /// # Errors
-    /// [`Rejection::NoManaging`], [`Rejection::NoAdmin`].
     fn may_manage(
         &self,
         request: &Request,

@@ -232,9 +232,6 @@ impl Journal {
     }
 
     /// Registers a new reader; the previous one stops. Returns the reader and the replies so far.
-    ///
-    /// # Errors
-    /// Invalid lines, by a bug here or at the mirroring node.
     pub(crate) fn take_over(&self) -> Result<(JournalReader, Vec<ChoiceReply>), serde_json::Error> {
         let mut state = self.state();
         (state.left, state.is_sure) = (None, false);
@@ -246,9 +243,6 @@ impl Journal {
     }
 
     /// Appends replies. Repeated prefill replies are removed from `lines` too.
-    ///
-    /// # Errors
-    /// [`Superseded`].
     pub(crate) fn append(
         &self,
         life: u64,
@@ -479,9 +473,6 @@ impl Journals {
     }
 
     /// Finds a journal here or at another node.
-    ///
-    /// # Errors
-    /// [`JournalAbsence`].
     pub(crate) async fn find(
         &self,
         id: &str,

@@ -10,10 +10,6 @@ use crate::rejection::Rejection;
 ///
 /// Depth and values are counted on the bytes first: parsed values take up to a hundred times the
 /// memory of a short text. Escapes of lone surrogates are read as U+FFFD.
-///
-/// # Errors
-/// [`Rejection::TooDeep`], [`Rejection::TooManyValues`], [`Rejection::NotJson`],
-/// [`Rejection::NotObject`].
 pub(crate) fn parse(body: &[u8], limits: &ApiLimits) -> Result<Map<String, Value>, Rejection> {
     check_size(body, limits)?;
     let body = replace_lone_surrogates(body);

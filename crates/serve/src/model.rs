@@ -141,8 +141,6 @@ impl ServedModel {
         u32::try_from(self.tokenizer.vocab_size()).unwrap_or(u32::MAX)
     }
 
-    /// # Errors
-    /// [`Error::Name`].
     pub(crate) fn check(&self) -> Result<(), Error> {
         let mut names = std::iter::once(&self.id).chain(&self.aliases);
         let is_bad = |name: &&String| {

@@ -124,9 +124,6 @@ impl ResponseStream {
     }
 
     /// The next reply and its choice. Never [`Reply::Failed`]. Cancel-safe.
-    ///
-    /// # Errors
-    /// Why the response ended early; the remaining choices are cancelled.
     pub(crate) async fn next(&mut self) -> Result<(usize, Reply), Rejection> {
         let broken = || Rejection::Broken {
             what: "finish the answer",

@@ -128,9 +128,6 @@ impl ToolSupport {
     }
 
     /// The constraint of a request without a conversation; it covers the whole response.
-    ///
-    /// # Errors
-    /// Why the engine cannot enforce it.
     pub(crate) fn whole(
         &self,
         format: &AnswerFormat,

@@ -188,9 +188,6 @@ impl DrafterRun {
     }
 
     /// Fingerprints of the model and of the prompts.
-    ///
-    /// # Errors
-    /// Errors of the files.
     pub(crate) fn fingerprints(&self) -> Result<(String, String), Error> {
         let mut hash = Sha256::new();
         for prompt in self.prompts()?.0 {
@@ -201,9 +198,6 @@ impl DrafterRun {
     }
 
     /// The message of a worker that has loaded the model.
-    ///
-    /// # Errors
-    /// As [`fingerprints`](Self::fingerprints).
     pub(crate) fn ready(&self) -> Result<FromWorker, Error> {
         let (model, data) = self.fingerprints()?;
         Ok(FromWorker::Ready {

@@ -12,9 +12,6 @@ const SAMPLE_BYTES: usize = 256;
 
 /// SHA-256 of names, sizes, types and samples of all tensors. Another quantisation, another
 /// fine-tuning or another order of rows changes samples; a single changed number may not.
-///
-/// # Errors
-/// Errors of the files.
 pub(crate) fn fingerprint(source: &ModelSource) -> Result<String, Error> {
     let mut hash = Sha256::new();
     let mut add = |name: &str, about: &str, bytes: &[u8]| {

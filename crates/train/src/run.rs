@@ -147,9 +147,6 @@ impl TrainingRun {
     }
 
     /// Reads a job for a worker that has a stage of the model.
-    ///
-    /// # Errors
-    /// The errors of [`open`](Self::open).
     pub(crate) fn open_stage(
         job: &TrainingJob,
         means: impl Into<Means>,

@@ -212,10 +212,6 @@ struct Module<'a, P, D> {
 }
 
 /// The matrix of the module `name`; `None` when it has no scales.
-///
-/// # Errors
-/// [`Error::Quantization`], [`Error::QuantisedDtype`], [`Error::Scales`],
-/// [`Error::MissingTensor`], [`Error::Absent`].
 pub(crate) fn quantised(
     name: &str,
     config: &Value,

@@ -90,9 +90,6 @@ fn rate(text: &str) -> Result<f64, String> {
 }
 
 /// Measures and prints.
-///
-/// # Errors
-/// An unreachable server, an unreadable file, no completed request.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let load = args.load()?;
     let predicted = load.server.predicted(PATIENCE);

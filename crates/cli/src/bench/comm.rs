@@ -161,8 +161,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Args {
-    /// # Errors
-    /// An unencrypted transport without `--plaintext`.
     fn settings(&self) -> anyhow::Result<RankSettings> {
         let backend = self.transport.backend();
         Ok(RankSettings {

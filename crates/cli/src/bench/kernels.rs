@@ -54,9 +54,6 @@ fn weight_type(name: &str) -> Result<BlockType, String> {
 }
 
 /// Measures and prints.
-///
-/// # Errors
-/// Not enough memory.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let kernels = load::kernels(load::threads(args.compute, 1))?;
     let report = measure(&args.spec(), &kernels)?;

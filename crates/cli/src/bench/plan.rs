@@ -57,9 +57,6 @@ struct MeasuredSplit {
 }
 
 /// Predicts, measures and prints.
-///
-/// # Errors
-/// A model that cannot be found or loaded.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     crate::plaintext::asked_for(args.transport.backend(), args.plaintext)?;
     let found = pull::ensure(&args.model, signals)?;

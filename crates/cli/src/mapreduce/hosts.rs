@@ -15,18 +15,12 @@ use paceline_process::Ending;
 use crate::home;
 
 /// Parses comma-separated host names.
-///
-/// # Errors
-/// An invalid name.
 pub(super) fn names(text: &str) -> Result<Vec<String>, String> {
     let file = Hostfile::from_names(text, 1).map_err(|error| error.to_string())?;
     Ok(file.hosts.into_iter().map(|host| host.ssh).collect())
 }
 
 /// Starts a worker on a host and relays messages between it and this process's parent.
-///
-/// # Errors
-/// A failed start or worker; `ssh` prints to standard error.
 pub(super) fn bridge(host: &str) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let program = quote(&program.display().to_string());
@@ -47,9 +41,6 @@ pub(super) fn bridge(host: &str) -> anyhow::Result<()> {
 
 /// Has a node of the cluster start a worker, and relays messages between it and this process's
 /// parent, through this machine's node.
-///
-/// # Errors
-/// No path to the node, no worker there, or a lost connection.
 pub(super) fn bridge_to_node(id: &str) -> anyhow::Result<()> {
     let line = tunnel::line(&home::folder()?, id, tunnel::ARRAYS);
     let line = line.context("cannot reach its node")?;

@@ -55,9 +55,6 @@ pub(crate) struct ArrayJobArgs {
 }
 
 /// Prints a result with its statistics as JSON, or `text`, with the statistics on stderr.
-///
-/// # Errors
-/// Stdout is closed.
 pub(super) fn show<T: Serialize>(
     figures: &Figures,
     json: bool,
@@ -72,9 +69,6 @@ pub(super) fn show<T: Serialize>(
 }
 
 /// Statistics of `runs` over `rows` rows, compared with this machine's memory bandwidth.
-///
-/// # Errors
-/// The system refuses memory or threads for the measurement.
 pub(super) fn end(runs: Runs<'_>, rows: u64) -> anyhow::Result<Figures> {
     runs.end(rows, |bytes, threads| -> anyhow::Result<_> {
         if bytes < COMPARED_BYTES {
@@ -88,9 +82,6 @@ pub(super) fn end(runs: Runs<'_>, rows: u64) -> anyhow::Result<Figures> {
 
 impl ArrayJobArgs {
     /// Opens an input's description.
-    ///
-    /// # Errors
-    /// An invalid file.
     pub(super) fn input(&self, path: &Path) -> Result<InputFile, paceline_mapreduce::Error> {
         let path = Self::place(path);
         match self.raw {
@@ -106,9 +97,6 @@ impl ArrayJobArgs {
     }
 
     /// Opens files as columns of values.
-    ///
-    /// # Errors
-    /// An invalid file.
     pub(super) fn columns(&self, args: &ColumnArgs) -> Result<Columns, paceline_mapreduce::Error> {
         let inputs = args.inputs.iter().map(|path| self.input(path));
         let mut inputs: Vec<InputFile> = inputs.collect::<Result<_, _>>()?;
@@ -146,9 +134,6 @@ impl ArrayJobArgs {
     }
 
     /// Starts the workers.
-    ///
-    /// # Errors
-    /// Workers cannot start, or a requested device is missing.
     pub(super) fn start<'a>(&self, watch: &'a mut JobWatcher) -> anyhow::Result<Runs<'a>> {
         let start = Instant::now();
         let crew = match (&self.hosts, self.nodes) {

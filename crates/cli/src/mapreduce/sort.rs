@@ -28,9 +28,6 @@ struct SortReport<'a> {
 }
 
 /// Runs the sort.
-///
-/// # Errors
-/// Invalid input, or failed workers.
 pub(super) fn sort(args: &SortArgs) -> anyhow::Result<()> {
     let input = args.job.input(&args.input)?.flat();
     let available = machine::memory().and_then(|memory| memory.available);

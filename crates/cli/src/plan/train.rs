@@ -72,9 +72,6 @@ impl TrainPlan {
 }
 
 /// Prints the forecast of a training.
-///
-/// # Errors
-/// [`Error::TrainingTooLarge`] with sufficient changes; an unusable model or cluster.
 pub(super) fn run(
     model: &str,
     (args, cluster): (&TrainPlan, &[String]),

@@ -64,10 +64,6 @@ impl Conversation {
 }
 
 /// Reads lines and answers them until the input ends.
-///
-/// # Errors
-/// [`Error::CannotChat`], failed input or output, or a lost node. Errors of one question are
-/// printed, and the chat continues.
 pub(super) fn chat(args: &Args, mut session: RunSession, signals: &Signals) -> anyhow::Result<()> {
     check(args, &session)?;
     print_err(format_args!("Chat with {}. {HELP}", args.model));
@@ -167,9 +163,6 @@ fn obey(
 
 /// A session with the model `name`, with the settings of `session`; that of the earlier model where
 /// the other cannot chat. The earlier one is freed first: both may not fit memory.
-///
-/// # Errors
-/// The earlier model cannot be loaded again.
 fn switched(
     args: &mut Args,
     session: RunSession,

@@ -85,9 +85,6 @@ fn is_command(word: &str) -> bool {
 }
 
 /// Changes a setting.
-///
-/// # Errors
-/// [`Error::NoSetting`], [`Error::SettingValue`], [`Error::Param`]; nothing has changed then.
 pub(super) fn set(
     (sampling, max_tokens): (&mut SamplingParams, &mut usize),
     name: &str,

@@ -74,9 +74,6 @@ impl LineReader {
     }
 
     /// Waits for the next line.
-    ///
-    /// # Errors
-    /// The system's error.
     pub(super) fn next(&mut self) -> anyhow::Result<ChatLine> {
         let Some(editor) = &mut self.editor else {
             return plain();

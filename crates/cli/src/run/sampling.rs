@@ -73,9 +73,6 @@ pub(super) struct SamplingArgs {
 
 impl SamplingArgs {
     /// Validates the options and adds a seed.
-    ///
-    /// # Errors
-    /// [`Error::Param`] names the invalid option.
     pub(super) fn params(self) -> Result<SamplingParams, Error> {
         let params = SamplingParams {
             temperature: self.temperature,

@@ -119,9 +119,6 @@ impl RunSession {
     }
 
     /// Generates an answer with a timeline of all nodes.
-    ///
-    /// # Errors
-    /// As [`generate`](Self::generate); or a node without a timeline.
     pub(super) fn trace(&self, prompt: Vec<u32>) -> anyhow::Result<(AnswerStats, Timeline)> {
         let traced = self.session.trace(prompt);
         traced.map_err(|error| self.explain(error, false))
@@ -129,9 +126,6 @@ impl RunSession {
 
     /// Generates an answer, and shows its text as it becomes certain. Cancelling `chat` ends it
     /// early; `chat` also selects the hint for a prompt that is too long.
-    ///
-    /// # Errors
-    /// An error of `show`, or an invalid prompt. The session stays usable.
     pub(super) fn generate(
         &self,
         prompt: Vec<u32>,

@@ -18,9 +18,6 @@ use crate::output::{counted, print, print_err};
 const LINES_EVERY: u64 = 10;
 
 /// Trains a head for the model at `model`.
-///
-/// # Errors
-/// Invalid model, data or options; a signal.
 pub(super) fn run(
     args: &Args,
     (name, model): (&str, &Path),

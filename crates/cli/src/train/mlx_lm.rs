@@ -23,17 +23,11 @@ struct ReparsedArgs {
 }
 
 /// A required argument, from the command line or a configuration.
-///
-/// # Errors
-/// [`Error::Needed`].
 pub(super) fn needed<'a, T>(value: Option<&'a T>, name: &'static str) -> Result<&'a T, Error> {
     value.ok_or(Error::Needed { name })
 }
 
 /// The arguments, merged over those of the configuration at `path`.
-///
-/// # Errors
-/// An invalid configuration, or an invalid value in it.
 pub(super) fn merged(args: &Args, path: &Path) -> anyhow::Result<Args> {
     let named = || path.display().to_string();
     let text = std::fs::read_to_string(path).with_context(named)?;

@@ -43,9 +43,6 @@ pub(crate) struct TrainHostArgs {
 }
 
 /// The workers of a training; empty if this process computes alone.
-///
-/// # Errors
-/// The own node's error.
 pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
     let own = args.threads.map_or(0, usize::from);
     let elsewhere = |option: &str, name: &str, place: &str| Post {
@@ -85,9 +82,6 @@ pub(super) fn posts(args: &Args, model: &str) -> anyhow::Result<Vec<Post>> {
 
 /// `paceline train-worker`: a process of a training. Errors go to its parent; only those of a
 /// connection to another machine are printed.
-///
-/// # Errors
-/// What failed.
 pub(crate) fn work(args: &TrainWorkerArgs) -> anyhow::Result<()> {
     let means = |threads| {
         Ok::<_, io::Error>(Means {
@@ -116,9 +110,6 @@ pub(crate) fn work(args: &TrainWorkerArgs) -> anyhow::Result<()> {
 }
 
 /// `paceline train-far`: runs a worker for another machine, over standard input and output.
-///
-/// # Errors
-/// What failed.
 pub(crate) fn far(args: &TrainHostArgs) -> anyhow::Result<()> {
     let scratch = tempfile::tempdir().context("cannot make a temporary folder")?;
     let find = |name: &str, path: &Path| -> Option<PathBuf> {

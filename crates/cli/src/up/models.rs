@@ -31,9 +31,6 @@ struct NamedModel<'a> {
 
 impl Args {
     /// Checks the options that concern models, before a node starts.
-    ///
-    /// # Errors
-    /// Options that do not fit each other.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         self.split.check()?;
         if self.model().is_none() && !self.adapter.is_empty() {
@@ -56,9 +53,6 @@ impl Args {
 
     /// Requests to load, in the order of the command line: models, then the encoder of `--embed`.
     /// Fetches what this machine does not have.
-    ///
-    /// # Errors
-    /// A model that cannot be found, or that the options do not fit.
     pub(super) fn requests(&self, signals: &Signals) -> anyhow::Result<Vec<LoadRequest>> {
         let each = self.each(self.fuses()?);
         let is_alone = each.len() <= 1;
@@ -109,9 +103,6 @@ impl Args {
     }
 
     /// Whether adapters are fused into a copy of the model, as MLX and experts require.
-    ///
-    /// # Errors
-    /// An engine and a class that contradict each other.
     fn fuses(&self) -> Result<bool, Error> {
         if self.adapter.is_empty() {
             return Ok(false);
@@ -247,9 +238,6 @@ impl Args {
     }
 
     /// Rejects a draft model unless there is one model with drafts.
-    ///
-    /// # Errors
-    /// [`Error::DraftOf`].
     fn check_draft(&self, models: usize) -> Result<(), Error> {
         let wrong = match models {
             _ if self.draft.is_none() => None,
@@ -262,9 +250,6 @@ impl Args {
     }
 
     /// Request to load the encoder of `--embed`.
-    ///
-    /// # Errors
-    /// A model that cannot be found or is not an encoder.
     fn encoder_beside(&self, signals: &Signals) -> anyhow::Result<Option<LoadRequest>> {
         let Some(given) = self.embed.as_deref() else {
             return Ok(None);
@@ -310,9 +295,6 @@ impl Args {
     }
 
     /// Rejects options that encoders do not support.
-    ///
-    /// # Errors
-    /// [`Error::OfDecoders`].
     fn check_encoder(&self) -> Result<(), Error> {
         let class = self.compute.class;
         let given = [
@@ -337,9 +319,6 @@ impl Args {
 }
 
 /// Rejects equal names: the later model would replace the earlier.
-///
-/// # Errors
-/// [`Error::SameName`].
 fn check_names(each: &[NamedModel<'_>]) -> Result<(), Error> {
     let mut known = BTreeSet::new();
     for one in each {

@@ -69,9 +69,6 @@ impl NamespaceNetwork {
     }
 
     /// Makes the first network slow, 200 Mbit/s out of each host, so that another one is better.
-    ///
-    /// # Errors
-    /// This system cannot shape traffic.
     pub(crate) fn slow_down(&self) -> Result<(), String> {
         let shape = "tc qdisc add dev eth0 root tbf rate 200mbit burst 64kb latency 50ms";
         let shape: Vec<&str> = shape.split(' ').collect();

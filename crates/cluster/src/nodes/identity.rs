@@ -110,9 +110,6 @@ pub(crate) fn id_of(public: &[u8]) -> NodeId {
 }
 
 /// The secret in a file, or `None` without a file.
-///
-/// # Errors
-/// [`Error::Read`], [`Error::Malformed`], [`Error::Mode`], [`Error::Owner`].
 pub(crate) fn read_secret<const N: usize>(
     path: &Path,
 ) -> Result<Option<Zeroizing<[u8; N]>>, Error> {
@@ -146,9 +143,6 @@ pub(crate) fn read_secret<const N: usize>(
 
 /// Checks that no other user can have planted files below `folder`: this user or root owns it, and
 /// not everybody can write to it. A missing folder passes.
-///
-/// # Errors
-/// [`Error::Owner`], [`Error::Writable`].
 pub(crate) fn check_folder(folder: &Path) -> Result<(), Error> {
     let Ok(facts) = fs::metadata(folder) else {
         return Ok(());
@@ -179,9 +173,6 @@ fn check_owner(path: &Path, owner: u32) -> Result<(), Error> {
 }
 
 /// Writes a file that only its owner may read, atomically.
-///
-/// # Errors
-/// [`Error::Write`].
 pub(crate) fn write_secret(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     let new = path.with_extension("new");
     let write = || {

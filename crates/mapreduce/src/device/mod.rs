@@ -113,27 +113,18 @@ pub(crate) fn check_function(text: &str, columns: usize) -> Result<(), Error> {
 }
 
 /// The same function without the feature.
-///
-/// # Errors
-/// [`Error::Device`].
 #[cfg(not(feature = "gpu"))]
 pub(crate) fn check_function(_text: &str, _columns: usize) -> Result<(), Error> {
     Err(without())
 }
 
 /// Checks a user's WGSL function over blocks of inputs with these columns; columns of its result.
-///
-/// # Errors
-/// As of [`check_function`].
 #[cfg(feature = "gpu")]
 pub(crate) fn check_block(text: &str, columns: &[u64]) -> Result<u64, Error> {
     gpu::block_function(text, columns).map(|function| u64::from(function.result_columns()))
 }
 
 /// The same function without the feature.
-///
-/// # Errors
-/// [`Error::Device`].
 #[cfg(not(feature = "gpu"))]
 pub(crate) fn check_block(_text: &str, _columns: &[u64]) -> Result<u64, Error> {
     Err(without())

@@ -189,9 +189,6 @@ macro_rules! of_width {
 use of_width;
 
 /// Cuts a part of `source` into buckets and stores it; rows of each bucket.
-///
-/// # Errors
-/// [`Error::File`].
 pub(crate) fn scatter(
     scatter: &Scatter,
     source: &FileSource,

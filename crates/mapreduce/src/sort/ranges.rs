@@ -65,9 +65,6 @@ struct RangePiece {
 
 impl RangeStore {
     /// A file without a name in `folder`.
-    ///
-    /// # Errors
-    /// [`Error::File`].
     pub(crate) fn new(folder: &Path) -> Result<Self, Error> {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let path = folder.join(format!("paceline-sort-{}-{number}", std::process::id()));

@@ -55,9 +55,6 @@ impl SpillStore {
     }
 
     /// Stores a part whose buckets have `counts` rows.
-    ///
-    /// # Errors
-    /// [`Error::File`].
     pub(crate) fn put(&self, part: u64, counts: &[u64], keys: Vec<u8>) -> Result<(), Error> {
         let starts = starts(counts);
         match self {

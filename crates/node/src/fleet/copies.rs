@@ -250,9 +250,6 @@ impl ModelCopies {
 
     /// SHA-256 of a file in hexadecimal digits. Reads all of it the first time, and stores its hash
     /// tree too. A file of the store with checksums is not read: its bytes are compared on use.
-    ///
-    /// # Errors
-    /// The system's error.
     pub(super) fn hash(&self, path: &Path) -> io::Result<String> {
         let key = fingerprint(path)?;
         let known = || lock(&self.state).known.get(&key).cloned();
@@ -279,9 +276,6 @@ impl ModelCopies {
 
     /// SHA-256 of the model file at `path`. A copy's file name contains it, since its bytes are
     /// verified on use. Other files are hashed.
-    ///
-    /// # Errors
-    /// As [`hash`](Self::hash).
     fn sum(&self, path: &Path) -> io::Result<String> {
         match self.copied(path) {
             Some(sha256) => Ok(sha256.to_owned()),
@@ -297,9 +291,6 @@ impl ModelCopies {
 
     /// Length of the model file at `path` in bytes. For a copy this is the signed length, since the
     /// file may be truncated.
-    ///
-    /// # Errors
-    /// The system's error.
     fn length(&self, agent: &Agent, path: &Path) -> io::Result<u64> {
         let rooted = self
             .copied(path)
@@ -395,9 +386,6 @@ impl ModelCopies {
 
     /// Signs the root of the model file at `path` and publishes it to the cluster. Reads all of the
     /// file the first time. Of a model of several files it signs the root of the manifest.
-    ///
-    /// # Errors
-    /// The system's error, or why the root cannot be published.
     pub(super) fn sign(&self, agent: &Agent, model: &ModelName, path: &Path) -> Result<(), String> {
         let failed = |error: &io::Error| format!("{}: {error}", path.display());
         if model.manifest {
@@ -443,9 +431,6 @@ impl ModelCopies {
     }
 
     /// Removes a copy of a model; returns the bytes freed.
-    ///
-    /// # Errors
-    /// The system's error.
     pub(super) fn forget(&self, sha256: &str) -> io::Result<u64> {
         Ok(self.forget_model(sha256)? + self.forget_file(sha256)?)
     }
@@ -552,9 +537,6 @@ fn place_in(folder: &Path, sha256: &str, ending: &str) -> Result<PathBuf, String
 type CopyProgress<'a> = dyn FnMut(u64) -> Result<(), ConnectionError> + 'a;
 
 /// Writes a small file atomically, in an existing folder, and syncs it.
-///
-/// # Errors
-/// The system's error.
 pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     storage::replace(&FileSystem, path, bytes)
 }

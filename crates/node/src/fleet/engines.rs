@@ -105,9 +105,6 @@ fn shares(
 
 /// Shares of an instance that computes on MLX, by its record or by the memory of its nodes. None
 /// for one that the planner divides.
-///
-/// # Errors
-/// [`TooLarge`].
 pub(super) fn shares_by_memory(
     wanted: &InstanceSpec,
     rooms: &NodeRooms,
@@ -246,9 +243,6 @@ impl Inner {
     }
 
     /// The engines of a request on nodes of ranks.
-    ///
-    /// # Errors
-    /// As [`set_classes`](Self::set_classes).
     pub(super) fn engine_choice(
         &self,
         ask: &LoadRequest,

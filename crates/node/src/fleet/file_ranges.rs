@@ -199,9 +199,6 @@ impl SourceConnection {
 }
 
 /// The leaves of a file's tree, from the first source whose leaves `accept` accepts.
-///
-/// # Errors
-/// The failure of each source.
 pub(super) fn leaves<T>(
     agent: &Agent,
     (model, groups): (&ModelName, HashGroups),

@@ -131,9 +131,6 @@ pub(super) fn unavailable(
 
 /// Fetches a run of groups and stores each after verification by the tree. `came` receives the
 /// number of bytes stored.
-///
-/// # Errors
-/// Why the rest is unavailable. Verified bytes are stored.
 pub(super) fn fill(
     hub: &dyn ModelHub,
     origin: &HubOrigin,

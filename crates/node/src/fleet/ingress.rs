@@ -231,9 +231,6 @@ impl IngressRequest {
 
 impl IngressService {
     /// Starts a thread that keeps a connection to the current owner.
-    ///
-    /// # Errors
-    /// What the system says when it refuses the thread.
     pub(super) fn start(
         inner: &Arc<Inner>,
         id: InstanceId,

@@ -23,9 +23,6 @@ pub(super) struct WholeFile {
 
 impl WholeFile {
     /// Opens the file at `path`, whose leaves are or will be stored at `kept`.
-    ///
-    /// # Errors
-    /// The system's error.
     pub(super) fn open(path: &Path, kept: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
         let groups = HashGroups::of(file.metadata()?.len());
@@ -41,9 +38,6 @@ impl WholeFile {
 
 /// The hash tree of the complete file at `path`, with leaves stored at `kept`. Computed the first
 /// time, which reads all of the file.
-///
-/// # Errors
-/// The system's error.
 pub(super) fn tree_of(path: &Path, kept: &Path) -> io::Result<Tree> {
     let mut file = File::open(path)?;
     let bytes = file.metadata()?.len();
@@ -57,9 +51,6 @@ pub(super) fn tree_of(path: &Path, kept: &Path) -> io::Result<Tree> {
 }
 
 /// Stores the leaves of a tree at `kept`, unless they are there.
-///
-/// # Errors
-/// The system's error.
 pub(super) fn keep(tree: &Tree, kept: &Path) -> io::Result<()> {
     let leaves = tree.to_bytes();
     if fs::read(kept).is_ok_and(|known| known == leaves) {

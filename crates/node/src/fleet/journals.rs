@@ -173,9 +173,6 @@ pub(super) struct JournalCopier {
 
 impl JournalCopier {
     /// Starts the sending thread, which ends with this value.
-    ///
-    /// # Errors
-    /// The system's error when the thread cannot be started.
     pub(super) fn start(agent: Agent) -> std::io::Result<Self> {
         let (queue, pieces) = sync_channel(QUEUE_MAX);
         let mut sender = Sender {

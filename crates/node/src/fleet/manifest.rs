@@ -105,9 +105,6 @@ pub(super) struct Manifest {
 
 impl Manifest {
     /// The manifest of these files.
-    ///
-    /// # Errors
-    /// As [`parse`](Self::parse).
     pub(super) fn new(
         mut files: Vec<ManifestFile>,
         inline: BTreeMap<String, String>,

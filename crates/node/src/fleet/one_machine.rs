@@ -90,9 +90,6 @@ pub(super) fn probed(options: &MachineOptions) -> Result<Backend, String> {
 }
 
 /// Adds the prefill workers of `options`, if there are some.
-///
-/// # Errors
-/// As of [`PreparedModel::read_prompts_on`].
 pub(super) fn read_prompts(
     prepared: &mut PreparedModel,
     options: &MachineOptions,

@@ -441,9 +441,6 @@ impl OwnedInstance {
 
     /// Makes a node get the model by `fetch`. Continues without a node that is lost, whose ranks
     /// then run on others; an instance that was started before does so for any reason.
-    ///
-    /// # Errors
-    /// Why the node refuses, in the first load.
     fn fetch_or_leave(
         &self,
         inner: &Inner,

@@ -77,9 +77,6 @@ fn message(sha256: &str, (bytes, header): (u64, u64), root: &str) -> Vec<u8> {
 
 impl FileRoot {
     /// Signs the root of a file whose SHA-256 this node has verified.
-    ///
-    /// # Errors
-    /// Why it cannot be signed.
     pub(super) fn sign(
         agent: &Agent,
         sha256: &str,

@@ -36,9 +36,6 @@ pub(super) struct SpeedCache(Mutex<Option<MeasuredSpeed>>);
 
 impl SpeedCache {
     /// Measures the first time, which takes some tenths of a second.
-    ///
-    /// # Errors
-    /// The system's error when it refuses threads or memory.
     pub(super) fn get(
         &self,
         kernels: impl FnOnce() -> io::Result<Arc<Kernels>>,

@@ -129,9 +129,6 @@ impl<'a> Team<'a> {
     }
 
     /// Takes all measurements.
-    ///
-    /// # Errors
-    /// What the system refuses.
     pub(super) fn measure(&self) -> Result<GroupCost> {
         let logits = self.members.iter().map(|m| m.tensor.head_rows());
         let logits = logits.min().unwrap_or(0);
@@ -238,9 +235,6 @@ fn meet(group: &dyn Group, end: bool) -> Result<bool, paceline_comm::Error> {
 }
 
 /// Measures messages between two ranks, joined by `backend`.
-///
-/// # Errors
-/// What the system refuses.
 pub(super) fn wire(backend: Backend) -> Result<LinkCost> {
     let rounds = joined(2, backend, |group| {
         let small = round(group, 1, Duration::ZERO)?;

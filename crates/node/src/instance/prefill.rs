@@ -121,9 +121,6 @@ impl PrefillGroup {
     }
 
     /// Waits until the prefill ranks are ready for the first time and both groups are connected.
-    ///
-    /// # Errors
-    /// As [`Instance::ready`].
     pub(super) fn ready(&self) -> Result<(), Error> {
         if self.awaited {
             self.instance.ready()?;

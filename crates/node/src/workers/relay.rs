@@ -33,9 +33,6 @@ pub(super) struct Relay {
 
 impl Relay {
     /// Listens at a port of `at` for connections to `to`.
-    ///
-    /// # Errors
-    /// The system's error.
     pub(super) fn start(at: IpAddr, to: SocketAddr) -> io::Result<Self> {
         let listener = TcpListener::bind((at, 0))?;
         let mut relay = Self {

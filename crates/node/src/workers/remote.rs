@@ -309,9 +309,6 @@ impl RemoteWorkers {
 
     /// Checks that ranks may join on their nodes. Ranks on nodes that cannot speak to others are
     /// refused, so that they start elsewhere; the others wait for that.
-    ///
-    /// # Errors
-    /// Why this rank has to move.
     fn may_join(&self, rank: Rank) -> Result<bool, Error> {
         let state = lock(&self.state);
         let apart = &state.epochs.apart;

@@ -79,9 +79,6 @@ impl App {
     }
 
     /// Checks, before the body is read, that the model supports `endpoint`.
-    ///
-    /// # Errors
-    /// [`Rejection::NotDone`].
     pub(super) fn check_ability(&self, endpoint: Endpoint) -> Result<(), Rejection> {
         if endpoint.embeds() {
             return self.embedder().map(drop);

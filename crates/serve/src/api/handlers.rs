@@ -156,9 +156,6 @@ fn warned(mut response: Response, warnings: &[String]) -> Response {
 
 /// Checks type, encoding and length. Programs may call the body what they like, as `curl -d` does:
 /// JSON is assumed. Web pages, which send `Origin`, may not: a form of theirs needs no permission.
-///
-/// # Errors
-/// [`Rejection::MediaType`], [`Rejection::Encoded`], [`Rejection::LongBody`].
 pub(super) fn check_head(config: &Config, request: &Request) -> Result<(), Rejection> {
     let headers = request.headers();
     let value = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
@@ -536,9 +533,6 @@ impl ServedNames {
 }
 
 /// Checks the right to manage models: an admin's key, if keys are in use.
-///
-/// # Errors
-/// [`Rejection::NoAdmin`].
 pub(super) fn check_admin(keys: Option<&WatchedKeys>, request: &Request) -> Result<(), Rejection> {
     let Some(keys) = keys else { return Ok(()) };
     match request.extensions().get() {

@@ -366,9 +366,6 @@ struct BlockContents {
 
 impl RequestParser<'_> {
     /// Parses a message request.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn anthropic(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let body: MessageRequest = read(body, self.notes)?;
         let sampling = Sampling {
@@ -388,9 +385,6 @@ impl RequestParser<'_> {
     }
 
     /// Parses a request to count tokens.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404; prompts over the context are counted too.
     pub(crate) fn count_tokens(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
         let body: CountRequest = read(body, self.notes)?;
         let conversation = self.anthropic_conversation(body.prompt)?;

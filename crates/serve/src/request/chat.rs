@@ -98,9 +98,6 @@ impl RequestParser<'_> {
     /// Parses a chat request.
     ///
     /// Cost: rendering and encoding the conversation.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn chat(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let mut body: ChatRequest = read(body, self.notes)?;
         let (max_tokens, logprobs) = (body.max_tokens()?, body.logprobs()?);

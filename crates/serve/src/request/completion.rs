@@ -94,9 +94,6 @@ impl RequestParser<'_> {
     /// Parses a completion request.
     ///
     /// Cost: encoding the prompts.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn completion(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let mut body: CompletionRequest = read(body, self.notes)?;
         self.check_model(body.model)?;

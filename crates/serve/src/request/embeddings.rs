@@ -92,9 +92,6 @@ enum InputPolicy {
 
 impl RequestParser<'_> {
     /// Parses OpenAI's request.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn embeddings(
         &self,
         body: Map<String, Value>,
@@ -112,9 +109,6 @@ impl RequestParser<'_> {
     }
 
     /// Parses Ollama's request. An empty input gives no vectors, as in Ollama.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn ollama_embed(
         &self,
         body: Map<String, Value>,
@@ -137,9 +131,6 @@ impl RequestParser<'_> {
     }
 
     /// Parses Ollama's older request.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn ollama_embeddings(
         &self,
         body: Map<String, Value>,

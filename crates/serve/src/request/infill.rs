@@ -129,9 +129,6 @@ impl RequestParser<'_> {
     }
 
     /// Parses `/infill`.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn infill(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let body: InfillRequest = read(body, self.notes)?;
         self.check_model(body.model)?;

@@ -55,9 +55,6 @@ no_effect!(NoEffect {
 
 impl RequestParser<'_> {
     /// `POST /tokenize`: the ids of a text.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn tokenize(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
         let body: TokenizeRequest = read(body, self.notes)?;
         self.check_model(body.model)?;
@@ -87,9 +84,6 @@ impl RequestParser<'_> {
     }
 
     /// `POST /detokenize`: the text of ids.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn detokenize(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
         let body: DetokenizeRequest = read(body, self.notes)?;
         self.check_model(body.model)?;
@@ -98,9 +92,6 @@ impl RequestParser<'_> {
     }
 
     /// `POST /apply-template`: the prompt of a conversation, as text.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn apply_template(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
         let body: ApplyTemplateRequest = read(body, self.notes)?;
         self.check_model(body.model)?;

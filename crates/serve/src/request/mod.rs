@@ -167,9 +167,6 @@ pub(crate) struct RequestParser<'a> {
 
 impl RequestParser<'_> {
     /// The model's name as the client wrote it, or the served one's where it names none.
-    ///
-    /// # Errors
-    /// [`Rejection::Model`].
     fn check_model(&self, model: Option<ModelName>) -> Result<String, Rejection> {
         let served = &self.model.id;
         let model = model.map_or_else(|| served.clone(), |model| model.0);
@@ -291,9 +288,6 @@ impl RequestParser<'_> {
 
     /// Rejects text far over the context before tokenising it: `bytes` of text are at least `bytes
     /// / longest_token` tokens. Text near the limit is counted exactly.
-    ///
-    /// # Errors
-    /// [`Rejection::FarTooLong`].
     fn check_bytes(&self, bytes: usize, param: &'static str) -> Result<(), Rejection> {
         let (tokens, context) = (bytes / self.longest_token.max(1), self.model.context);
         if tokens < 2 * context {
@@ -313,9 +307,6 @@ impl RequestParser<'_> {
     }
 
     /// Tokenises a text within [`bounds`](Self::bounds).
-    ///
-    /// # Errors
-    /// [`Rejection::FarTooLong`], [`Rejection::Tokenizer`].
     fn encode(
         &self,
         text: &str,
@@ -362,8 +353,6 @@ impl RequestParser<'_> {
         }
     }
 
-    /// # Errors
-    /// [`Rejection::EmptyPrompt`], [`Rejection::ContextLength`].
     fn check_prompt(
         &self,
         tokens: &[u32],

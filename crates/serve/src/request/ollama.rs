@@ -210,8 +210,6 @@ no_effect!(NamedNoEffect {
 });
 
 impl NamedModel {
-    /// # Errors
-    /// [`Rejection::Missing`].
     pub(crate) fn name(&self) -> Result<&str, Rejection> {
         let name = self.model.as_deref().or(self.name.as_deref());
         name.ok_or_else(|| Rejection::Missing {
@@ -227,9 +225,6 @@ impl NamedModel {
 
 impl RequestParser<'_> {
     /// Parses `/api/chat`; without messages it only checks that the model is loaded.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn ollama_chat(&self, body: Map<String, Value>) -> Result<ParsedRequest, Rejection> {
         let OllamaChat {
             shared,
@@ -257,9 +252,6 @@ impl RequestParser<'_> {
     }
 
     /// Parses `/api/generate`; without a prompt it only checks that the model is loaded.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn ollama_generate(
         &self,
         body: Map<String, Value>,

@@ -379,9 +379,6 @@ struct ReasoningOptions {
 
 impl RequestParser<'_> {
     /// Parses a response request.
-    ///
-    /// # Errors
-    /// A [`Rejection`] of status 400 or 404.
     pub(crate) fn response(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let echo = echo(&body);
         let body: ResponseRequest = read(body, self.notes)?;

@@ -108,9 +108,6 @@ trait Wire: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Wire for T {}
 
 /// Sends a request and returns the reply's head. The caller sets the deadline.
-///
-/// # Errors
-/// [`UpstreamFailure::Connect`], [`UpstreamFailure::Broken`].
 pub(crate) async fn send(
     spec: &UpstreamSpec,
     request: UpstreamRequest,

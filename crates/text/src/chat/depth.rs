@@ -20,9 +20,6 @@ pub(super) const ELIFS_MAX: usize = 250;
 /// Refuses `source` if it nests too deep. Text that is no token is left to the parser to refuse.
 ///
 /// Cost: one pass over the text.
-///
-/// # Errors
-/// [`TemplateError::TooDeep`].
 pub(super) fn check(source: &str, syntax: SyntaxConfig) -> Result<(), TemplateError> {
     let (mut in_tag, mut elifs) = (0, 0);
     let mut begins_block = false;

@@ -149,9 +149,6 @@ const fn scheme(patterns: &'static [&'static str], line_breaks_end_runs: bool) -
 
 impl Scheme {
     /// The scheme called `name`.
-    ///
-    /// # Errors
-    /// [`Error::UnknownPre`].
     pub(super) fn by_name(name: &str) -> Result<Self, Error> {
         let whole_words = |s| Self {
             ignore_merges: true,

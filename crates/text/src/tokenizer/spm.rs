@@ -57,9 +57,6 @@ struct MergeCandidate {
 
 impl Spm {
     /// `scores`: one per token.
-    ///
-    /// # Errors
-    /// [`Error::Score`].
     pub(super) fn new(
         vocab: &Vocab,
         scores: &[f32],
@@ -92,9 +89,6 @@ impl Spm {
 
     /// Refuses a text that exceeds `tokens_max` tokens under any merges. No token spells more than
     /// the longest, and text that is no token takes one for each byte or character.
-    ///
-    /// # Errors
-    /// [`Error::TooManyTokens`].
     pub(super) fn check_length(&self, text: &str, tokens_max: usize) -> Result<(), Error> {
         if text.len() / self.token_bytes_max.max(4) > tokens_max {
             return Err(Error::TooManyTokens { tokens_max });

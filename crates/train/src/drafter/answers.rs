@@ -168,9 +168,6 @@ impl Answering {
     }
 
     /// The answers to the prompts of a [`group`]. Blocks for a forward pass a token.
-    ///
-    /// # Errors
-    /// [`Error::Model`] of the model.
     pub(super) fn answer(&mut self, prompts: &[Vec<u32>]) -> Result<Vec<Answer>, Error> {
         let mut answers = Vec::with_capacity(prompts.len());
         for (stream, prompt) in prompts.iter().enumerate() {

@@ -37,9 +37,6 @@ impl Captures {
     }
 
     /// The captured rows of a text, `(tokens, captures, C)`.
-    ///
-    /// # Errors
-    /// [`Error::Model`] of the model.
     pub(super) fn rows(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
         let mut rows = Vec::new();
         for (i, part) in tokens.chunks(ROWS).enumerate() {

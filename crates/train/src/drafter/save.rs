@@ -17,9 +17,6 @@ use crate::error::Error;
 type Saved = (String, &'static str, Vec<usize>, Vec<u8>);
 
 /// Writes the files of a head; gives the bytes of its weights.
-///
-/// # Errors
-/// [`Error::Files`].
 pub(super) fn write(output: &Path, training: &Training<'_>, params: &[f32]) -> Result<u64, Error> {
     let slots = training.network.layout.slots().iter();
     let mut saved: Vec<Saved> = slots

@@ -12,9 +12,6 @@ use crate::messages::{ANSWERS_FILE, FromWorker, ToWorker};
 use crate::worker::{LeafWorker, RunChannel, unexpected};
 
 /// Does the work of `run` that its parent asks for. Returns only with an error.
-///
-/// # Errors
-/// Errors of the model and of the channel.
 pub(crate) fn work(
     channel: &RunChannel,
     run: &DrafterRun,

@@ -74,9 +74,6 @@ impl fmt::Debug for SecretKey {
 }
 
 /// Listens for other ranks: at loopback, or with `open` at all addresses of this machine.
-///
-/// # Errors
-/// [`Error::Listen`].
 pub(crate) fn listen(open: bool) -> Result<(Listener, Vec<SocketAddr>), Error> {
     let mut addrs = vec![IpAddr::V4(Ipv4Addr::LOCALHOST)];
     if open {
@@ -97,9 +94,6 @@ pub(crate) struct Link {
 
 impl Link {
     /// Joins a group. Collective; blocks until all ranks have arrived.
-    ///
-    /// # Errors
-    /// [`Error::Join`].
     pub(crate) fn join(
         listener: Listener,
         (rank, activity): (usize, &Arc<Activity>),

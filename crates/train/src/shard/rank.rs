@@ -74,9 +74,6 @@ impl<'a> RankWorker<'a> {
     }
 
     /// Does what a message asks for. Reports a failure of the group; the rank keeps its state.
-    ///
-    /// # Errors
-    /// Errors of the device, of files and of the channel.
     pub(crate) fn handle(&mut self, message: ToWorker) -> Result<(), Error> {
         let epoch = match &message {
             ToWorker::Listen { epoch, .. }

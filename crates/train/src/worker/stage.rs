@@ -88,9 +88,6 @@ impl<'a> StageWorker<'a> {
     }
 
     /// Does what a message asks for. Reports a failure of the group.
-    ///
-    /// # Errors
-    /// Errors of the device, of files and of the channel.
     pub(super) fn handle(&mut self, message: ToWorker) -> Result<(), Error> {
         let activity = Arc::clone(&self.activity);
         let (epoch, done) = match message {

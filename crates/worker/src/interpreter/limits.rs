@@ -28,9 +28,6 @@ const FILES: u64 = 16;
 const TICK_MS: u64 = 10;
 
 /// Sets all limits except that of CPU time. They hold until the process ends.
-///
-/// # Errors
-/// The system's error when it refuses a limit.
 pub(super) fn set() -> io::Result<()> {
     limit(Resource::Core, 0)?;
     limit(Resource::Nofile, FILES)?;

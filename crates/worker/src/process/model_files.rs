@@ -70,17 +70,11 @@ impl RankWorker<'_> {
 }
 
 /// Refuses files with another identity than the instance's.
-///
-/// # Errors
-/// [`Error::OtherModel`]; [`Error::System`].
 pub(super) fn check_identity(job: &RankAssignment, source: &ModelSource) -> Result<(), Error> {
     check_file((&job.model, &job.identity), source)
 }
 
 /// Refuses files at `path` with another identity than `expected`.
-///
-/// # Errors
-/// As [`check_identity`].
 pub(super) fn check_file(
     (path, expected): (&Path, &str),
     source: &ModelSource,

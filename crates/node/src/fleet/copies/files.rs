@@ -71,9 +71,6 @@ pub(super) fn copy(
 }
 
 /// SHA-256 of a file in hexadecimal digits. Reads all of it.
-///
-/// # Errors
-/// The system's error.
 pub(super) fn hash(path: &Path) -> io::Result<String> {
     let (mut sum, mut file) = (Sha256::new(), File::open(path)?);
     let mut piece = vec![0; PIECE_BYTES];

@@ -81,9 +81,6 @@ type ModelPart = (ModelName, KnownRoot);
 
 impl ModelCopies {
     /// Identifies the model at `path`. Reads all of its files the first time.
-    ///
-    /// # Errors
-    /// The system's error, or why the files are no model.
     pub(in crate::fleet) fn identify(
         &self,
         agent: &Agent,

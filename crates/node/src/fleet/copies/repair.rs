@@ -240,9 +240,6 @@ impl ModelCopies {
 
     /// As [`check`](Self::check), for a worker that found damage in its ranges of a complete or
     /// partial file. `file` is its name in the model's folder, empty for a model of one file.
-    ///
-    /// # Errors
-    /// As of `check`, and the system's.
     pub(in crate::fleet) fn repair(
         &self,
         agent: &Agent,
