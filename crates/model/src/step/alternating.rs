@@ -14,7 +14,7 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, PackedMatrix};
 
-use super::{activations, whole};
+use super::rows::{activations, whole};
 use crate::config::{MAX_STREAMS, StreamRule};
 use crate::model::Model;
 use crate::weights::Alternation;

@@ -19,9 +19,10 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, AttentionScratch, AttentionStep, IndexStep, Kernels, KvCache};
 
+use super::BatchSize;
 use super::indexer::{SelectedPositions, select};
 use super::pooled::PoolInputs;
-use super::{BatchSize, product};
+use super::rows::product;
 use crate::config::PoolIndexer;
 use crate::model::Model;
 use crate::weights;

@@ -10,8 +10,8 @@
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 
-use super::exchanged;
 use super::halves::HalfTurn;
+use super::rows::exchanged;
 use crate::Error;
 use crate::model::Model;
 

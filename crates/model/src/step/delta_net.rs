@@ -20,7 +20,7 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, Product, StateRule};
 
-use super::activations;
+use super::rows::activations;
 use crate::model::Model;
 use crate::weights::{DeltaNet, Linear};
 use crate::{LayerCache, LayerCut, LayerShape};

@@ -16,7 +16,7 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, vector};
 
-use super::{activations, add_bias, norm_row, whole};
+use super::rows::{activations, add_bias, norm_row, whole};
 use crate::Error;
 use crate::config::{
     self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,

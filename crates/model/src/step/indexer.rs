@@ -18,8 +18,9 @@ use paceline_tensor::{
     KvCache, SparseScratch,
 };
 
+use super::BatchSize;
 use super::latent::LatentInputs;
-use super::{BatchSize, add_bias, product};
+use super::rows::{add_bias, product};
 use crate::config::{Indexer, Selection};
 use crate::model::Model;
 use crate::weights;

@@ -2,7 +2,7 @@
 
 use paceline_tensor::Activations;
 
-use super::activations;
+use super::rows::activations;
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::Summed;

@@ -17,7 +17,8 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, MAX_PRODUCTS, PackedMatrix, Product};
 
-use super::{Batch, activations, add_bias, product};
+use super::Batch;
+use super::rows::{activations, add_bias, product};
 use crate::config::Latent;
 use crate::model::Model;
 use crate::weights::{self, LayerShard};

@@ -13,7 +13,7 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels};
 
-use super::{activations, norm_in_place, whole};
+use super::rows::{activations, norm_in_place, whole};
 use crate::model::Model;
 use crate::weights::{PerLayer, PerLayerInputs};
 

@@ -12,8 +12,8 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::Kernels;
 use paceline_tensor::pool::DisjointMut;
 
-use super::exchanged;
 use super::halves::HalfTurn;
+use super::rows::exchanged;
 use crate::model::Model;
 use crate::split::HeadRanges;
 use crate::{Error, LayerShape};

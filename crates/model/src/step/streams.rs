@@ -13,7 +13,7 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels};
 
-use super::{activations, whole};
+use super::rows::{activations, whole};
 use crate::config::{StreamRule, Streams};
 use crate::model::Model;
 use crate::weights::{HeadStreams, StreamMix};

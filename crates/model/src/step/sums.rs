@@ -6,7 +6,7 @@ use paceline_tensor::{Activations, Product};
 
 use super::adapter_products::{self, AdapterProducts, AdapterRows};
 use super::halves::HalfTurn;
-use super::{add_bias, exchanged};
+use super::rows::{add_bias, exchanged};
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::weights::Summed;
