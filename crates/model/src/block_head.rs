@@ -24,6 +24,7 @@ use std::sync::Arc;
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_tensor::{Kernels, PackedMatrix, Precision};
 
+use crate::draft_head::rows::HeadTurn;
 use crate::eagle::{HeadReader, head_cache};
 use crate::split::Split;
 use crate::weights::{ShardLoader, StoredTensor, WeightReader};
@@ -163,6 +164,16 @@ impl BlockHead {
 
     fn precision(&self) -> Precision {
         Precision::of(self.class)
+    }
+
+    fn turn<'a>(&'a self, norm: &'a [f32], scale: f32, angles: &'a [(f32, f32)]) -> HeadTurn<'a> {
+        let shape = &self.config.shape;
+        HeadTurn {
+            norm: (norm, shape.norm_eps),
+            rope: &shape.rope,
+            angles,
+            scale,
+        }
     }
 }
 

@@ -12,6 +12,8 @@
 //!
 //! Answers never depend on a head, so its bits have no class.
 
+pub(crate) mod rows;
+
 use std::fmt;
 use std::sync::Arc;
 

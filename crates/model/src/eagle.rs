@@ -34,7 +34,6 @@ use crate::{Config, DraftHead, DraftHeadCompute, Error, ModelSource, Role};
 pub use config::HeadConfig;
 pub(crate) use config::{MAX_SIZE, check_fixed, layer_of, wrong};
 use forward::EagleCompute;
-pub(crate) use forward::{product, scatter};
 
 /// A loaded draft head.
 #[derive(Debug)]

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
     Activations, AttentionRows, AttentionScratch, AttentionStep, KvCache, PackedMatrix, vector,
 };
 
 use super::{BlockHead, BlockLayer};
-use crate::eagle::{product, scatter};
+use crate::draft_head::rows::{attention_rows, norm_rows, product, scatter, turn};
 use crate::{DraftHeadCompute, DraftPlace, Error, HeadRows, PassKind};
 
 /// A head with its cache and buffers. T rows of context, S sequences, B places of a block; other
@@ -98,7 +97,7 @@ impl BlockCompute {
     fn read(&mut self, sequences: &[HeadRows<'_>]) {
         let head = Arc::clone(&self.head);
         let (kernels, shape) = (&*head.kernels, &head.config.shape);
-        let (c, rows) = (shape.width, sequences.iter().map(|s| s.tokens.len()).sum());
+        let rows = sequences.iter().map(|s| s.tokens.len()).sum();
         self.captured.resize(rows);
         let features = sequences.iter().flat_map(|s| s.features.iter());
         let values = self.captured.values_mut().iter_mut();
@@ -106,11 +105,8 @@ impl BlockCompute {
         kernels.quantise(&mut self.captured);
         kernels.products(&self.captured, [product(&mut self.fused, &head.fuse, rows)]);
         self.context.resize(rows);
-        let fused = &self.fused;
-        kernels.fill_rows(&mut self.context, |t, out| {
-            let row = &fused[t * c..(t + 1) * c];
-            kernels.rms_norm(row, &head.context_norm, shape.norm_eps, out);
-        });
+        let norm = (&head.context_norm[..], shape.norm_eps);
+        norm_rows(kernels, &self.fused, norm, &mut self.context);
         self.angles.clear();
         for s in sequences {
             let positions = s.position..s.position + s.tokens.len();
@@ -125,13 +121,8 @@ impl BlockCompute {
             ];
             kernels.products(&self.context, products);
             let width = shape.kv_heads * shape.head_dim;
-            turn(
-                &head,
-                &mut self.k[..rows * width],
-                width,
-                (&layer.key_norm, 1.0),
-                &self.angles,
-            );
+            let of = head.turn(&layer.key_norm, 1.0, &self.angles);
+            turn(kernels, &mut self.k[..rows * width], width, of);
             kernels.write_kv(&mut self.cache, i, &attended, &self.k, &self.v);
         }
     }
@@ -176,7 +167,8 @@ impl BlockCompute {
         (written, read): (&[AttentionRows<'_>], &[AttentionRows<'_>]),
     ) {
         let (kernels, shape, rows) = (&*head.kernels, &head.config.shape, read.len());
-        norm_rows(head, &self.residual, &layer.norm, &mut self.normed);
+        let norm = (&layer.norm[..], shape.norm_eps);
+        norm_rows(kernels, &self.residual, norm, &mut self.normed);
         let products = [
             product(&mut self.q, &layer.query, rows),
             product(&mut self.k, &layer.key, rows),
@@ -186,20 +178,10 @@ impl BlockCompute {
         let (dim, angles) = (shape.head_dim, &self.angles);
         let scale = 1.0 / (dim as f32).sqrt();
         let [q, k] = [shape.heads * dim, shape.kv_heads * dim];
-        turn(
-            head,
-            &mut self.q[..rows * q],
-            q,
-            (&layer.query_norm, scale),
-            angles,
-        );
-        turn(
-            head,
-            &mut self.k[..rows * k],
-            k,
-            (&layer.key_norm, 1.0),
-            angles,
-        );
+        let of = head.turn(&layer.query_norm, scale, angles);
+        turn(kernels, &mut self.q[..rows * q], q, of);
+        let of = head.turn(&layer.key_norm, 1.0, angles);
+        turn(kernels, &mut self.k[..rows * k], k, of);
         kernels.write_kv(&mut self.cache, i, written, &self.k, &self.v);
         let step = AttentionStep {
             cache: &self.cache,
@@ -222,7 +204,8 @@ impl BlockCompute {
 
     fn feed_forward(&mut self, head: &BlockHead, layer: &BlockLayer, rows: usize) {
         let (kernels, shape) = (&*head.kernels, &head.config.shape);
-        norm_rows(head, &self.residual, &layer.ffn_norm, &mut self.normed);
+        let norm = (&layer.ffn_norm[..], shape.norm_eps);
+        norm_rows(kernels, &self.residual, norm, &mut self.normed);
         let products = [
             product(&mut self.gate, &layer.gate, rows),
             product(&mut self.up, &layer.up, rows),
@@ -243,12 +226,8 @@ impl BlockCompute {
         let (config, c) = (&head.config, head.config.shape.width);
         let first = (i * config.block + config.first()) * c;
         self.last.resize(config.drafts());
-        norm_rows(
-            head,
-            &self.residual[first..],
-            &head.output_norm,
-            &mut self.last,
-        );
+        let norm = (&head.output_norm[..], config.shape.norm_eps);
+        norm_rows(&head.kernels, &self.residual[first..], norm, &mut self.last);
         let out = product(&mut self.logits, &head.output, config.drafts());
         head.kernels.products(&self.last, [out]);
         self.logits_of = Some(i);
@@ -288,61 +267,4 @@ impl DraftHeadCompute for BlockCompute {
     fn output(&self, _: usize) -> &[f32] {
         &[]
     }
-}
-
-/// Rows of sequences in the cache; `of` gives their number and the position of the first.
-fn attention_rows<'a>(
-    sequences: &[HeadRows<'a>],
-    of: impl Fn(&HeadRows<'a>) -> (usize, usize),
-) -> Vec<AttentionRows<'a>> {
-    let row = |s: &HeadRows<'a>| {
-        let (rows, position) = of(s);
-        AttentionRows {
-            rows,
-            position,
-            pages: s.pages,
-            first_page: 0,
-        }
-    };
-    sequences.iter().map(row).collect()
-}
-
-/// rows (n, C) -> normed (n, C), quantised
-fn norm_rows(head: &BlockHead, rows: &[f32], weight: &[f32], out: &mut Activations) {
-    let (kernels, c) = (&*head.kernels, head.config.shape.width);
-    kernels.fill_rows(out, |t, out| {
-        let row = &rows[t * c..(t + 1) * c];
-        kernels.rms_norm(row, weight, head.config.shape.norm_eps, out);
-    });
-}
-
-/// Norms, turns and scales the heads of rows (n, width).
-fn turn(
-    head: &BlockHead,
-    rows: &mut [f32],
-    width: usize,
-    (norm, scale): (&[f32], f32),
-    angles: &[(f32, f32)],
-) {
-    let (kernels, shape) = (&*head.kernels, &head.config.shape);
-    let (n, pairs, dim) = (
-        rows.len() / width,
-        shape.rope.frequencies.len(),
-        shape.head_dim,
-    );
-    let rows = DisjointMut::new(rows, width);
-    kernels.for_rows(n, |t| {
-        // SAFETY: each row is visited once.
-        let row = unsafe { rows.part(t) };
-        for head in row.chunks_exact_mut(dim) {
-            kernels.rms_norm_in_place(head, norm, shape.norm_eps);
-        }
-        kernels.rope(
-            row,
-            dim,
-            &angles[t * pairs..(t + 1) * pairs],
-            shape.rope.pairs,
-        );
-        row.iter_mut().for_each(|x| *x *= scale);
-    });
 }

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{
-    Activations, AttentionRows, AttentionScratch, AttentionStep, KvCache, PackedMatrix, Product,
-    vector,
+    Activations, AttentionScratch, AttentionStep, KvCache, PackedMatrix, vector,
 };
 
 use super::EagleHead;
+use crate::draft_head::rows::{attention_rows, norm_rows, product, scatter};
 use crate::{DraftHeadCompute, DraftPlace, Error, HeadRows, PassKind};
 
 /// A draft head with its cache and buffers. T rows, S sequences; other letters as in
@@ -138,7 +138,7 @@ impl EagleCompute {
     }
 
     /// input -> residual, by attention
-    fn attend<'b>(&mut self, sequences: &[HeadRows<'b>], rows: usize) {
+    fn attend(&mut self, sequences: &[HeadRows<'_>], rows: usize) {
         let head = &*self.head;
         let (config, kernels) = (&head.config, &*head.kernels);
         let products = [
@@ -164,13 +164,7 @@ impl EagleCompute {
             q.iter_mut().for_each(|x| *x *= scale);
             kernels.rope(k, dim, angles, config.rope.pairs);
         });
-        let of = |s: &HeadRows<'b>| AttentionRows {
-            rows: s.tokens.len(),
-            position: s.position,
-            pages: s.pages,
-            first_page: 0,
-        };
-        let sequences: Vec<AttentionRows<'_>> = sequences.iter().map(of).collect();
+        let sequences = attention_rows(sequences, |s| (s.tokens.len(), s.position));
         kernels.write_kv(&mut self.cache, 0, &sequences, &self.k, &self.v);
         let step = AttentionStep {
             cache: &self.cache,
@@ -193,12 +187,9 @@ impl EagleCompute {
 
     /// residual -> residual, by the feed-forward
     fn feed_forward(&mut self, rows: usize) {
-        let (head, c) = (&*self.head, self.head.config.width);
-        let (kernels, eps) = (&*head.kernels, head.config.norm_eps);
-        let residual = &self.residual;
-        kernels.fill_rows(&mut self.normed, |t, out| {
-            kernels.rms_norm(&residual[t * c..(t + 1) * c], &head.ffn_norm, eps, out);
-        });
+        let (head, kernels) = (&*self.head, &*self.head.kernels);
+        let norm = (&head.ffn_norm[..], head.config.norm_eps);
+        norm_rows(kernels, &self.residual, norm, &mut self.normed);
         let products = [
             product(&mut self.gate, &head.gate, rows),
             product(&mut self.up, &head.up, rows),
@@ -229,12 +220,10 @@ impl EagleCompute {
         }
         let n = sequences.len();
         self.last.resize(n);
-        let (kernels, eps, outputs) = (&*head.kernels, head.config.norm_eps, &self.outputs);
-        kernels.fill_rows(&mut self.last, |i, out| {
-            kernels.rms_norm(&outputs[i * c..(i + 1) * c], &head.output_norm, eps, out);
-        });
+        let norm = (&head.output_norm[..], head.config.norm_eps);
+        norm_rows(&head.kernels, &self.outputs, norm, &mut self.last);
         let out = product(&mut self.logits, &head.output, n);
-        kernels.products(&self.last, [out]);
+        head.kernels.products(&self.last, [out]);
     }
 }
 
@@ -269,27 +258,5 @@ impl DraftHeadCompute for EagleCompute {
     fn output(&self, i: usize) -> &[f32] {
         let c = self.head.config.width;
         &self.outputs[i * c..(i + 1) * c]
-    }
-}
-
-/// Writes logits to the places of their tokens; other tokens get minus infinity.
-pub(crate) fn scatter(tokens: &[u32], logits: &[f32], out: &mut [f32]) {
-    out.fill(f32::NEG_INFINITY);
-    for (token, logit) in tokens.iter().zip(logits) {
-        if let Some(out) = out.get_mut(*token as usize) {
-            *out = *logit;
-        }
-    }
-}
-
-pub(crate) fn product<'a>(
-    out: &'a mut [f32],
-    weights: &'a PackedMatrix,
-    rows: usize,
-) -> Product<'a> {
-    Product {
-        weights,
-        first_col: 0,
-        out: &mut out[..rows * weights.rows()],
     }
 }
