@@ -1,6 +1,4 @@
 //! The child's end of its control channel.
-
-use std::fmt;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
 use std::marker::PhantomData;
@@ -50,6 +48,8 @@ type Hook = Box<dyn FnOnce() + Send>;
 ///
 /// Another thread sends a heartbeat every [`BEAT`]. It shows that the process is scheduled and not
 /// stopped, *not* that its computation makes progress: the computation has its own deadlines.
+#[derive(derive_more::Debug)]
+#[debug("Control(..)")]
 pub struct Control<In, Out> {
     shared: Arc<ControlState>,
     types: PhantomData<fn(Out) -> In>,
@@ -149,12 +149,6 @@ impl<In: DeserializeOwned, Out: Serialize> Control<In, Out> {
             Some((line, _)) => Ok(Some(decode(&line?)?)),
             None => Ok(None),
         }
-    }
-}
-
-impl<In, Out> fmt::Debug for Control<In, Out> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Control").finish_non_exhaustive()
     }
 }
 

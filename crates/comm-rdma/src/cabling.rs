@@ -1,7 +1,6 @@
 //! The verbs library, its open devices, and the device matrix, shared by all groups of a process.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 
 use paceline_base::{Rank, lock};
@@ -79,7 +78,8 @@ impl CabledHost {
 
 /// The library, the device matrix, and the settings. Cheap to clone; clones share open devices, so
 /// a process has one.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("cables {}", self.matrix.to_json())]
 pub struct Cabling {
     pub(super) host: Arc<CabledHost>,
     pub(super) matrix: Arc<Matrix>,
@@ -133,11 +133,5 @@ impl Cabling {
             ring: false,
             fallback: None,
         }
-    }
-}
-
-impl fmt::Debug for Cabling {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cables {}", self.matrix.to_json())
     }
 }

@@ -1,6 +1,4 @@
 //! Groups over RDMA: the functions that join one, and the group type.
-
-use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -70,6 +68,8 @@ impl LaunchedProvider for JacclSettings {
 }
 
 /// A rank of a group over RDMA. Dropping it ends the group for the others.
+#[derive(derive_more::Debug)]
+#[debug("{:?}", self.keeping)]
 pub struct Rdma {
     // Dropped in this order: links before the memory of their slots.
     keeping: MonitoredGroup<Links>,
@@ -259,12 +259,6 @@ impl Rdma {
         let known = peer.0 < self.size() && peer != self.rank();
         let links = self.keeping.linked().transport();
         known.then(|| links.broken(peer.0 as usize)).flatten()
-    }
-}
-
-impl fmt::Debug for Rdma {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.keeping)
     }
 }
 

@@ -2,8 +2,6 @@
 //!
 //! Verbs have no descriptor to wait for without a completion channel, which JACCL does not use
 //! either. So a waiting thread polls, naps in `poll` on the sockets, and polls again.
-
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -28,6 +26,8 @@ const NAP_LAST: Duration = Duration::from_millis(1);
 /// How long a leaving rank waits for peers to acknowledge its messages.
 const LINGER: Duration = Duration::from_secs(1);
 
+#[derive(derive_more::Debug)]
+#[debug("rdma")]
 pub(super) struct Links {
     /// By rank; `None` for the rank itself, and without a cable.
     links: Vec<Option<Mutex<CableLink>>>,
@@ -114,12 +114,6 @@ impl Links {
                 || (want.read && link.has_bytes(want.lane))
                 || (want.write && link.is_writable(want.lane))
         })
-    }
-}
-
-impl fmt::Debug for Links {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("rdma")
     }
 }
 

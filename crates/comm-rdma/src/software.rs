@@ -25,9 +25,5 @@ pub(super) fn verbs(limits: DeviceLimits) -> Verbs {
         reg_mr: soft::reg_mr,
         dereg_mr: soft::dereg_mr,
     };
-    Verbs {
-        table,
-        name: "software".to_string(),
-        limits,
-    }
+    Verbs { table, limits }
 }

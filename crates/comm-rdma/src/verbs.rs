@@ -8,7 +8,6 @@
 //! Nothing here blocks.
 
 use std::ffi::{CStr, c_int, c_void};
-use std::fmt;
 use std::net::Ipv4Addr;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -39,18 +38,12 @@ const FIRST_PACKET: u32 = 7;
 const HOPS: u8 = 1;
 
 /// A verbs library.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("verbs, limited to {limits:?}")]
 pub struct Verbs {
     pub(super) table: VerbsTable,
-    pub(super) name: String,
     /// Limits on queue pairs, regions and requests.
     pub limits: DeviceLimits,
-}
-
-impl fmt::Debug for Verbs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "verbs of {}", self.name)
-    }
 }
 
 impl Verbs {
@@ -78,7 +71,6 @@ impl Verbs {
         std::mem::forget(library);
         Ok(Self {
             table,
-            name: name.to_string(),
             limits: DeviceLimits::of_this_system(),
         })
     }
@@ -243,6 +235,8 @@ impl Drop for DeviceList<'_> {
 }
 
 /// An open device and its address.
+#[derive(derive_more::Debug)]
+#[debug("device {}", self.name())]
 pub(crate) struct RdmaAdapter {
     opened: OpenContext,
     domain: NonNull<abi::IbvPd>,
@@ -282,12 +276,6 @@ impl Drop for RdmaAdapter {
     fn drop(&mut self) {
         // SAFETY: as for the context; regions and pairs hold the adapter, so all were destroyed.
         let _ = unsafe { (self.opened.table.dealloc_pd)(self.domain.as_ptr()) };
-    }
-}
-
-impl fmt::Debug for RdmaAdapter {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "device {}", self.name())
     }
 }
 
@@ -446,6 +434,8 @@ pub(crate) fn is_ipv4(gid: Gid) -> bool {
 }
 
 /// A registered memory region.
+#[derive(derive_more::Debug)]
+#[debug("{} bytes on {:?}", self.bytes, self.adapter)]
 pub(crate) struct MemoryRegion {
     adapter: Arc<RdmaAdapter>,
     mr: NonNull<abi::IbvMr>,
@@ -504,12 +494,6 @@ impl MemoryRegion {
     /// Whether the region contains these bytes.
     pub(crate) fn holds(&self, start: usize, bytes: usize) -> bool {
         start >= self.start && start + bytes <= self.start + self.bytes
-    }
-}
-
-impl fmt::Debug for MemoryRegion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes on {:?}", self.bytes, self.adapter)
     }
 }
 

@@ -100,7 +100,8 @@ mod sealed {
 }
 
 /// A slice that is read: `(len,)` elements of [`Dtype`], in the byte order of this machine.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, derive_more::Debug)]
+#[debug("{} {}", self.len(), self.dtype)]
 pub struct Data<'a> {
     dtype: Dtype,
     bytes: &'a [u8],
@@ -146,13 +147,9 @@ impl<'a> Data<'a> {
     }
 }
 
-impl fmt::Debug for Data<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.len(), self.dtype)
-    }
-}
-
 /// A slice that is written: as [`Data`], but exclusive.
+#[derive(derive_more::Debug)]
+#[debug("{} {}", self.len(), self.dtype)]
 pub struct DataMut<'a> {
     dtype: Dtype,
     bytes: &'a mut [u8],
@@ -233,12 +230,6 @@ impl Drop for DataMut<'_> {
     /// Bytes from another process may be no valid `bool`: they become one.
     fn drop(&mut self) {
         self.tidy();
-    }
-}
-
-impl fmt::Debug for DataMut<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.len(), self.dtype)
     }
 }
 

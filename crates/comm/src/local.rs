@@ -2,8 +2,6 @@
 //! a join, heartbeats or silence limits.
 //!
 //! A message longer than a ring is transferred while its receiver polls: `send` waits for that.
-
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -122,6 +120,8 @@ impl ThreadGroup {
 }
 
 /// A rank of a group of threads. Dropping it ends the group for the others.
+#[derive(derive_more::Debug)]
+#[debug("{:?}", self.linked)]
 pub struct Local {
     linked: TransportGroup<SharedRings>,
     hall: Arc<ThreadGroup>,
@@ -145,12 +145,6 @@ impl Local {
             hall,
             splits: AtomicU64::new(0),
         }
-    }
-}
-
-impl fmt::Debug for Local {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.linked)
     }
 }
 

@@ -4,8 +4,6 @@
 //! `comm-rdma`. Ranks that read each other's memory profit from it. The kernel looks up every page
 //! that they read, so large mappings use huge pages. Aligned cache lines on both sides copy faster
 //! (figures: docs/measurements.md).
-
-use std::fmt;
 use std::os::fd::OwnedFd;
 use std::ptr;
 
@@ -19,6 +17,8 @@ const HUGE_BYTES: usize = 2 << 20;
 
 /// Zeroed mapped memory of whole pages. From the length of a huge page on it uses huge pages, where
 /// enabled (Linux, `transparent_hugepage` not `never`).
+#[derive(derive_more::Debug)]
+#[debug("{} mapped bytes", self.bytes)]
 pub struct Mapping {
     start: *mut u8,
     bytes: usize,
@@ -196,12 +196,6 @@ impl Mapping {
     /// Its length: whole pages, unless it is lent.
     pub const fn bytes(&self) -> usize {
         self.bytes
-    }
-}
-
-impl fmt::Debug for Mapping {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} mapped bytes", self.bytes)
     }
 }
 

@@ -17,6 +17,8 @@ use crate::mapping::Mapping;
 use crate::{Element, Group};
 
 /// The pages of a [`RegisteredMemory`].
+#[derive(derive_more::Debug)]
+#[debug("{} mapped bytes", self.bytes())]
 pub struct Pages {
     mapping: Mapping,
     /// Bytes in use, from the first on.
@@ -59,17 +61,13 @@ impl Pages {
     }
 }
 
-impl fmt::Debug for Pages {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} mapped bytes", self.bytes())
-    }
-}
-
 /// Guard that keeps pages registered with a group.
+#[derive(derive_more::Debug)]
+#[debug("{_pages:?}, registered")]
 pub struct MemoryRegistration {
     // Dropped in this order: no memory is unmapped while it is registered.
     _registration: Box<dyn Send + Sync>,
-    pages: Arc<Pages>,
+    _pages: Arc<Pages>,
 }
 
 impl MemoryRegistration {
@@ -77,14 +75,8 @@ impl MemoryRegistration {
     pub fn new(registration: impl Send + Sync + 'static, pages: &Arc<Pages>) -> Self {
         Self {
             _registration: Box::new(registration),
-            pages: Arc::clone(pages),
+            _pages: Arc::clone(pages),
         }
-    }
-}
-
-impl fmt::Debug for MemoryRegistration {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}, registered", self.pages)
     }
 }
 

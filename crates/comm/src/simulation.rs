@@ -265,15 +265,11 @@ impl SimulatedNetwork {
 }
 
 /// A rank's end of the simulated links.
+#[derive(derive_more::Debug)]
+#[debug("simulated {:?}", self.net.fault)]
 struct Simulated {
     rank: usize,
     net: Arc<SimulatedNetwork>,
-}
-
-impl std::fmt::Debug for Simulated {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "simulated {:?}", self.net.fault)
-    }
 }
 
 impl Transport for Simulated {

@@ -1,22 +1,17 @@
 //! Owners of MLX's arrays.
 
 use std::ffi::c_int;
-use std::fmt;
 
 use crate::library::{done, failed};
 use crate::table::ObjectHandle;
 use crate::{Dtype, Error, Library, Stream};
 
 /// An array of MLX: values, or how to compute them. Clones are the same array.
+#[derive(derive_more::Debug)]
+#[debug("{} {:?}", self.dtype(), self.shape())]
 pub struct Array {
     library: Library,
     pub(crate) handle: ObjectHandle,
-}
-
-impl fmt::Debug for Array {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {:?}", self.dtype(), self.shape())
-    }
 }
 
 impl Clone for Array {

@@ -7,7 +7,6 @@
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_void};
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
 
@@ -250,16 +249,12 @@ extern "C" fn drop_owned(payload: *mut c_void) {
 }
 
 /// A compiled function of arrays: see [`Stream::compile`].
+#[derive(derive_more::Debug)]
+#[debug("compiled function of {:?}", self.library)]
 pub struct Compiled {
     handle: ObjectHandle,
     library: Library,
     function: OwnedPayload,
-}
-
-impl fmt::Debug for Compiled {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "compiled function of {:?}", self.library)
-    }
 }
 
 impl Compiled {

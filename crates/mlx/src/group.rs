@@ -5,7 +5,6 @@
 //! then gives `None`.
 
 use std::ffi::{c_int, c_void};
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::table::ObjectHandle;
@@ -77,15 +76,11 @@ extern "C" fn drop_payload(payload: *mut c_void) {
 }
 
 /// The ranks that gather, for MLX's graphs.
+#[derive(derive_more::Debug)]
+#[debug("group in MLX's graph")]
 pub struct GraphGroup {
     table: GroupTable,
     group: *mut c_void,
-}
-
-impl fmt::Debug for GraphGroup {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("group in MLX's graph")
-    }
 }
 
 impl GraphGroup {

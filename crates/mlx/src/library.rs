@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_void};
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -34,18 +33,13 @@ extern "C" fn keep(message: *const c_char, _: *mut c_void) {
 
 /// MLX, opened and checked. Clones share it; it stays loaded until the process ends, since its
 /// threads do.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("mlx {} of {}", self.version, self.path.display())]
 pub struct Library {
     table: Arc<Table>,
     group: Option<GroupTable>,
     path: PathBuf,
     version: String,
-}
-
-impl fmt::Debug for Library {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "mlx {} of {}", self.version, self.path.display())
-    }
 }
 
 impl Library {

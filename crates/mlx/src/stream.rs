@@ -1,7 +1,6 @@
 //! Devices, and the queues of work on them.
 
 use std::ffi::{CString, c_int};
-use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::library::{done, failed};
@@ -36,16 +35,12 @@ impl DeviceKind {
 
 /// A queue of work on a device, of the thread that made it. Operations on arrays are its methods;
 /// they only note what is to be computed, until [`eval`](Self::eval).
+#[derive(derive_more::Debug)]
+#[debug("stream on {} of {:?}", self.device, self.library)]
 pub struct Stream {
     pub(crate) library: Library,
     pub(crate) handle: ObjectHandle,
     device: DeviceKind,
-}
-
-impl fmt::Debug for Stream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "stream on {} of {:?}", self.device, self.library)
-    }
 }
 
 /// A device's handle, given back at the end.

@@ -21,7 +21,8 @@ const FILE_LEN_MAX: usize = 200;
 const DIR_LEN_MAX: usize = 255;
 
 /// A repository on the hub: `owner/repo`, checked against the hub's naming rules.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, derive_more::Display)]
+#[display("{}/{}", self.owner, self.repo)]
 pub struct HubId {
     owner: String,
     repo: String,
@@ -47,12 +48,6 @@ impl HubId {
             owner: owner.to_owned(),
             repo: repo.to_owned(),
         })
-    }
-}
-
-impl fmt::Display for HubId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.owner, self.repo)
     }
 }
 

@@ -1,7 +1,6 @@
 //! Settings of a pull. Nothing here reads the environment.
 
 use std::ffi::OsString;
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,7 +8,8 @@ use std::time::Duration;
 use crate::disk;
 
 /// Authentication token of the hub. Never printed.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, derive_more::Debug)]
+#[debug("Token(..)")]
 pub struct HubToken(String);
 
 impl HubToken {
@@ -23,27 +23,14 @@ impl HubToken {
     }
 }
 
-impl fmt::Debug for HubToken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Token(..)")
-    }
-}
-
 /// A proxy for HTTP and HTTPS.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, derive_more::Debug)]
+#[debug("ProxySetting {{ no_proxy: {:?}, .. }}", self.no_proxy)]
 pub struct ProxySetting {
     /// `http://[user:password@]host:port`.
     pub url: String,
     /// Hosts without proxy, separated by commas.
     pub no_proxy: String,
-}
-
-impl fmt::Debug for ProxySetting {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ProxySetting")
-            .field("no_proxy", &self.no_proxy)
-            .finish_non_exhaustive()
-    }
 }
 
 /// The hub that models are fetched from.
@@ -104,14 +91,9 @@ pub enum PackageIndex {
 }
 
 /// Major and minor version of the C library (Linux) or of macOS.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, derive_more::Display)]
+#[display("{}.{}", self.0, self.1)]
 pub struct SystemVersion(pub u32, pub u32);
-
-impl fmt::Display for SystemVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.0, self.1)
-    }
-}
 
 /// This machine, as far as MLX depends on it, and what provides MLX's C layer.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -74,7 +74,8 @@ pub enum Error {
 }
 
 /// A version, such as 1.2.3.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, derive_more::Display)]
+#[display("{}.{}.{}", self.0, self.1, self.2)]
 pub struct Version(pub u32, pub u32, pub u32);
 
 impl FromStr for Version {
@@ -88,12 +89,6 @@ impl FromStr for Version {
                 text: text.to_owned(),
             }),
         }
-    }
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}.{}", self.0, self.1, self.2)
     }
 }
 

@@ -1,6 +1,4 @@
 //! A node's identity: a static key pair that lives as long as the node's home.
-
-use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -45,7 +43,8 @@ pub enum Error {
 }
 
 /// A node's key pair. Its private half never leaves the machine.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Identity({})", self.id())]
 pub struct Identity {
     private: Zeroizing<[u8; KEY_BYTES]>,
     public: [u8; KEY_BYTES],
@@ -94,12 +93,6 @@ impl Identity {
 
     pub(crate) fn private(&self) -> &[u8; KEY_BYTES] {
         &self.private
-    }
-}
-
-impl fmt::Debug for Identity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Identity({})", self.id())
     }
 }
 

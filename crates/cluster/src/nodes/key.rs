@@ -3,8 +3,6 @@
 //!
 //! A *token* is its form for people and scripts: `plc1-`, 64 hexadecimal digits, `-` and 8 digits
 //! of a checksum, which detects truncated and mistyped tokens.
-
-use std::fmt;
 use std::io;
 use std::path::Path;
 
@@ -18,7 +16,8 @@ use super::identity::{Error, read_secret, write_secret};
 pub const TOKEN_PREFIX: &str = "plc1-";
 
 /// A cluster's key. Overwritten when dropped, and only printed as a requested token.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, derive_more::Debug)]
+#[debug("ClusterKey(..)")]
 pub struct ClusterKey(Zeroizing<[u8; 32]>);
 
 /// The text is no token.
@@ -107,12 +106,6 @@ impl ClusterKey {
             return Err(NotAToken::Checksum);
         }
         Ok(key)
-    }
-}
-
-impl fmt::Debug for ClusterKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ClusterKey(..)")
     }
 }
 

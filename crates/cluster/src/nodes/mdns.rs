@@ -30,6 +30,8 @@ const ADDRESSES_MAX: usize = 8;
 const FLOOD: usize = 500;
 
 /// This node on multicast DNS. Its threads end when it is dropped.
+#[derive(derive_more::Debug)]
+#[debug("{SERVICE} as {}", self.id)]
 pub struct Mdns {
     daemon: ServiceDaemon,
     events: Receiver<ServiceEvent>,
@@ -113,11 +115,5 @@ impl Drop for Mdns {
     fn drop(&mut self) {
         // Its thread withdraws the announcement by itself.
         let _ = self.daemon.shutdown();
-    }
-}
-
-impl std::fmt::Debug for Mdns {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{SERVICE} as {}", self.id)
     }
 }

@@ -79,7 +79,8 @@ pub fn parse_all(bytes: &[u8]) {
 pub struct NodeId(pub [u8; 16]);
 
 /// Id of a record; drawn at random.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, derive_more::Display)]
+#[display("{:016x}", self.0)]
 pub struct RecordId(pub u64);
 
 /// The text is no id.
@@ -108,12 +109,6 @@ impl FromStr for NodeId {
     fn from_str(text: &str) -> Result<Self, NotAnId> {
         let bytes = unhex(text).and_then(|bytes| bytes.try_into().ok());
         bytes.map(Self).ok_or(NotAnId { digits: 32 })
-    }
-}
-
-impl fmt::Display for RecordId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:016x}", self.0)
     }
 }
 

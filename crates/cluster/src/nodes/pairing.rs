@@ -56,7 +56,8 @@ pub enum Error {
 }
 
 /// A code of six digits.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Code(..)")]
 pub struct Code(Zeroizing<String>);
 
 impl Code {
@@ -90,12 +91,6 @@ impl Code {
     /// The code in its form for people.
     pub fn shown(&self) -> String {
         format!("{}-{}", &self.0[..3], &self.0[3..])
-    }
-}
-
-impl std::fmt::Debug for Code {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Code(..)")
     }
 }
 

@@ -165,6 +165,8 @@ impl std::fmt::Debug for Own<'_> {
 
 /// Messages to and from one other node. All methods may be called from any thread; one message
 /// is written and one read at a time.
+#[derive(derive_more::Debug)]
+#[debug("session with {} ({})", self.hello.name, self.peer)]
 pub struct NodeSession {
     sending: SendHalf,
     receiving: ReceiveHalf,
@@ -368,12 +370,6 @@ impl NodeSession {
 impl Drop for NodeSession {
     fn drop(&mut self) {
         self.close();
-    }
-}
-
-impl std::fmt::Debug for NodeSession {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "session with {} ({})", self.hello.name, self.peer)
     }
 }
 

@@ -9,16 +9,11 @@ use super::{Gpu, files::SystemFiles};
 const LOOK_MS: u32 = 100;
 
 /// The sensors of this Mac; nothing elsewhere, and for recorded machines.
-#[derive(Default)]
+#[derive(Default, derive_more::Debug)]
+#[debug("Mac")]
 pub(super) struct Mac {
     #[cfg(target_os = "macos")]
     sampler: Option<macmon::Sampler>,
-}
-
-impl std::fmt::Debug for Mac {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Mac")
-    }
 }
 
 #[cfg(target_os = "macos")]

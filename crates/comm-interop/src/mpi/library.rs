@@ -131,6 +131,8 @@ struct PendingSend {
 unsafe impl Send for PendingSend {}
 
 /// A rank of a group over MPI.
+#[derive(derive_more::Debug)]
+#[debug("{NAME} {} of {}", self.rank, self.size)]
 struct Mpi {
     handle: Communicator,
     session: Arc<MpiSession>,
@@ -379,12 +381,6 @@ impl Mpi {
             over == 0
         });
         sending.iter().filter(|message| message.to == to).count()
-    }
-}
-
-impl fmt::Debug for Mpi {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{NAME} {} of {}", self.rank, self.size)
     }
 }
 

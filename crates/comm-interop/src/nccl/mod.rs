@@ -18,7 +18,6 @@ mod id_exchange;
 mod table;
 
 use std::ffi::c_int;
-use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -111,6 +110,8 @@ impl Provider for NcclProvider {
 }
 
 /// A rank of a group of GPUs. Dropping it ends the group for the others.
+#[derive(derive_more::Debug)]
+#[debug("{NAME} {} of {}", self.rank, self.size)]
 pub struct Nccl {
     rank: Rank,
     size: u32,
@@ -597,12 +598,6 @@ impl NcclCall<'_> {
         // SAFETY: started above.
         let ended = done("ncclGroupEnd", unsafe { (nccl.group_end)() });
         posted.and(ended)
-    }
-}
-
-impl fmt::Debug for Nccl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{NAME} {} of {}", self.rank, self.size)
     }
 }
 

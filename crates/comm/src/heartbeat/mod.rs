@@ -4,7 +4,6 @@
 mod control;
 mod starvation;
 
-use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -30,6 +29,8 @@ const LARGE_CALLS: usize = 3;
 const LARGE_BYTES: usize = 128 << 10;
 
 /// A rank of a group of processes: its links, and its heartbeat thread.
+#[derive(derive_more::Debug)]
+#[debug("{:?}", self.linked)]
 pub struct MonitoredGroup<T: MonitoredLinks> {
     pub(crate) linked: Arc<TransportGroup<T>>,
     keeper: Mutex<Option<JoinHandle<()>>>,
@@ -71,12 +72,6 @@ impl<T: MonitoredLinks> MonitoredGroup<T> {
 
     pub fn linked(&self) -> &TransportGroup<T> {
         &self.linked
-    }
-}
-
-impl<T: MonitoredLinks> fmt::Debug for MonitoredGroup<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.linked)
     }
 }
 

@@ -1,6 +1,4 @@
 //! The group key, and the policy without one.
-
-use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 
@@ -14,7 +12,8 @@ pub const KEY_BYTES: usize = 32;
 ///
 /// It must be random and never a password: recorded traffic allows offline guessing. Overwritten
 /// when dropped and never printed.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("GroupKey(..)")]
 pub struct GroupKey(Zeroizing<[u8; KEY_BYTES]>);
 
 impl GroupKey {
@@ -36,12 +35,6 @@ impl GroupKey {
     /// The secret bytes, to pass them to another rank.
     pub fn bytes(&self) -> &[u8; KEY_BYTES] {
         &self.0
-    }
-}
-
-impl fmt::Debug for GroupKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("GroupKey(..)")
     }
 }
 

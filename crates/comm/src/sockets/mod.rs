@@ -33,6 +33,8 @@ const SPINS: u32 = 4;
 const YIELDS: u32 = 300;
 
 /// The links of one rank.
+#[derive(derive_more::Debug)]
+#[debug("tcp")]
 pub struct Sockets {
     /// By lane and rank; `None` for the rank itself.
     lanes: [Vec<Option<StripedLink>>; 2],
@@ -131,12 +133,6 @@ fn patience(addrs: &[Vec<SocketAddr>], rank: usize) -> SpinPolicy {
     SpinPolicy {
         spins,
         yields: YIELDS,
-    }
-}
-
-impl std::fmt::Debug for Sockets {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("tcp")
     }
 }
 

@@ -14,8 +14,6 @@ mod collectives;
 mod inbuf;
 mod messages;
 mod zero_copy;
-
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -42,6 +40,8 @@ const NEWS_WAIT: Duration = Duration::from_millis(1500);
 const LINGER: Duration = Duration::from_secs(1);
 
 /// A rank of a group: its end of all links.
+#[derive(derive_more::Debug)]
+#[debug("rank {rank} of {size} over {transport:?}")]
 pub struct TransportGroup<T> {
     rank: usize,
     size: usize,
@@ -294,16 +294,6 @@ impl<T: Transport> TransportGroup<T> {
         let count = self.transport.write(lane, peer, head, body)?;
         self.sent[peer].fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
-    }
-}
-
-impl<T: Transport> fmt::Debug for TransportGroup<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "rank {} of {} over {:?}",
-            self.rank, self.size, self.transport
-        )
     }
 }
 

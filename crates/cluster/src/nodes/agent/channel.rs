@@ -10,7 +10,6 @@
 //! window bounds the bytes in flight.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -39,7 +38,8 @@ pub(super) struct ServiceOpenReply {
 ///
 /// Clones are the same channel. All methods may be called from any thread. The channel is closed
 /// when its last clone is dropped, and when the other node is declared dead.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("channel to {} of {}", self.service, self.session.peer())]
 pub struct ServiceChannel {
     pub(super) session: Arc<NodeSession>,
     pub(super) service: String,
@@ -92,12 +92,6 @@ impl ServiceChannel {
     /// Closes both directions. A receive that waits returns an error.
     pub fn close(&self) {
         self.session.close();
-    }
-}
-
-impl fmt::Debug for ServiceChannel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "channel to {} of {}", self.service, self.session.peer())
     }
 }
 

@@ -1,6 +1,4 @@
 //! Settings of a node's agent.
-
-use std::fmt;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,7 +21,8 @@ pub enum Discovery {
 }
 
 /// Settings of a node.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Config({}, port {})", self.home.display(), self.port)]
 pub struct Config {
     /// Folder of paceline's files; the node's are in `node` below it.
     pub home: PathBuf,
@@ -72,11 +71,5 @@ impl Config {
             keys: None,
             tell: Arc::new(|_| {}),
         }
-    }
-}
-
-impl fmt::Debug for Config {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Config({}, port {})", self.home.display(), self.port)
     }
 }

@@ -1,7 +1,6 @@
 //! Facts of a node, and their presentation in a list of nodes.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
 use serde::{Deserialize, Serialize};
@@ -119,7 +118,8 @@ pub struct FormRates {
 
 /// Compatibility of nodes: equal for nodes that compute together, also in different kernel
 /// classes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, derive_more::Display)]
+#[display("revision {numerics} of the numbers, protocol {protocol}")]
 pub struct Kind {
     /// As [`NodeFacts::protocol`].
     pub protocol: u32,
@@ -156,13 +156,6 @@ impl NodeFacts {
     pub fn problem_of(&self, engine: &str) -> Option<&str> {
         let mut devices = self.devices.iter().filter(|device| device.engine == engine);
         devices.find_map(|device| device.problem.as_deref())
-    }
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { protocol, numerics } = self;
-        write!(f, "revision {numerics} of the numbers, protocol {protocol}")
     }
 }
 

@@ -48,7 +48,6 @@ mod state;
 mod upkeep;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex};
@@ -91,7 +90,8 @@ const LINES_MAX: usize = 64;
 const SOCKET_PATH_MAX: usize = 103;
 
 /// This machine's node. Clones are handles to the same one; [`Agent::stop`] ends it.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Agent({}, port {})", self.id(), self.port())]
 pub struct Agent {
     inner: Arc<Inner>,
 }
@@ -400,14 +400,10 @@ impl Agent {
     }
 }
 
-impl fmt::Debug for Agent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Agent({}, port {})", self.id(), self.port())
-    }
-}
-
 /// Watches changes of the shared map and of nodes' lives. No change is missed, but several may be
 /// reported as one.
+#[derive(derive_more::Debug)]
+#[debug("Watch(seen {})", self.seen)]
 pub struct ChangeWatch {
     inner: Arc<Inner>,
     seen: u64,
@@ -432,12 +428,6 @@ impl ChangeWatch {
         let is_new = state.version != self.seen;
         self.seen = state.version;
         is_new && !state.stopped
-    }
-}
-
-impl fmt::Debug for ChangeWatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Watch(seen {})", self.seen)
     }
 }
 
