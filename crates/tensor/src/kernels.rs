@@ -24,6 +24,7 @@ mod attention;
 mod delta;
 mod recurrent;
 mod rotation;
+mod runs;
 #[cfg(target_arch = "x86_64")]
 mod self_test;
 mod short_conv;
@@ -34,6 +35,7 @@ pub use delta::{DeltaStep, StateRule};
 pub use recurrent::{HeadRows, Recurrence, Recurrent};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self_test::same_products;
+pub use runs::{RunScratch, RunStep, Runs, rows_store};
 pub use short_conv::ShortConvStep;
 pub use sparse::{Choice, IndexStep, SparseScratch};
 

@@ -427,6 +427,19 @@ impl KvCache {
         }
     }
 
+    /// Elements `part` of a page of states of one head.
+    ///
+    /// # Panics
+    /// If there are no such states or elements.
+    pub(crate) fn state_part(&self, layer: usize, page: u32, part: Range<usize>) -> &[f32] {
+        assert!(part.end <= self.states(layer).head_len(), "{part:?}");
+        let start = self.offset(layer, page, 0) + 4 * part.start;
+        let data = &self.pools[self.layers[layer].pool].data;
+        let bytes = &data[start..start + 4 * part.len()];
+        // SAFETY: layers start at multiples of 64 bytes, and all bits are numbers.
+        unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), part.len()) }
+    }
+
     /// The shape of a layer that is a gated delta net.
     ///
     /// # Panics

@@ -102,19 +102,24 @@ pub struct SparseScratch {
 
 /// A row of a batch.
 #[derive(Clone, Copy)]
-struct SparseRow<'a> {
-    sequence: &'a AttentionRows<'a>,
-    position: usize,
+pub(super) struct SparseRow<'a> {
+    pub(super) sequence: &'a AttentionRows<'a>,
+    pub(super) position: usize,
 }
 
 impl SparseRow<'_> {
     /// Rows that it chooses among.
-    const fn seen(&self) -> usize {
+    pub(super) const fn seen(&self) -> usize {
         self.position + 1
+    }
+
+    /// Page and slot of a position of its sequence.
+    pub(super) fn place(&self, position: usize) -> (u32, usize) {
+        (self.sequence.page(position / PAGE), position % PAGE)
     }
 }
 
-fn row_of<'a>(sequences: &'a [AttentionRows<'a>], mut row: usize) -> SparseRow<'a> {
+pub(super) fn row_of<'a>(sequences: &'a [AttentionRows<'a>], mut row: usize) -> SparseRow<'a> {
     for sequence in sequences {
         if row < sequence.rows {
             let position = sequence.position + row;
@@ -125,7 +130,7 @@ fn row_of<'a>(sequences: &'a [AttentionRows<'a>], mut row: usize) -> SparseRow<'
     unreachable!("row {row} behind all sequences")
 }
 
-fn rows_of(sequences: &[AttentionRows<'_>]) -> usize {
+pub(super) fn rows_of(sequences: &[AttentionRows<'_>]) -> usize {
     sequences.iter().map(|s| s.rows).sum()
 }
 
@@ -213,8 +218,8 @@ impl Kernels {
         let dim = cache.index_dim(layer);
         let writer = cache.writer(layer);
         self.for_rows(rows_of(sequences), |t| {
-            let SparseRow { sequence, position } = row_of(sequences, t);
-            let (page, slot) = (sequence.page(position / PAGE), position % PAGE);
+            let row = row_of(sequences, t);
+            let (page, slot) = row.place(row.position);
             // SAFETY: rows are positions of their own.
             unsafe { writer.write_index(page, slot, &keys[t * dim..][..dim]) }
         });
@@ -243,18 +248,17 @@ impl Kernels {
             if !row.seen().is_multiple_of(pool) {
                 return;
             }
-            let place = |position: usize| (row.sequence.page(position / PAGE), position % PAGE);
             // SAFETY: each row is visited once; only this one reads or writes its pool.
             unsafe {
                 let key = keys.part(t);
                 key.fill(0.0);
                 for position in row.seen() - pool..row.seen() {
-                    let (page, slot) = place(position);
+                    let (page, slot) = row.place(position);
                     writer.add_index(page, slot, key);
                 }
                 key.iter_mut().for_each(|sum| *sum /= pool as f32);
                 finish(t, key);
-                let (page, slot) = place(row.position);
+                let (page, slot) = row.place(row.position);
                 writer.write_index(page, slot, key);
             }
         });
@@ -399,8 +403,7 @@ impl Kernels {
             let mut from = [(0, 0); PAGE];
             let positions = &selected[first + own.start..first + own.end];
             for (from, position) in from.iter_mut().zip(positions) {
-                let position = *position as usize;
-                *from = (row.sequence.page(position / PAGE), position % PAGE);
+                *from = row.place(*position as usize);
             }
             let (page, source) = (task as u32, (step.cache, layer));
             // SAFETY: each page of the gathered rows is written by one task.

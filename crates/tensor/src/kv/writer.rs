@@ -1,5 +1,7 @@
 //! Writes of a position, or of a head's states, by one thread each.
 
+use std::ops::Range;
+
 use super::elements::{write_key, write_runs, write_value};
 use super::{DeltaHead, DeltaShape, KvCache, KvType, StateShape, key_elements};
 use crate::attention::PAGE;
@@ -107,6 +109,25 @@ impl KvWriter<'_> {
                 (0..runs).for_each(|row| run(scales + 2 * PAGE * row, 2));
             }
         }
+    }
+
+    /// Elements `part` of a page of states of one head.
+    ///
+    /// # Safety
+    /// While they are in use, no other thread reads or writes them.
+    #[allow(clippy::mut_from_ref, reason = "the contract gives it to one thread")]
+    pub(crate) unsafe fn state_part(&self, page: u32, part: Range<usize>) -> &mut [f32] {
+        assert!(part.end <= self.states().head_len(), "{part:?}");
+        let start = self.cache.offset(self.layer, page, 0);
+        // SAFETY: within the page, at a multiple of 4 bytes.
+        unsafe {
+            let first = self.data.add(start).cast::<f32>().add(part.start);
+            std::slice::from_raw_parts_mut(first, part.len())
+        }
+    }
+
+    pub(crate) const fn cache(&self) -> &KvCache {
+        self.cache
     }
 
     /// A head of a page of states: the state, then keys and values of the positions.
