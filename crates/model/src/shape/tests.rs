@@ -1,4 +1,4 @@
-//! Shapes from configurations beside the catalogue's.
+//! Shapes of configurations, compared with the catalogue's.
 
 use super::*;
 

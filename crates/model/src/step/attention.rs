@@ -1,5 +1,4 @@
-//! Attention of a step: rotated heads, keys and values to the cache, and the positions that a row
-//! attends to, by one head's keys or by a latent.
+//! Attention of a step, by keys and values of heads or by latents.
 
 use paceline_base::lock;
 use paceline_tensor::pool::DisjointMut;
