@@ -134,7 +134,7 @@ pub(crate) struct KernelTable {
     fp8: unsafe fn(GroupArgs<'_>),
     pub(crate) quantise_row: unsafe fn(&ActivationWriter<'_>, usize),
     pub(crate) rms_norm: unsafe fn(*const f32, &[f32], f32, *mut f32),
-    pub(crate) square_sum: unsafe fn(&[f32]) -> f32,
+    pub(crate) dot: unsafe fn(&[f32], &[f32]) -> f32,
     pub(crate) silu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) gelu_mul: unsafe fn(&[f32], &[f32], &mut [f32]),
     pub(crate) exp_scaled: unsafe fn(&[f32], f32, f32, &mut [f32]),
@@ -438,7 +438,7 @@ macro_rules! kernels {
                 = ActivationWriter::quantise_row::<$isa>);
             kernel!([$($feature)?] rms_norm(x: *const f32, w: &[f32], eps: f32, out: *mut f32)
                 = vector::rms_norm::<$isa>);
-            kernel!([$($feature)?] square_sum(x: &[f32]) -> f32 = vector::square_sum::<$isa>);
+            kernel!([$($feature)?] dot(x: &[f32], y: &[f32]) -> f32 = vector::dot::<$isa>);
             kernel!([$($feature)?] silu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
                 = vector::silu_mul::<$isa>);
             kernel!([$($feature)?] gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32])
@@ -480,7 +480,7 @@ macro_rules! kernels {
                 fp8,
                 quantise_row,
                 rms_norm,
-                square_sum,
+                dot,
                 silu_mul,
                 gelu_mul,
                 exp_scaled,

@@ -289,8 +289,14 @@ impl Kernels {
 
     /// The sum of squares of `x`, as [`rms_norm`](Self::rms_norm) adds them.
     pub fn square_sum(&self, x: &[f32]) -> f32 {
-        // SAFETY: the table was detected.
-        unsafe { (self.table.square_sum)(x) }
+        self.dot(x, x)
+    }
+
+    /// The sum of the products of `x` and `y`, `(n,)` each, added as squares are.
+    pub fn dot(&self, x: &[f32], y: &[f32]) -> f32 {
+        assert_eq!(x.len(), y.len());
+        // SAFETY: the table was detected; lengths are checked.
+        unsafe { (self.table.dot)(x, y) }
     }
 
     /// [`rms_norm`](Self::rms_norm) that overwrites its input.

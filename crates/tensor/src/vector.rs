@@ -73,20 +73,20 @@ pub(crate) unsafe fn rms_norm<S: Isa>(x: *const f32, weight: &[f32], eps: f32, o
     }
 }
 
-/// The sum of squares of `x`, as [`rms_norm`] adds them.
+/// The sum of the products of `x` and `y`, as [`rms_norm`] adds squares.
 ///
 /// # Safety
-/// Features of `S`.
+/// Features of `S`; equal lengths.
 #[inline(always)]
-pub(crate) unsafe fn square_sum<S: Isa>(x: &[f32]) -> f32 {
-    // SAFETY: runs stay within the slice.
+pub(crate) unsafe fn dot<S: Isa>(x: &[f32], y: &[f32]) -> f32 {
+    // SAFETY: runs stay within the slices.
     unsafe {
-        let mut squares = S::splat(0.0);
+        let mut sums = S::splat(0.0);
         for_runs!(x.len(), |at, len| {
             let v = load_some::<S>(x.as_ptr().add(at), len);
-            squares = S::fma(v, v, squares);
+            sums = S::fma(v, load_some::<S>(y.as_ptr().add(at), len), sums);
         });
-        isa::reduce_add::<S>(squares)
+        isa::reduce_add::<S>(sums)
     }
 }
 
