@@ -91,7 +91,6 @@ impl AnswerStats {
         rate(self.tokens.len().saturating_sub(1), self.decode)
     }
 
-    /// Traffic per token of prompt and answer.
     fn moved_per_token(&self) -> Option<InstanceTraffic> {
         let computed = (self.n_prompt - self.n_reused + self.tokens.len()).saturating_sub(1);
         let moved = self.moved.filter(|_| computed > 0);

@@ -16,7 +16,6 @@ const GAIN_BYTES: u64 = 1 << 20;
 /// requests come and go, some of these trims find their leftovers.
 const VAIN_MAX: u32 = 15;
 
-/// Trim policy of this process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TrimPolicy {
     least: u64,

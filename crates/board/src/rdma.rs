@@ -90,7 +90,6 @@ pub fn keep_published(agent: &Agent, program: &Path) {
     }
 }
 
-/// The devices that a child lists.
 fn listed(program: &Path) -> Option<Vec<RdmaDevice>> {
     let text = machine::ask(program.to_str()?, &["rdma"])?;
     serde_json::from_str(&text).ok()

@@ -30,7 +30,6 @@ const GRAPH_ROWS: usize = 3;
 /// Maximum characters of a typed model name: those of a path.
 const NAME_CHARS_MAX: usize = 1_024;
 
-/// Text of `?`.
 const KEYS: &str = "\
 q            end
 c            chat with a loaded model; Tab takes another one, Esc goes back

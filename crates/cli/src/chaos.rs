@@ -22,7 +22,6 @@ Examples:
 /// Default rounds.
 const ROUNDS: u32 = 8;
 
-/// Rounds with `--long`.
 const LONG_ROUNDS: u32 = 200;
 
 /// Arguments of `paceline chaos`.
@@ -102,7 +101,6 @@ impl Args {
     }
 }
 
-/// Parses the name of a fault.
 fn fault() -> impl TypedValueParser<Value = Fault> {
     let all = Fault::ALL.map(|fault| PossibleValue::new(fault.name()).help(fault.meaning()));
     let named = |name: String| Fault::ALL.into_iter().find(|fault| fault.name() == name);

@@ -35,7 +35,6 @@ pub(crate) enum Error {
     /// An option that has no effect on models that make embeddings.
     #[error("{option} has no effect: the model makes embeddings, on one node and in f32")]
     OfDecoders {
-        /// The option.
         option: &'static str,
     },
     /// A chat line that begins like a command.
@@ -47,7 +46,6 @@ pub(crate) enum Error {
     /// `/set` of an unknown name.
     #[error("there is no setting {name:?}")]
     NoSetting {
-        /// The name.
         name: String,
     },
     /// `/set` with a value that cannot be read.
@@ -55,7 +53,6 @@ pub(crate) enum Error {
     SettingValue {
         /// The setting.
         name: String,
-        /// The value.
         value: String,
     },
     /// An option without meaning in a chat.
@@ -78,7 +75,6 @@ pub(crate) enum Error {
     /// A coding agent that is not installed.
     #[error("{} is not installed", .program.name())]
     NoAgent {
-        /// Which.
         program: AgentProgram,
     },
     /// No server responds.
@@ -184,7 +180,6 @@ pub(crate) enum Error {
     /// An option without meaning with MLX.
     #[error("{option} is for the engine cpu, but --engine is mlx")]
     CpuOnly {
-        /// The option.
         option: &'static str,
     },
     /// The hidden worker command was started by hand.
@@ -202,13 +197,11 @@ pub(crate) enum Error {
         /// The argument.
         name: &'static str,
     },
-    /// An adapter with several models.
     #[error("--adapter is for one model, and there are several")]
     AdapterOfSeveral,
     /// Two models have the same name.
     #[error("two models would answer by the name {name}")]
     SameName {
-        /// The name.
         name: String,
     },
     /// An adapter without a model.
@@ -258,7 +251,6 @@ pub(crate) enum Error {
     /// The output path exists.
     #[error("{} is there already", path.display())]
     OutputThere {
-        /// The path.
         path: PathBuf,
     },
     /// MLX is not published for a system.
@@ -276,7 +268,6 @@ pub(crate) enum Error {
     DevicesLate {
         /// The work that did not end, as the message names it.
         work: &'static str,
-        /// The limit.
         limit: Duration,
     },
     /// A usual name of an unsupported model.
@@ -302,7 +293,6 @@ pub(crate) enum Error {
     /// `PACELINE_CPU` has an unknown value.
     #[error("PACELINE_CPU is {value:?}, expected one of {known}")]
     UnknownCpu {
-        /// Its value.
         value: String,
         /// Names of instruction sets.
         known: String,
@@ -310,7 +300,6 @@ pub(crate) enum Error {
     /// `PACELINE_CPU` names an instruction set that this machine lacks.
     #[error("PACELINE_CPU is {value:?}, but this machine has {available}")]
     CpuLacks {
-        /// Its value.
         value: String,
         /// Names of usable instruction sets.
         available: String,

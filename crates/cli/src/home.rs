@@ -14,7 +14,6 @@ use paceline_worker::DiskCache;
 use crate::error::Error;
 use crate::output::print_err;
 
-/// Settings for the store.
 #[derive(Debug)]
 pub(crate) struct StoreSettings {
     /// Paceline's folder.
@@ -63,7 +62,6 @@ pub(crate) fn make_packed() -> anyhow::Result<Option<PathBuf>> {
     Ok(made.ok().map(|()| folder))
 }
 
-/// The file of API keys.
 pub(crate) fn api_keys() -> anyhow::Result<PathBuf> {
     Ok(settings::api_keys(&folder()?))
 }
@@ -114,7 +112,6 @@ pub(crate) fn release_folder() -> Option<PathBuf> {
     settings::release_folder(&env::current_exe().ok()?)
 }
 
-/// Search paths of MLX.
 pub(crate) fn mlx_places() -> anyhow::Result<LibraryPaths> {
     let program = env::current_exe().ok();
     let places = settings::mlx_places(&variable, &folder()?, program.as_deref());

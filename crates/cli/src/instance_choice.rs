@@ -70,7 +70,6 @@ pub(crate) fn instance(
     Ok(Some(instance))
 }
 
-/// The loaded instance of a model at this machine's node.
 pub(crate) fn loaded(model: &str) -> anyhow::Result<NodeInstance> {
     let using = member::ask("using", json!({ "model": model }))?;
     if using.is_null() {
@@ -79,7 +78,6 @@ pub(crate) fn loaded(model: &str) -> anyhow::Result<NodeInstance> {
     of(&using, None)
 }
 
-/// An instance as the node describes it.
 fn of(using: &Value, borrowed: Option<InstanceLease>) -> anyhow::Result<NodeInstance> {
     Ok(NodeInstance::of(&home::folder()?, using, borrowed))
 }

@@ -117,7 +117,6 @@ impl LoadBar {
         }
     }
 
-    /// Shows `done` layers of `of`.
     pub(crate) fn show(&mut self, done: usize, of: usize) {
         if self.start.elapsed() < BAR_AFTER {
             return;

@@ -143,7 +143,6 @@ impl Drop for NodeGuard {
 }
 
 impl NodeArgs {
-    /// Starts the node of this home.
     pub(crate) fn start(&self, class: KernelClass) -> anyhow::Result<NodeGuard> {
         let home = home::folder()?;
         // Reports a wrong name before anything starts.
@@ -353,7 +352,6 @@ pub(crate) fn ask_if_up(command: &str, arguments: Value) -> anyhow::Result<Optio
     }
 }
 
-/// The hint for an error of the node.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> {
     if let Some(local::Error::NotUp) = cause.downcast_ref() {
         return Some("start it in another terminal, or in the background: paceline up".into());

@@ -21,7 +21,6 @@ pub(crate) use error::{Error, hints};
 use crate::output::{draw, print, print_err};
 use crate::{home, load, member};
 
-/// The shape of the stored model at `path`.
 pub(crate) fn shape_of(path: &Path) -> anyhow::Result<ModelShape> {
     shape::from_files(path, None).map_err(in_files)
 }
@@ -36,7 +35,6 @@ fn in_files(error: shape::Error) -> anyhow::Error {
     }
 }
 
-/// The error of the name's lookup.
 fn of_name(error: lookup::Error) -> anyhow::Error {
     match error {
         lookup::Error::Shape(error) => in_files(error),

@@ -120,7 +120,6 @@ impl ProgressLines {
         bar
     }
 
-    /// Shows the file of a connection.
     fn show(&mut self, connection: usize, file: &FileProgress) {
         let shown = self.files[connection].take();
         let same = shown.filter(|(label, bar)| {

@@ -280,7 +280,6 @@ impl<'a> SelfTest<'a> {
         ended?.ok_or_else(|| Error::Interrupted.into())
     }
 
-    /// This program.
     fn program(&self, args: &[&str]) -> anyhow::Result<Command> {
         let mut command = Command::new(own_program().context("cannot find this program's file")?);
         command.args(args);
@@ -373,7 +372,6 @@ impl<'a> SelfTest<'a> {
         Ok(())
     }
 
-    /// Why there is no mlx-lm for a model.
     fn no_mlx_lm(&self, model: &Path) -> anyhow::Result<Option<&'static str>> {
         if !model.is_dir() {
             return Ok(Some("it computes folders, not GGUF files"));
@@ -488,7 +486,6 @@ fn cluster(model: &Path, signals: &Signals) -> Row {
     row.unwrap_or_else(failed).without(&private)
 }
 
-/// The recorded bits over `count` nodes.
 fn over_nodes(model: &Path, count: u32, signals: &Signals) -> anyhow::Result<Row> {
     let name = model
         .to_str()

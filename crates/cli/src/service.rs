@@ -55,7 +55,6 @@ pub(crate) struct ScopeArgs {
     system: bool,
 }
 
-/// Runs the command.
 pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Install {

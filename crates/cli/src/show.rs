@@ -64,7 +64,6 @@ pub(crate) fn entry(home: &Home, found: &ResolvedModel) -> anyhow::Result<Option
     Ok(entries.find(|entry| Some(&entry.name) == found.name.as_ref()))
 }
 
-/// Facts of a local model.
 fn here(found: &ResolvedModel, entry: Option<&StoreEntry>) -> anyhow::Result<ModelFacts> {
     let mut facts = ModelFacts::new(&name(found));
     facts.add_files(found, entry);

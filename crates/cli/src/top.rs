@@ -94,7 +94,6 @@ enum TopUpdate {
     Said(String),
     /// A part of an answer.
     Part(String),
-    /// The end of an answer.
     AnswerEnd(Result<(), CallbackError>),
 }
 

@@ -314,7 +314,6 @@ impl Args {
         })
     }
 
-    /// Workers.
     fn workers(&self) -> usize {
         match self.hosts.len() {
             0 => (self.nodes as usize).max(self.stages as usize),
@@ -436,7 +435,6 @@ fn train(
     Ok((report, (nodes, told)))
 }
 
-/// The worker processes of a training.
 fn processes(args: &Args, posts: Vec<Post>, output: &Path) -> anyhow::Result<WorkerOptions> {
     Ok(WorkerOptions {
         program: process::own_program().context("cannot find this program's own file")?,

@@ -160,7 +160,6 @@ pub(crate) fn receiver(args: &ReceiverArgs) -> anyhow::Result<()> {
     })?)
 }
 
-/// The hint for an error of an upgrade.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> {
     if let Some(ReleaseError::NotInstalled { .. }) = cause.downcast_ref() {
         return Some(

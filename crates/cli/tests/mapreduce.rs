@@ -43,7 +43,6 @@ fn numbers() -> impl Iterator<Item = u64> {
     std::iter::repeat(()).scan(36, move |state, ()| step(state))
 }
 
-/// Writes a `.npy` file.
 fn write_npy(path: &Path, descr: &str, shape: &str, values: &[u8]) {
     let header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}");
     let length = (10 + header.len() + 1).next_multiple_of(64) - 10;

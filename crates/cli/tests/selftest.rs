@@ -19,7 +19,6 @@ fn selftest(world: &TestHome, library: &Path, more: &[&str]) -> Output {
     finish(command.env("PACELINE_MLXC", library).env("USER", "zaphod"))
 }
 
-/// Names of the checks with this outcome.
 fn names<'a>(report: &'a Value, outcome: &str) -> Vec<&'a str> {
     let rows = report["rows"].as_array().unwrap();
     let ended = rows.iter().filter(|row| row["outcome"] == outcome);

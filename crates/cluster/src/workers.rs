@@ -433,7 +433,6 @@ enum Report {
 /// A child's channel and process id.
 type Child = (Arc<WorkerSocket>, u32);
 
-/// A change to a child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ChildChange {
     Kill,

@@ -67,7 +67,6 @@ impl FailureReport {
         })
     }
 
-    /// The rank that sent the report.
     pub(crate) const fn reporter(&self) -> Rank {
         match self {
             Self::Exited { rank, .. }

@@ -50,7 +50,6 @@ pub enum LauncherError {
         name: &'static str,
         /// The value of the variable.
         value: String,
-        /// The parse error.
         source: num::ParseIntError,
     },
 }

@@ -123,7 +123,6 @@ fn stage(kind: StageKind, layers: &Range<usize>, shares: &[u32], first: usize) -
     }
 }
 
-/// The pipeline that an instance executes.
 fn executed(placement: &Placement) -> Result<&Pipeline, Error> {
     let refuse = |part| Err(Error::Placement { part });
     let [pipeline] = &placement.replicas[..] else {

@@ -75,7 +75,6 @@ pub(crate) struct ScoredToken {
     pub(crate) logprobs: TokenLogprobs,
 }
 
-/// Parser state of one choice.
 #[derive(Debug)]
 pub(crate) struct ChoiceState {
     /// Generated tokens, with the one that ended the text.
@@ -235,7 +234,6 @@ fn piece(event: Event, is_over: bool) -> Option<ResponsePart> {
     })
 }
 
-/// The whole output of one choice.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct ChoiceOutput {
     pub(crate) prompt: Option<Vec<TokenLogprobs>>,

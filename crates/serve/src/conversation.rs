@@ -58,7 +58,6 @@ pub(crate) enum ToolChoice {
 pub(crate) enum AnswerFormat {
     #[default]
     Text,
-    /// Any JSON object.
     JsonObject,
     JsonSchema(Value),
     /// Text that matches a grammar other than a schema.

@@ -385,7 +385,6 @@ struct EventFeed {
     newest: watch::Receiver<u64>,
     phase: watch::Receiver<ServerPhase>,
     keep_alive: Duration,
-    /// API key of the client.
     key: Option<ClientKey>,
     has_begun: bool,
     /// The last event was sent.

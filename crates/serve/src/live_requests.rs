@@ -142,7 +142,6 @@ pub(crate) struct ProgressUpdater {
 }
 
 impl ProgressUpdater {
-    /// Records a token at `now`.
     pub(crate) fn token(&self, now: Instant) {
         let row = &self.row;
         let since = now.saturating_duration_since(row.asked);

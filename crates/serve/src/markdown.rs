@@ -116,7 +116,6 @@ impl TreeBuilder {
         }
     }
 
-    /// The element that a tag opens.
     fn element(&mut self, tag: Tag<'_>) -> Element {
         let name = match &tag {
             Tag::Heading { level, .. } => heading(*level),

@@ -38,7 +38,6 @@ pub const METRIC_NAMES: [&str; 11] = [
     "paceline_tokens_per_second_bucket",
 ];
 
-/// Labels of a counted request.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RequestLabels {
     /// The route, or `other`; not the path, which a client chooses.
@@ -162,7 +161,6 @@ impl Metrics {
         self.answers.get_or_create(&OutcomeLabels { outcome }).inc();
     }
 
-    /// Counts embedded tokens.
     pub(crate) fn embedded(&self, tokens: usize) {
         self.prompt_tokens.inc_by(tokens as u64);
     }

@@ -16,7 +16,6 @@ use serde_json::Value;
 use crate::access::ClientIdentity;
 use crate::journal::key_of;
 
-/// A stored response.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct StoredResponse {
     /// `resp_...`.
@@ -48,7 +47,6 @@ impl StoredResponse {
     }
 }
 
-/// The stored responses of one model.
 #[derive(Debug)]
 pub(crate) struct ResponseStore {
     /// Oldest first, with their sizes.
@@ -88,7 +86,6 @@ impl ResponseStore {
         }
     }
 
-    /// The response `id` of `client`.
     pub(crate) fn get(&self, id: &str, client: &ClientIdentity) -> Option<Arc<StoredResponse>> {
         let kept = self.kept();
         let mut all = kept.iter().map(|(_, stored)| stored);

@@ -25,7 +25,6 @@ pub enum UnservedState {
     Elsewhere(Vec<SocketAddr>),
 }
 
-/// The unserved models of a node.
 #[derive(Debug, Default)]
 pub(crate) struct UnservedModels(RwLock<Vec<UnservedModel>>);
 

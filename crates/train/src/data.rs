@@ -238,7 +238,6 @@ impl ExampleReader {
         })
     }
 
-    /// Whether a text has the name of a control token.
     fn names_control(&self, text: &str) -> Result<bool, String> {
         let ids = self.tokenizer.encode(text, Specials::Parse, false);
         let ids = ids.map_err(|e| e.to_string())?;
@@ -363,7 +362,6 @@ struct Rooms {
 }
 
 impl Rooms {
-    /// For up to `rows` rows of `room`.
     fn new(rows: usize, room: usize) -> Self {
         let first = rows.next_power_of_two();
         Self {
@@ -385,7 +383,6 @@ impl Rooms {
         Some(at - self.first)
     }
 
-    /// `len` more are in a row.
     fn take(&mut self, row: usize, len: usize) {
         let mut at = self.first + row;
         self.most[at] = self.most[at].saturating_sub(len);
@@ -491,7 +488,6 @@ impl Examples {
             .sum()
     }
 
-    /// The examples of these rows.
     fn of<'a>(&'a self, rows: &'a [usize]) -> impl Iterator<Item = &'a Example> {
         let numbers = rows.iter().flat_map(move |row| &self.rows[*row]);
         numbers.map(move |i| &self.examples[*i])

@@ -182,7 +182,6 @@ impl DrafterRun {
         })
     }
 
-    /// The job.
     pub(crate) const fn job(&self) -> &DrafterJob {
         &self.job
     }

@@ -352,7 +352,6 @@ impl TrainableModel {
         Ok([norm.as_slice(), values.part(self.parts().head())?])
     }
 
-    /// The rows of a leaf.
     pub(crate) fn rows(&self, leaf: &Leaf) -> LeafRows {
         let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
         // A delta net's state goes from row to row, and MLX has the whole leaf.
@@ -581,7 +580,6 @@ impl TrainableModel {
     }
 }
 
-/// Tokens of the rows that are here.
 fn own_tokens(leaf: &Leaf, rows: &LeafRows) -> Vec<u32> {
     let own = rows.own_rows();
     own.flat_map(|rows| &leaf.tokens[rows]).copied().collect()

@@ -212,7 +212,6 @@ impl<'a> BlockRows<'a> {
         self.block().judged
     }
 
-    /// The leaf that it is of.
     pub(crate) const fn leaf(&self) -> &'a LeafRows {
         self.rows
     }

@@ -272,7 +272,6 @@ impl TrainingRun {
         })
     }
 
-    /// Rows that are held out.
     pub(crate) fn held_out(&self) -> usize {
         self.valid.as_ref().map_or(0, Examples::count)
     }

@@ -250,7 +250,6 @@ impl TrainingWorkers {
     }
 }
 
-/// The ranks of a sharded run.
 pub(crate) struct ShardedRanks<'a> {
     team: &'a mut WorkerSet,
 }

@@ -473,7 +473,6 @@ impl RankWorker<'_> {
     }
 }
 
-/// The message that an epoch failed.
 fn failed(epoch: u64, error: &Error) -> FromWorker {
     FromWorker::Failed {
         epoch,

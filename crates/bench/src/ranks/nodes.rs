@@ -55,7 +55,6 @@ struct Setup {
     explain: bool,
 }
 
-/// A machine that has a rank.
 #[derive(Debug)]
 struct RankMachine {
     id: String,
@@ -327,7 +326,6 @@ fn seen_by(
     places.iter().enumerate().map(seen).collect()
 }
 
-/// Starts the rank of `machine`.
 fn start(machine: &RankMachine, program: &Path, here: LocalNode<'_>) -> Result<Program> {
     if machine.is_own {
         let mut command = Command::new(program);

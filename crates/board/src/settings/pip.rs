@@ -108,7 +108,6 @@ fn value(file: &str, key: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// The index by these variables and files.
     fn index(variables: &[(&str, &str)], files: &[&str]) -> PackageIndex {
         let text = |name: &str| {
             let given = variables.iter().find(|(given, _)| *given == name)?;

@@ -176,7 +176,6 @@ fn limit(loaded: &ReadyModel) -> anyhow::Result<Limit> {
     Ok(Limit::of_cpu(load::kernels(threads)?)?)
 }
 
-/// Measures a run of a loaded model.
 fn measured(
     loaded: &ReadyModel,
     limit: &Limit,

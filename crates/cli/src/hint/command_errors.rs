@@ -2,7 +2,6 @@
 
 use crate::error::Error;
 
-/// The hint for an error.
 pub(super) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::ReaderGone | Error::Interrupted => return None,
@@ -70,7 +69,6 @@ pub(super) fn hint(error: &Error) -> Option<String> {
     })
 }
 
-/// The hint for an error of a split.
 fn of_splits(error: &Error) -> Option<String> {
     Some(match error {
         Error::Grid {
@@ -89,7 +87,6 @@ fn of_splits(error: &Error) -> Option<String> {
     })
 }
 
-/// The hint for an error of a chat.
 const fn of_chats(error: &Error) -> Option<&'static str> {
     Some(match error {
         Error::NoChatCommand { .. } => "/help shows all commands",

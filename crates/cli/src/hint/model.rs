@@ -27,7 +27,6 @@ const LESS_MEMORY: &str = "take less memory: a smaller --context, or the model i
                            quantisation";
 const WITHOUT_TEMPLATE: &str = "--raw gives a prompt to the model without its chat template";
 
-/// The hint for one error of a chain of causes.
 pub(super) fn hint(cause: &(dyn StdError + 'static)) -> Option<&'static str> {
     if let Some(error) = cause.downcast_ref() {
         return of_engine(error);

@@ -39,7 +39,6 @@ pub(super) fn hint(error: &Error) -> Option<String> {
     })
 }
 
-/// The hint for an error of a certificate.
 pub(super) fn hint_of_tls(error: &tls::Error) -> Option<String> {
     match error {
         tls::Error::Pem { what, .. } => Some(format!(
@@ -53,7 +52,6 @@ pub(super) fn hint_of_tls(error: &tls::Error) -> Option<String> {
     }
 }
 
-/// The hint for an error of the load generator.
 pub(super) fn hint_of_load(error: &load_generator::Error) -> Option<String> {
     Some(match error {
         load_generator::Error::NoServer { .. } => {

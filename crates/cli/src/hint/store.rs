@@ -14,7 +14,6 @@ const NAMES_MAX: usize = 30;
 /// After an interruption.
 const GO_ON: &str = "the same command again resumes the download; one through pip begins anew";
 
-/// The hints for an error.
 pub(super) fn hints(error: &Error) -> Vec<String> {
     match error {
         all @ Error::AllSourcesFailed { failures, .. } if all.is_unreachable() => {
@@ -159,7 +158,6 @@ fn network_hint(error: &Error) -> Option<String> {
     })
 }
 
-/// The hint for a local error.
 fn system_hint(error: &Error) -> Option<String> {
     const RELEASE: &str = "a released paceline has the C layer in lib/paceline and needs neither";
     const BY_HAND: &str = "or fetch the model elsewhere and give its file's path";

@@ -4,7 +4,6 @@ use paceline_board::findings::Error;
 
 use crate::output::printable;
 
-/// The hint for an error.
 pub(crate) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::Read { source, .. } | Error::Write { source, .. } => return hint(source),

@@ -212,7 +212,6 @@ fn worker_args(more: &[&str]) -> Vec<OsString> {
         .collect()
 }
 
-/// Parses a device choice.
 fn device(name: &str) -> Result<DeviceChoice, String> {
     let mut all = [DeviceChoice::Auto, DeviceChoice::Cpu, DeviceChoice::Gpu].into_iter();
     let named = all.find(|choice| choice.name() == name);

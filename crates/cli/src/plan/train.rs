@@ -126,7 +126,6 @@ pub(super) fn run(
     print(&report(&said, args.batch * args.row, args.steps, nodes))
 }
 
-/// The sizes of a model.
 struct ModelSizes {
     shape: TrainedShape,
     file_bytes: u64,

@@ -17,7 +17,6 @@ use rustyline::{Config, Editor};
 use crate::output::print_err;
 use crate::terminal;
 
-/// The prompt.
 const PROMPT: &str = "> ";
 
 /// Maximum lines of history.

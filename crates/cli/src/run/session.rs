@@ -153,7 +153,6 @@ impl RunSession {
     }
 }
 
-/// Opens the model at `path` with the split `split`.
 fn open(args: &Args, path: &Path, split: &SplitArgs) -> anyhow::Result<LocalModel> {
     let sizes = |config: &Config| {
         warn_of_context(args.context, config);

@@ -17,7 +17,6 @@ pub(crate) enum Error {
     /// `sudo` would require a password.
     #[error("sudo wants a password on {}", hosts.join(", "))]
     NoSudo {
-        /// The hosts.
         hosts: Vec<String>,
     },
     /// There is no terminal for a question.
@@ -26,7 +25,6 @@ pub(crate) enum Error {
     /// A command failed.
     #[error("the setup of {host} failed: it {ending}")]
     Setup {
-        /// The host.
         host: String,
         /// Exit state of its shell.
         ending: Ending,

@@ -138,7 +138,6 @@ pub(crate) fn far(args: &TrainHostArgs) -> anyhow::Result<()> {
     }
 }
 
-/// A connection to this program on a host.
 fn by_ssh(host: &str) -> Result<Program, paceline_train::Error> {
     let failed = |reason: String| paceline_train::Error::Line { reason };
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;

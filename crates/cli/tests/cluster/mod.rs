@@ -35,7 +35,6 @@ use crate::common::{finish, text, words};
 /// A home, and the namespace of its host where it has one.
 struct TestMachine {
     name: String,
-    /// Its paceline.
     paceline: String,
     namespace: Option<String>,
     home: TempDir,

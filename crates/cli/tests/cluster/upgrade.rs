@@ -47,7 +47,6 @@ fn signature(bytes: &[u8]) -> String {
     format!("untrusted comment: signature\n{own}\ntrusted comment: {comment}\n{whole}\n")
 }
 
-/// Writes a copy of the program as release `version` with `protocol`.
 fn release_program(target: &Path, version: &str, protocol: u8) {
     let own = env!("CARGO_BIN_EXE_paceline");
     let mark = "paceline-release:";

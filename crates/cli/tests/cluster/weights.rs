@@ -112,7 +112,6 @@ print('listening', flush=True)
 server.serve_forever()
 ";
 
-/// Copies a folder of golden models.
 fn copy_golden(folder: &str, to: &Path) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden");
     fs::create_dir_all(to).unwrap();
@@ -251,7 +250,6 @@ fn continues_after_a_kill(network: &NamespaceNetwork, hosts: &mut [TestMachine])
     assert!(all < bytes + bytes / 12 + (1 << 20), "{all} of {bytes}");
 }
 
-/// The whole copies of a machine.
 fn whole_copies(host: &TestMachine) -> Vec<PathBuf> {
     let files = fs::read_dir(host.home.path().join("copies"));
     let files = files.into_iter().flatten().flatten();

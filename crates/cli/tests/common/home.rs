@@ -40,7 +40,6 @@ impl TestHome {
         command
     }
 
-    /// Runs `paceline run MODEL ARGS` to its end.
     pub(crate) fn run(&self, model: &str, args: &[&str]) -> Output {
         let all = ["run", model].into_iter().chain(args.iter().copied());
         finish(&mut self.paceline(all))

@@ -75,7 +75,6 @@ pub(crate) fn tests_data(name: &str) -> PathBuf {
     folder.join(name).canonicalize().unwrap()
 }
 
-/// Writes a program.
 pub(crate) fn write_program(path: &Path, text: &str) {
     fs::write(path, text).unwrap();
     fs::set_permissions(path, PermissionsExt::from_mode(0o755)).unwrap();

@@ -27,7 +27,6 @@ fn serve(world: &TestHome, model: &str, cut: &str, more: &[&str]) -> NodeServer 
     NodeServer::start(world, model, &args)
 }
 
-/// Stops a server over `cut`.
 fn stop(server: NodeServer, cut: &str) {
     server.stop(cut[..1].parse().unwrap());
 }
@@ -136,7 +135,6 @@ fn asked(
     })
 }
 
-/// `origin` with its model and split.
 fn of(origin: RowOrigin, model: &str, cut: &str) -> RowOrigin {
     RowOrigin {
         model: model.into(),

@@ -52,7 +52,6 @@ pub(crate) fn write_adapter(tiny: TinyModelSpec, folder: &Path, seed: u64) {
     std::fs::write(folder.join("adapter_config.json"), config.to_string()).unwrap();
 }
 
-/// The answer of a server as a model.
 fn answer(server: &NodeServer, model: &str) -> String {
     let body = chat(model, "hi", &json!({"max_tokens": 16}));
     let answer = http::ask(server.port, "/v1/chat/completions", Some(&body));

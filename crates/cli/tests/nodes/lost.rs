@@ -74,7 +74,6 @@ impl ShutdownTimes {
     }
 }
 
-/// Has a worker fail.
 fn fail(worker: u32, kind: Signal) {
     signal(worker, kind);
     crash(kind, worker);

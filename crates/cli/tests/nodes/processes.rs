@@ -133,7 +133,6 @@ impl Drop for RunningCommand {
     }
 }
 
-/// Sends `signal` to a worker.
 pub(crate) fn signal(worker: u32, signal: Signal) {
     let pid = Pid::from_raw(worker.try_into().unwrap()).unwrap();
     kill_process(pid, signal).unwrap();

@@ -93,7 +93,6 @@ fn limited(world: &TestHome, limit: &str, model: &str, args: &str) -> Output {
     finish(&mut shell)
 }
 
-/// The worker that cannot reserve memory says so.
 #[test]
 fn workers_that_cannot_have_memory_say_so() {
     let world = TestHome::new();

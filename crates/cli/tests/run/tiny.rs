@@ -48,7 +48,6 @@ impl Default for TinyChatModel {
 }
 
 impl TinyChatModel {
-    /// The token after `token`.
     fn next(self, token: u32) -> u32 {
         let said: Vec<u32> = ALPHABET.bytes().map(|b| id(b - self.shift)).collect();
         match said.iter().position(|t| *t == token) {
@@ -58,7 +57,6 @@ impl TinyChatModel {
         }
     }
 
-    /// Writes it to `path`.
     pub(crate) fn write(self, path: &Path) {
         self.writer().write(path);
     }

@@ -58,7 +58,6 @@ impl SshHosts {
         }
     }
 
-    /// `paceline topology` with `args`.
     fn topology(&self, args: &[&str]) -> Command {
         self.paceline(&[&["topology"], args].concat())
     }
@@ -67,7 +66,6 @@ impl SshHosts {
         finish(self.topology(args).spawn().unwrap())
     }
 
-    /// The hostfile that it prints.
     fn printed_hostfile(&self, args: &[&str]) -> Value {
         let ended = self.run_topology(args);
         assert_eq!(ended.code, Some(0), "{ended:?}");

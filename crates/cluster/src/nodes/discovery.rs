@@ -138,7 +138,6 @@ pub fn read_beacon(key: &ClusterKey, bytes: &[u8]) -> Option<(NodeId, u16, bool)
     Some((id, u16::from_le_bytes([bytes[32], bytes[33]]), asks))
 }
 
-/// An interface on which beacons are sent.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum BeaconInterface {
     V4(Ipv4Addr),

@@ -96,7 +96,6 @@ impl Identity {
     }
 }
 
-/// The id of the node with this public key.
 pub(crate) fn id_of(public: &[u8]) -> NodeId {
     let hash = Sha256::digest(public);
     NodeId(std::array::from_fn(|i| hash[i]))

@@ -149,7 +149,6 @@ pub struct Membership {
     /// When this node may next write its entries again that another member deleted.
     next_restore: Duration,
     next_seq: u64,
-    /// When the map was last compared with a node's.
     compared: BTreeMap<NodeId, Duration>,
 }
 

@@ -341,7 +341,6 @@ impl PathTable {
         self.choose(to)
     }
 
-    /// Chooses the preferred path of a node again.
     fn choose(&mut self, to: NodeId) -> Option<PathChange> {
         let usable = self.usable(to);
         let best = usable

@@ -68,7 +68,6 @@ fn others(
     all
 }
 
-/// Keeps the nodes that have the engine for an instance.
 pub(super) fn retain_engines(observed: &Observed, spec: &InstanceSpec, nodes: &mut Vec<NodeId>) {
     nodes.retain(|id| {
         let view = observed.nodes.iter().find(|view| view.id == *id);

@@ -162,7 +162,6 @@ pub fn api_of(nodes: &[NodeView], spec: &InstanceSpec) -> Vec<SocketAddr> {
     owner.map_or_else(Vec::new, |owner| owner.facts.api.clone())
 }
 
-/// Names of an instance and its adapters.
 fn names(spec: &InstanceSpec) -> Vec<String> {
     let adapters = spec.adapters.iter();
     let adapters = adapters.map(|adapter| spec.adapted(&adapter.name));

@@ -23,14 +23,12 @@ const ADD_AFTER: Duration = Duration::from_secs(5);
 /// seconds to minutes.
 const REMOVE_AFTER: Duration = Duration::from_secs(120);
 
-/// Scaling decision for an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ScalingDecision {
     Add,
     Remove,
 }
 
-/// Load level of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum InstanceLoad {
     /// Requests wait for a slot.

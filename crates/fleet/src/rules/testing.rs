@@ -15,7 +15,6 @@ pub(super) fn node(number: u8) -> NodeId {
     NodeId([number; 16])
 }
 
-/// The record of an instance over these nodes.
 pub(super) fn record(id: u64, epoch: u64, nodes: &[u8]) -> (InstanceId, Record) {
     let spec = InstanceSpec {
         model: "smollm2".to_owned(),

@@ -50,7 +50,6 @@ impl Output {
 #[derive(Debug)]
 pub(super) enum LineRouter {
     Session(Rank, LineBuffer),
-    /// Lines carry `mpirun`'s tags.
     Mpirun(LineBuffer, TagParser),
 }
 

@@ -26,7 +26,6 @@ pub(super) const SILENCE_S: u32 = 120;
 /// Exit code of a rank's shell that failed before the program, as of `env` and `timeout`.
 pub(super) const CODE_NO_START: i32 = 125;
 
-/// The script of a host agent.
 pub(super) fn host_agent(token: &str) -> String {
     format!(
         r#"{{

@@ -84,7 +84,6 @@ struct HostAgent {
     is_lost: bool,
 }
 
-/// A rank's session.
 struct RankSession {
     process: Process,
     stdin: Option<ChildStdin>,

@@ -22,7 +22,6 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub(super) enum Event {
-    /// The host agent is ready.
     HostReady(usize),
     /// The host agent, or the connection to it, has ended.
     HostLost(usize, String),
@@ -85,7 +84,6 @@ enum Phase {
     Ending(Vec<(Instant, Option<Signal>)>),
 }
 
-/// The state machine of a launch.
 #[derive(Debug)]
 pub(super) struct LaunchMachine {
     hosts: Vec<String>,

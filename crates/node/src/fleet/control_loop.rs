@@ -251,7 +251,6 @@ impl Inner {
     }
 }
 
-/// All nodes that a record names.
 fn named_nodes(spec: &InstanceSpec) -> impl Iterator<Item = NodeId> + '_ {
     let nodes = spec.nodes.iter().chain(&spec.successors);
     nodes.chain(&spec.prompts).chain(&spec.lender).copied()

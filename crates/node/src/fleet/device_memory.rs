@@ -69,7 +69,6 @@ fn device_bytes((source, config): OpenModel<'_>, record: &InstanceSpec) -> (u64,
     planned.map_or((0, 0), |bytes| (bytes.weights.0, bytes.cache.0))
 }
 
-/// Sizes of an engine with the positions that a record needs.
 fn needed_sizes(config: &Config, record: &InstanceSpec) -> EngineConfig {
     EngineConfig {
         max_running: usize::from(record.options.parallel.max(1)),

@@ -374,7 +374,6 @@ mod tests {
         (journals, shelf)
     }
 
-    /// The outcome of a sync of `id`.
     fn synced(journals: &DurableJournals, id: &str) -> JournalStored {
         let (tell, told) = sync_channel(1);
         journals.synced(id.to_owned(), Box::new(move |it| tell.send(it).unwrap()));

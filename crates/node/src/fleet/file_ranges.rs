@@ -75,7 +75,6 @@ pub(super) fn parse(bytes: &[u8]) {
 
 /// The groups of a file that a node can serve.
 pub(super) trait FileInventory {
-    /// Runs of present groups.
     fn runs(&self) -> Vec<GroupRun>;
 
     /// All leaves, concatenated.
@@ -273,7 +272,6 @@ impl FetchQueue {
         Self { open, under_way: 0 }
     }
 
-    /// The next range for a source that has these runs.
     fn next(&mut self, source: NodeId, has: &[GroupRun]) -> Next {
         let has_all = |groups: &Range<u64>| {
             let mut has = has.iter();
@@ -308,7 +306,6 @@ enum FetchError {
     Own(io::Error),
 }
 
-/// Fetches groups of one file.
 pub(super) struct FileFetch<'a> {
     pub(super) agent: &'a Agent,
     pub(super) model: &'a ModelName,

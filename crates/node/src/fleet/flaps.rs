@@ -53,7 +53,6 @@ impl Flaps {
         lock(&self.0).losses.retain(|node, _| !nodes.contains(node));
     }
 
-    /// A worker of `rank` was started at `node`.
     pub(super) fn started(&self, rank: Rank, node: NodeId) {
         lock(&self.0).at.insert(rank, node);
     }

@@ -126,7 +126,6 @@ struct StoredJournal {
 }
 
 impl JournalStore {
-    /// Stores a segment.
     pub(super) fn put(&self, piece: ReplicatedSegment, now: Instant) -> JournalStored {
         let mut all = lock(&self.0);
         all.retain(|_, copy| now.saturating_duration_since(copy.touched) <= STAY);

@@ -86,7 +86,6 @@ impl Inner {
         self.records(ask, &path, groups)
     }
 
-    /// Checks that prefill nodes and decode nodes are disjoint.
     fn check_apart(&self, readers: &[NodeId], decoding: &BTreeSet<NodeId>) -> Result<(), Error> {
         match readers.iter().find(|id| decoding.contains(id)) {
             Some(both) => Err(Error::ReadsAndDecodes {
@@ -96,7 +95,6 @@ impl Inner {
         }
     }
 
-    /// Checks whether a draft model fits a model.
     fn check_draft(&self, draft: &str, (model, path): (&str, &Path)) -> Result<(), Error> {
         let of_draft = self.copies.of_user(draft)?;
         let open = |name: &str, path: &Path| ModelSource::open(path).map_err(Error::of(name));

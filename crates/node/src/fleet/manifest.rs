@@ -104,7 +104,6 @@ pub(super) struct Manifest {
 }
 
 impl Manifest {
-    /// The manifest of these files.
     pub(super) fn new(
         mut files: Vec<ManifestFile>,
         inline: BTreeMap<String, String>,
@@ -150,7 +149,6 @@ impl Manifest {
         &self.inline
     }
 
-    /// The file of this name.
     pub(super) fn file(&self, name: &str) -> Option<&ManifestFile> {
         let at = self
             .files

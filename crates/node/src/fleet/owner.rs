@@ -299,7 +299,6 @@ impl OwnedInstance {
         names.zip(self.wanted.of_adapters()).map(file).collect()
     }
 
-    /// Kernel class of each rank.
     fn classes(&self) -> Result<Vec<KernelClass>, UnknownKernelClass> {
         match self.wanted.on_one_machine() {
             Some(options) if !options.classes.is_empty() => {

@@ -274,7 +274,6 @@ impl Inner {
         pairs(nodes).map(told).collect()
     }
 
-    /// Threads of each worker of a request.
     pub(super) fn threads(&self, ask: &LoadRequest) -> usize {
         ask.threads.map_or(self.spec.threads, usize::from)
     }

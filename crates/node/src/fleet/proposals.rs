@@ -34,7 +34,6 @@ pub(super) type Nodes<'a> = (&'a [NodeId], &'a [(NodeId, RemoteMachine)]);
 /// A record like that of the instance, but for nodes, split and engines; its id, if it is loaded.
 pub(super) type Like<'a> = (Option<InstanceId>, &'a InstanceSpec);
 
-/// The open choices of an instance: its split and its engines.
 pub(super) type Wishes<'a> = (SplitKind, &'a EngineChoice);
 
 impl Inner {

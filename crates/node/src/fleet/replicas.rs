@@ -58,7 +58,6 @@ impl ReplicaMap {
     }
 }
 
-/// A replica.
 #[derive(Clone)]
 struct ReplicaHandle {
     remote: Arc<IngressService>,
@@ -142,7 +141,6 @@ impl Replicas {
         self.routes.members.lock().contains_key(&id)
     }
 
-    /// Usage of an instance.
     pub(super) fn usage(&self, id: InstanceId) -> Use {
         let member = self.routes.members.lock().get(&id).cloned();
         member.map_or_else(Use::default, |member| Use {

@@ -115,7 +115,6 @@ impl Inner {
         true
     }
 
-    /// The instances of a name that are ready.
     fn ready_of(&self, name: &Name) -> Vec<ReadyReplica> {
         let specs = Specs::read(&self.agent.map());
         let of_name = specs.iter().filter(|(_, it)| Name::of(&it.spec) == *name);

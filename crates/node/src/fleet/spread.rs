@@ -42,7 +42,6 @@ impl NodePool {
 }
 
 impl Inner {
-    /// The nodes of each replica of a request.
     pub(super) fn spread(&self, ask: &LoadRequest) -> Result<Vec<Vec<NodeId>>, Error> {
         let (pool, each) = (self.pool(ask)?, ask.count.unwrap_or(1));
         if matches!(pool, NodePool::Any(_)) && !(1..=NODES_MAX).contains(&each) {

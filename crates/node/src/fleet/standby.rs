@@ -36,7 +36,6 @@ impl Inner {
         observed.rooms(&specs, without, wanted)
     }
 
-    /// Live nodes.
     fn living(&self) -> BTreeSet<NodeId> {
         let mut views = self.agent.nodes();
         views.retain(|view| view.state == Life::Alive);

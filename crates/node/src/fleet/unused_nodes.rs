@@ -14,7 +14,6 @@ use super::flaps::LOSSES_MAX;
 use super::owner::OwnedInstance;
 
 impl OwnedInstance {
-    /// The node of each rank now.
     pub(super) fn nodes_now(&self) -> Vec<NodeId> {
         let ranks = (0..).map(Rank).zip(&self.wanted.nodes);
         ranks

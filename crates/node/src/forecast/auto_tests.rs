@@ -61,7 +61,6 @@ fn model() -> (ModelSource, Config) {
     (source, config)
 }
 
-/// A forecast by which a layer's products take `layer_s`.
 fn forecast((source, config): &(ModelSource, Config), layer_s: f64) -> Forecast {
     let measured = StepMeasurements {
         products: layer_s,

@@ -55,7 +55,6 @@ pub(super) struct FactsStore {
     changed: bool,
 }
 
-/// The key of a model and its setting.
 pub(super) fn key(setting: Setting<'_>) -> String {
     format!(
         "{} bytes, {} layers, {}, {} threads",

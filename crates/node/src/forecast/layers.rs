@@ -35,7 +35,6 @@ impl ProductGroup {
         self.matrices.iter().map(|(_, matrix)| matrix.rows()).sum()
     }
 
-    /// A group for each width of `matrices`.
     fn by_width(matrices: Vec<PackedMatrix>) -> Vec<Self> {
         let mut jobs: Vec<Self> = Vec::new();
         for matrix in matrices {
@@ -100,7 +99,6 @@ pub(super) struct ProbeWeights {
 }
 
 impl ProbeWeights {
-    /// Packed rows of the head.
     pub(super) fn head_rows(&self) -> usize {
         self.head.rows()
     }

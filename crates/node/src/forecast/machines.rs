@@ -84,7 +84,6 @@ pub struct Machines {
 }
 
 impl Machines {
-    /// Ranks that machine `index` has.
     fn ranks(&self, index: usize) -> f64 {
         self.of_rank.iter().filter(|of| **of == index).count() as f64
     }

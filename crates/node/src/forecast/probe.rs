@@ -57,7 +57,6 @@ pub(super) struct StepMeasurements {
     pub(super) step: f64,
     /// A layer's products without experts, per row of a batch of [`FEW_ROWS`].
     pub(super) few_row: f64,
-    /// The same for a row of a prompt.
     pub(super) prompt_row: f64,
     /// The experts' part of a layer's products for one row; 0 without experts.
     pub(super) experts: f64,

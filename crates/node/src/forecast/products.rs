@@ -35,7 +35,6 @@ impl ProductTime {
     }
 }
 
-/// The input of products of one width.
 struct ProductInput {
     /// Columns, and columns of a leaf.
     of: (usize, usize),

@@ -19,7 +19,6 @@ const MEASURE_LIMIT: Duration = Duration::from_secs(1);
 /// Longest wait for the ranks' traces: up to 12 MB each, over a network.
 const TRACE_LIMIT: Duration = Duration::from_secs(20);
 
-/// Measurements of a rank.
 #[derive(Clone)]
 pub(super) struct RankMeasurements {
     /// Bytes that it moved in its epoch.

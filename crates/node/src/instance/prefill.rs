@@ -50,7 +50,6 @@ const LINKED_LOOK: Duration = Duration::from_millis(5);
 /// The only key of the recorded prefixes here.
 const OWN: InstanceId = InstanceId(0);
 
-/// Status of disaggregated prefill.
 #[derive(Clone, Copy, Debug, Default)]
 struct PrefillStatus {
     up: bool,

@@ -121,7 +121,6 @@ impl Follower {
         is_due
     }
 
-    /// An epoch of split `at` is ready after `took`.
     pub(super) fn ready(&mut self, epoch: u64, at: usize, took: Duration) {
         self.follow.moved(at);
         (self.epoch, self.change) = (epoch, took);

@@ -40,7 +40,6 @@ impl Supervisor {
         }
     }
 
-    /// Records a failure report.
     pub(super) fn record_failure(&mut self, now: Duration, sign: FailureReport) {
         let until = now + SIGNS_WITHIN;
         let start = match &mut self.phase {

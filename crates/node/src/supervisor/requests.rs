@@ -63,7 +63,6 @@ impl Requests {
     }
 }
 
-/// Admission of a new request.
 enum RequestAdmission {
     Open,
     /// Held: the split is changing, or answers wait to resume.

@@ -60,7 +60,6 @@ struct FakeWorker {
     answers: BTreeMap<Ticket, usize>,
 }
 
-/// An event planned for a time.
 #[derive(Clone, Debug)]
 enum PlannedEvent {
     /// A worker's message, if its process is the same by then.

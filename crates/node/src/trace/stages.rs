@@ -114,7 +114,6 @@ impl Timeline {
     }
 }
 
-/// The interval of the last [`LANE_STEPS`] steps.
 fn last_steps(ends: &[i64]) -> Interval {
     let to = ends.last().copied().unwrap_or(0);
     let before = ends.len().checked_sub(1 + LANE_STEPS);

@@ -56,7 +56,6 @@ struct RegistryState {
     open: RwLock<Vec<ModelApi>>,
 }
 
-/// One model's API.
 #[derive(Clone)]
 struct ModelApi {
     key: String,
@@ -257,7 +256,6 @@ struct ModelSelector {
     name: Option<String>,
 }
 
-/// The name of the model in a request's body.
 pub(super) fn named_model(body: &[u8]) -> Option<String> {
     let named = serde_json::from_slice::<ModelSelector>(body).ok();
     named.and_then(|named| named.model.or(named.name))

@@ -538,7 +538,6 @@ impl RelayedBody {
         }
     }
 
-    /// Counts bytes that are passed on.
     fn passed(&mut self, bytes: Bytes) -> Result<Bytes, Rejection> {
         self.sent += bytes.len();
         if self.sent > REPLY_BYTES_MAX {
@@ -592,7 +591,6 @@ fn model_object(host: &str, model: &UpstreamModel) -> Value {
     object
 }
 
-/// A model as `/api/tags` has it.
 fn tag(host: &str, model: &UpstreamModel) -> Value {
     json!({
         "name": model.id,

@@ -28,7 +28,6 @@ use crate::schema::clip;
 use crate::store::StoredResponse;
 use crate::stream::{KeepAliveRequest, Recorder, SseStream};
 
-/// Position of a client in a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct StreamPosition {
     id: String,

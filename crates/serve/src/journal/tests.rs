@@ -188,7 +188,6 @@ struct MirrorNetwork {
 
 type JournalCopies = std::collections::BTreeMap<String, Vec<u8>>;
 
-/// The mirror of one node.
 struct NodeMirror(Arc<MirrorNetwork>, usize);
 
 impl MirrorNetwork {
@@ -196,7 +195,6 @@ impl MirrorNetwork {
         self.random.lock().unwrap().as_mut().unwrap().below(bound)
     }
 
-    /// Restarts the process of a node.
     fn restart(&self, node: usize) {
         self.nodes.lock().unwrap()[node] = Default::default();
     }

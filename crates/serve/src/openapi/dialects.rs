@@ -159,14 +159,12 @@ const DELETE: Operation = operation(
 /// Error statuses of operations on a stored response.
 const STORED: [&str; 7] = ["400", "401", "403", "404", "429", "503", "504"];
 
-/// Adds the operations of embedding models to `paths`.
 pub(super) fn add_embedding(paths: &mut Value, model: &ServedModel, has_keys: bool) {
     for operation in &EMBEDDING {
         paths[operation.path] = json!({"post": operate(operation, model, has_keys)});
     }
 }
 
-/// Adds the operations to `paths`.
 pub(super) fn add(paths: &mut Value, model: &ServedModel, has_keys: bool) {
     for operation in &OPERATIONS {
         paths[operation.path] = json!({"post": operate(operation, model, has_keys)});

@@ -10,7 +10,6 @@ use super::{DialectWriter, ResponseFrame, ResponseUsage, StreamFraming};
 use crate::choice::{ChoiceOutput, Delta, FinishReason, ResponsePart};
 use crate::rejection::{ErrorStyle, Rejection};
 
-/// The open content block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum OpenBlock {
     Text,

@@ -123,19 +123,16 @@ pub(crate) struct ResponseUsage {
 
 /// Renders the responses of one dialect.
 pub(crate) trait DialectWriter: fmt::Debug + Send {
-    /// Framing of its streams.
     fn framing(&self) -> StreamFraming;
 
     /// The first values of a stream.
     fn start(&mut self, usage: &ResponseUsage) -> Vec<Value>;
 
-    /// The values for a delta.
     fn delta(&mut self, index: usize, delta: Delta) -> Vec<Value>;
 
     /// The last values of a stream whose choices are all complete.
     fn end(&mut self, usage: &ResponseUsage) -> Vec<Value>;
 
-    /// The whole response.
     fn whole(&mut self, said: Vec<ChoiceOutput>, usage: &ResponseUsage) -> Value;
 
     /// The last value of a failed stream.
@@ -239,7 +236,6 @@ impl ResponseBuilder {
         values
     }
 
-    /// The values for a reply.
     pub(crate) fn more(&mut self, index: usize, reply: Reply) -> Vec<Value> {
         let delta = self.take(index, reply);
         delta.map_or_else(Vec::new, |delta| self.writer.delta(index, delta))

@@ -123,7 +123,6 @@ impl Responses {
         event.into()
     }
 
-    /// An event of the item in progress.
     fn item_event(&mut self, kind: &str, fields: Value) -> Value {
         let mut all = Map::new();
         let id = self.open.as_ref().map_or("", |open| open.id.as_str());
@@ -272,7 +271,6 @@ impl Responses {
     }
 }
 
-/// The output as a turn of the conversation.
 fn turn(said: &ChoiceOutput) -> ChatMessage {
     let mut turn = ChatMessage::new("assistant", said.text.as_str());
     turn.reasoning = (!said.reasoning.is_empty()).then(|| said.reasoning.clone());

@@ -170,7 +170,6 @@ impl RequestParser<'_> {
         }
     }
 
-    /// Token ids of the vocabulary.
     pub(super) fn token_ids(&self, ids: &[i64], param: &str) -> Result<Vec<u32>, Rejection> {
         let vocab = self.model.vocab();
         let id = |(i, id): (usize, &i64)| {

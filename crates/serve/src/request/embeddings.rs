@@ -69,7 +69,6 @@ no_effect!(NoEffect {
     keep_alive
 });
 
-/// A parsed embedding request.
 #[derive(Debug, PartialEq)]
 pub(crate) struct EmbeddingRequest {
     /// Texts as ids, each of 1 to the model's context tokens.

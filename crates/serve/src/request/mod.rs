@@ -66,7 +66,6 @@ use crate::schema::FieldWarnings;
 use crate::store::ResponseStore;
 use crate::tool_support::ToolSupport;
 
-/// API dialect of the response.
 #[derive(Clone, Debug)]
 pub(crate) enum ApiDialect {
     /// `/v1/chat/completions` and `/v1/completions`.
@@ -84,7 +83,6 @@ pub(crate) enum ApiDialect {
     },
     /// `/v1/responses`.
     Responses(Box<to_responses::ResponsesEcho>),
-    /// `/infill`.
     Infill,
 }
 
@@ -115,7 +113,6 @@ struct NoEffectUser {
 // Anthropic's marker, accepted in any dialect: prompts are always cached.
 no_effect!(CacheControl { cache_control });
 
-/// Options of a streamed response.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamOptions {
     /// Whether the last chunk has the usage.

@@ -378,7 +378,6 @@ struct ReasoningOptions {
 }
 
 impl RequestParser<'_> {
-    /// Parses a response request.
     pub(crate) fn response(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let echo = echo(&body);
         let body: ResponseRequest = read(body, self.notes)?;

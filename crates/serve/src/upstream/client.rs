@@ -57,7 +57,6 @@ pub(crate) enum UpstreamFailure {
     Own,
 }
 
-/// A request for an upstream.
 #[derive(Clone, Debug)]
 pub(crate) struct UpstreamRequest {
     pub(crate) method: Method,

@@ -78,7 +78,6 @@ enum State {
     Down(UpstreamFailure),
 }
 
-/// A model of an upstream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UpstreamModel {
     pub(crate) id: String,

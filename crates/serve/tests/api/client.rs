@@ -36,7 +36,6 @@ pub(crate) fn raw(addr: SocketAddr, bytes: &[u8]) -> TestResponse {
     receive(stream)
 }
 
-/// The response that comes on `stream`.
 pub(crate) fn receive(stream: TcpStream) -> TestResponse {
     let mut reader = BufReader::new(stream);
     let status = line(&mut reader);

@@ -53,7 +53,6 @@ impl Rig {
         Self::start(|_| {}, model, Arc::new(service.clone()), service)
     }
 
-    /// With a service of its own.
     pub(crate) fn over(service: Arc<dyn Service>, model: ServedModel) -> Self {
         let unused = ScriptedService::new(Script::Silence);
         Self::start(|_| {}, model, service, unused)

@@ -34,7 +34,6 @@ pub(crate) struct RoutedRows {
     experts: Vec<ExpertRows>,
 }
 
-/// The rows of an expert.
 #[derive(Debug)]
 struct ExpertRows {
     expert: usize,

@@ -68,14 +68,12 @@ pub(super) struct StageFacts {
     pub(super) notes: Vec<String>,
 }
 
-/// State of the thread `mlx`.
 pub(super) struct MlxThread {
     pub(super) stream: Stream,
     watch: Watch,
     loaded: Option<LoadedStage>,
 }
 
-/// A stage.
 pub(super) struct LoadedStage {
     pub(super) config: Config,
     pub(super) weights: Arc<StageWeights>,

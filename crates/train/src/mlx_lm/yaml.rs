@@ -125,7 +125,6 @@ struct YamlReader<'a> {
 }
 
 impl<'a> YamlReader<'a> {
-    /// The next event and its line.
     fn next(&mut self) -> Result<(Event<'a>, usize), Error> {
         let told = |(event, span): (Event<'a>, Span)| (event, span.start.line());
         let wrong = |error: ScanError| Error::Syntax {

@@ -124,7 +124,6 @@ impl FrameConnection {
         self.out.send(kind, bytes)
     }
 
-    /// Sends a file under a name.
     pub(super) fn send_file(&self, path: &Path, name: &str) -> Result<(), Error> {
         self.out.send_file(path, name)
     }
@@ -135,7 +134,6 @@ impl FrameSender {
         send(&mut **lock(&self.0), kind, bytes).map_err(broken)
     }
 
-    /// Sends a file under a name.
     pub(super) fn send_file(&self, path: &Path, name: &str) -> Result<(), Error> {
         let mut file = File::open(path).map_err(Error::file("read", path))?;
         let size = file.metadata().map_or(0, |about| about.len());

@@ -44,7 +44,6 @@ impl RowSeat {
         }
     }
 
-    /// Blocks of a rank.
     fn blocks_of(&self, rows: &LeafRows, rank: usize) -> Vec<usize> {
         let all = 0..rows.blocks.len();
         all.filter(|block| self.owner(*block) == rank).collect()

@@ -112,7 +112,6 @@ impl ShardCuts {
     }
 }
 
-/// The blocks that lie in a slice.
 fn within<'a>(slice: &Range<usize>, blocks: &'a [Range<usize>]) -> &'a [Range<usize>] {
     let first = blocks.partition_point(|block| block.start < slice.start);
     let end = blocks.partition_point(|block| block.start < slice.end);

@@ -129,7 +129,6 @@ impl Link {
         Pending { call, activity }
     }
 
-    /// Starts a message.
     fn start_message(
         &self,
         work: impl FnOnce(&dyn Group) -> Result<Vec<f32>, paceline_comm::Error> + Send + 'static,

@@ -461,7 +461,6 @@ impl<'a> SliceSums<'a> {
         Ok(())
     }
 
-    /// The nodes of the tree that a rank has roots of.
     fn nodes(&self, rank: usize) -> Vec<tree::TreeNode> {
         tree::roots(share(self.round.clone(), rank, self.role.of), self.leaves)
     }

@@ -10,7 +10,6 @@ use paceline_model::adapter::files::tensors;
 use crate::error::Error;
 use crate::optimiser::Optimiser;
 
-/// A shard.
 #[derive(Clone, Debug)]
 pub(crate) struct ShardState {
     pub(crate) params: Vec<f32>,

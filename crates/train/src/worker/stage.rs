@@ -39,7 +39,6 @@ const BACK: u32 = 3;
 /// A leaf, and what chance leaves out of it.
 type StageLeaf = (Leaf, Option<Dropout>);
 
-/// A worker that has loaded its stage.
 pub(super) struct StageWorker<'a> {
     channel: &'a RunChannel,
     activity: Arc<Activity>,

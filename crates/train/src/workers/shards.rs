@@ -57,7 +57,6 @@ pub(crate) struct Stepped {
     /// The norm of the gradient.
     pub(crate) norm: f64,
     pub(crate) losses: Vec<f64>,
-    /// The most that it took of a rank.
     pub(crate) most: RankUse,
 }
 

@@ -42,7 +42,6 @@ pub(super) fn set() -> io::Result<()> {
     Ok(())
 }
 
-/// The CPU time limit of this process.
 pub(super) struct CpuTimeLimit {
     /// `/proc/self/stat`, which has the CPU time used; opened before the sandbox forbids opening
     /// files.

@@ -310,7 +310,6 @@ fn connect(
     Ok(())
 }
 
-/// Group id and protection of a pair of ranks.
 fn pair(round: &TransferRound, (giver, taker): (Rank, Rank)) -> (GroupId, Protection) {
     let mut id = round.group;
     for (byte, of) in id.iter_mut().zip([giver, taker]) {

@@ -55,7 +55,6 @@ impl AddressBook {
         known.any(|(addr, _)| addr.ip().to_canonical() == ip)
     }
 
-    /// All methods by which a node was discovered.
     pub(super) fn heard_by(&self, id: NodeId) -> Vec<DiscoveryMethod> {
         self.1.get(&id).into_iter().flatten().copied().collect()
     }

@@ -50,7 +50,6 @@ struct MapFile {
 /// Names of nodes, also of those that the map has no more.
 pub(super) type NodeNames = BTreeMap<NodeId, String>;
 
-/// A saved map.
 #[derive(Debug, Default)]
 pub(super) struct SavedMap {
     pub(super) map: Registers,
@@ -199,7 +198,6 @@ impl NodeFolder {
         text.lines().filter_map(cable).collect()
     }
 
-    /// Saves the trusted cables.
     pub(super) fn save_trusted(&self, cables: &TrustedCables) -> Result<(), Error> {
         let lines = cables
             .iter()

@@ -99,7 +99,6 @@ impl State {
         }
     }
 
-    /// Nodes to update now.
     fn due_stale(&mut self, now: Instant) -> Vec<NodeId> {
         let due = self.stale.iter_mut().filter(|(_, at)| **at <= now);
         let told = due.take(TOLD_MAX).map(|(id, at)| {

@@ -85,7 +85,6 @@ impl Dials {
         self.0.values().filter_map(|dial| dial.at).min()
     }
 
-    /// Targets to dial now. Each is due again after a pause that doubles within `pauses`.
     pub(super) fn due(&mut self, now: Duration, pauses: (Duration, Duration)) -> Vec<DialTarget> {
         let mut due = Vec::new();
         for (target, dial) in &mut self.0 {

@@ -233,7 +233,6 @@ impl Drop for ModelPair {
     }
 }
 
-/// Copies of a node with the model at `path`.
 fn has(folder: &Path, path: &Path) -> ModelCopies {
     let path = path.to_owned();
     let find: Box<FileLookup> = Box::new(move |_| Ok(path.clone()));

@@ -28,7 +28,6 @@ impl FakeOwner {
     }
 }
 
-/// An ingress connected to an owner of this kernel class.
 pub(in crate::fleet) fn connected(id: u64, class: &str) -> (IngressService, FakeOwner) {
     let (line, there) = pair();
     let entry = Ingress {
@@ -64,7 +63,6 @@ fn reply(entry: &Ingress, ticket: Ticket, reply: Reply) {
     entry.deliver(ticket, reply);
 }
 
-/// The owner generates a token.
 pub(in crate::fleet) fn generate(entry: &Ingress, ticket: Ticket, token: u32) {
     let text = String::new();
     let generated = Reply::Token {

@@ -26,7 +26,6 @@ pub(super) fn all(store: &OwnStore, folder: &Path, used: &[(String, String)]) ->
     models
 }
 
-/// The copies in a folder.
 pub(super) fn copies_in(folder: &Path) -> Vec<Holding> {
     let mut found: BTreeMap<String, Holding> = BTreeMap::new();
     let (models, parts) = models_in(folder);

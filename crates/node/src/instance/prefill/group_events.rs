@@ -23,7 +23,6 @@ pub(crate) enum GroupRole {
 pub(in crate::instance) enum PrefillSignal {
     Accept(Submission, Sink),
     Cancel(Ticket),
-    /// A group is ready with this split.
     Ready(GroupRole, Split),
     Lost(GroupRole, String),
     /// A worker's message about KV transfer.
@@ -33,14 +32,12 @@ pub(in crate::instance) enum PrefillSignal {
     End,
 }
 
-/// Sends the events of one group to the thread.
 #[derive(Clone)]
 pub(crate) struct GroupEventSender {
     pub(super) side: GroupRole,
     pub(super) signals: Sender<PrefillSignal>,
 }
 
-/// Receives the events of a `GroupEventSender`.
 pub(crate) struct GroupEventReceiver {
     pub(super) signals: Sender<PrefillSignal>,
     pub(super) heard: Receiver<PrefillSignal>,

@@ -46,7 +46,6 @@ pub(crate) struct OpenAi {
     n_chars: Vec<usize>,
 }
 
-/// Options of an [`OpenAi`] writer.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenAiOptions {
     pub(crate) kind: Kind,

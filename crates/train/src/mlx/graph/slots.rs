@@ -56,7 +56,6 @@ pub(crate) fn of_layer(layer: &LayerWeights) -> Vec<TensorSlot> {
     slots
 }
 
-/// Slots of the head and the norm before it.
 pub(crate) fn of_head(norm: &VectorParameter, matrix: &Matrix) -> Vec<TensorSlot> {
     let mut slots: Vec<TensorSlot> = of_vector(norm).into_iter().collect();
     of_matrix(matrix, &mut slots);

@@ -229,7 +229,6 @@ impl ReceivedPages {
     }
 }
 
-/// The connection from one sender.
 pub(super) struct SenderConnection {
     pub(super) channel: ControlChannel,
     pub(super) incoming: ReceivedPages,

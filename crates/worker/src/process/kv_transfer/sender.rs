@@ -34,7 +34,6 @@ struct OutgoingPage {
     bytes: Vec<u8>,
 }
 
-/// The queue to one receiver.
 #[derive(Debug)]
 pub(super) struct ReceiverQueue {
     part: KvTransferPlan,

@@ -12,7 +12,6 @@ pub(super) fn with_keys(home: tempfile::TempDir, file: &Arc<MemoryKeyFile>) -> T
     }
 }
 
-/// A key file in memory.
 #[derive(Default)]
 pub(super) struct MemoryKeyFile(pub(super) Mutex<BTreeMap<String, String>>);
 
