@@ -4,7 +4,8 @@
 OUT defaults to tests-data/golden/train. For tiny models of tests-data/golden/hf it writes
     NAME.safetensors  gradients of the mean loss in float64, rounded to float32: of every adapter tensor under PEFT's name,
                       and "full.TENSOR": 32 evenly spaced elements of each weight's gradient;
-                      "aux.TENSOR": the same with the routers' loss (BALANCED)
+                      "aux.TENSOR": the same with the routers' loss (BALANCED), "experts.TENSOR": the same of
+                      adapters of routed experts (EXPERTS)
     NAME.json         loss, and by tensor how far float32 is from float64 (L2, relative)
     adapter/          peft's files of a small adapter, and logits with it
 
@@ -30,6 +31,7 @@ MODELS = ["llama-tied", "llama-rope3-sharded", "qwen2-f16", "qwen3-bf16", "gemma
           "qwen3moe-bf16", "mixtral", "qwen2moe-bf16", "gpt-oss-bf16", "deepseek-v2",
           "deepseek-v3-bf16", "qwen35-bf16"]
 BALANCED, BALANCE = "qwen3moe-bf16", 0.5  # with the routers' auxiliary loss, times this
+EXPERTS = ["qwen3moe-bf16", "gpt-oss-bf16"]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Else peft makes adapters of experts out of these names, and changes those of dense layers.
 conversion.convert_peft_config_for_transformers = lambda *_, **__: None
@@ -147,6 +149,39 @@ def by_expert(name, grads):
     return found
 
 
+def of_experts(name, dtype):
+    """The loss, and gradients of adapters of all experts, which are put into the stacks' values."""
+    model, halves, stacks, j = load(name, dtype), {}, {}, 0
+    for layer in range(model.config.num_hidden_layers):
+        stem = f"model.layers.{layer}.mlp.experts"
+        names = [f"{stem}.{part}" for part in ("gate_up_proj", "down_proj")]
+        if names[0] not in dict(model.named_parameters()):
+            continue  # a dense layer
+        own = map(model.get_parameter, names)
+        is_oss = name.startswith("gpt-oss")  # inputs by outputs, gate and up alternate
+        both, down = (w.detach().mT if is_oss else w.detach() for w in own)
+        cut = (both[:, ::2], both[:, 1::2]) if is_oss else both.chunk(2, dim=1)
+        changed = {"gate_proj": [], "up_proj": [], "down_proj": []}
+        for expert in range(down.shape[0]):
+            for part, weights in zip(changed, (*cut, down)):
+                rows, cols = weights.shape[1:]
+                pair = []
+                for half, sizes in (("A", (RANK, cols)), ("B", (rows, RANK))):
+                    n = sizes[0] * sizes[1]
+                    values = np.array([number(j + i) for i in range(n)], np.float32)
+                    pair.append(torch.from_numpy(values.reshape(sizes)).to(dtype).requires_grad_())
+                    halves[f"base_model.model.{stem}.{expert}.{part}.lora_{half}.weight"] = pair[-1]
+                    j += n
+                changed[part].append(weights[expert] + ALPHA / RANK * (pair[1] @ pair[0]))
+        gate, up, down = map(torch.stack, changed.values())
+        both = torch.stack([gate, up], 2).flatten(1, 2) if is_oss else torch.cat([gate, up], 1)
+        stacks |= {n: w.mT if is_oss else w for n, w in zip(names, (both, down))}
+    loss = loss_of(lambda *args, **more: torch.func.functional_call(model, stacks, args, more))
+    loss.backward()
+    return float(loss), {n: (torch.zeros_like(t) if t.grad is None else t.grad).double().numpy()
+                         for n, t in halves.items()}
+
+
 def sample(grads, kind="full"):
     def some(values):
         flat = values.reshape(-1)
@@ -167,13 +202,17 @@ def main():
             if name == BALANCED:
                 _, even = gradients(load(name, dtype), lambda n: n, balanced=True)
                 all_of_it |= sample(by_expert(name, even), "aux")
-            found.append((loss, full_loss, all_of_it))
-        (loss, full_loss, exact), (_, _, single) = found
+            experts_loss, own = of_experts(name, dtype) if name in EXPERTS else (None, {})
+            all_of_it |= sample(own, "experts")
+            found.append((loss, full_loss, experts_loss, all_of_it))
+        (loss, full_loss, experts_loss, exact), (*_, single) = found
         # An expert without rows has no gradient.
         distance = {n: float(np.linalg.norm(single[n] - exact[n])
                              / (np.linalg.norm(exact[n]) or 1.0)) for n in exact}
         save_file({n: g.astype(np.float32) for n, g in exact.items()}, out / f"{name}.safetensors")
-        about = {"loss": loss, "full_loss": full_loss, "float32_distance": distance,
+        distance = {n: off for n, off in distance.items() if not n.startswith("experts.")}
+        about = {"loss": loss, "full_loss": full_loss, "experts_loss": experts_loss,
+                 "float32_distance": distance,
                  "versions": {p: version(p) for p in ("torch", "transformers", "peft")}}
         (out / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
         print(name, loss, full_loss, max(distance.values()), min(distance.values()))

@@ -148,17 +148,15 @@ pub(crate) fn name_of_base(found: &ResolvedModel) -> Result<Option<String>, pace
     }
 }
 
-/// Whether nodes apply these adapters at run time. With MLX, and for experts, they are fused first.
-pub(crate) fn beside<'a>(
+/// Whether nodes apply adapters at run time. With MLX they are fused first.
+///
+/// # Errors
+/// An engine and a class that contradict each other.
+pub(crate) fn beside(
     (engine, class): (EngineArgs, Option<KernelClass>),
     nodes: u32,
-    mut adapters: impl Iterator<Item = &'a Path>,
 ) -> Result<bool, Error> {
-    let of_experts = |path: &Path| {
-        let read = Adapter::read(path); // an error is reported when it is opened
-        read.is_ok_and(|(adapter, _)| adapter.has_experts())
-    };
-    Ok(compute::classes(engine, class, nodes)?.on_cpu() && !adapters.any(of_experts))
+    Ok(compute::classes(engine, class, nodes)?.on_cpu())
 }
 
 /// Parses `NAME=FILE`: a name, and a local adapter's path.

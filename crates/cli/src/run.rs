@@ -136,7 +136,7 @@ fn open(
     let found = pull::ensure(&args.model, signals)?;
     let given = args.adapter.as_deref();
     let classes = (args.engine, args.compute.class);
-    let is_beside = adapter::beside(classes, args.split.nodes, given.into_iter())?;
+    let is_beside = adapter::beside(classes, args.split.nodes)?;
     let (path, beside) = match is_beside {
         true => (found.path, given),
         false => (adapter::applied(found.path, given)?, None),

@@ -17,24 +17,14 @@
 
 pub mod files;
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use paceline_base::Bytes;
 use paceline_tensor::RopePairs;
 
 use crate::split::Shard;
-use crate::{Config, Error, LayerCache, LayerRole, LayerShape, ModelSource};
-
-/// Matrices of a layer that an adapter may change.
-const PARTS: [LayerRole; 7] = [
-    LayerRole::Query,
-    LayerRole::Key,
-    LayerRole::Value,
-    LayerRole::AttentionOutput,
-    LayerRole::Gate,
-    LayerRole::Up,
-    LayerRole::Down,
-];
+use crate::{Activation, Config, Error, LayerCache, LayerRole, LayerShape, ModelSource};
 
 /// Maximum adapters of a model. A plan has one word for the adapter of each sequence, and every
 /// adapter is resident in memory.
@@ -66,7 +56,7 @@ pub struct AdapterId {
 pub struct AdapterPair {
     /// Layer of the matrix.
     pub layer: usize,
-    /// Which matrix of the layer.
+    /// Which matrix of the layer. Of experts the index counts, and not how many there are.
     pub part: LayerRole,
     /// Inner dimension.
     pub rank: usize,
@@ -94,8 +84,8 @@ impl AdapterShard {
     }
 }
 
-/// A rank's adapter parts for one layer, in the order of [`PARTS`].
-type LayerAdapters = [Option<AdapterShard>; PARTS.len()];
+/// A rank's adapter parts for one layer.
+type LayerAdapters = HashMap<LayerRole, AdapterShard>;
 
 /// A rank's parts of all adapters.
 #[derive(Debug, Default)]
@@ -130,10 +120,13 @@ impl Adapters {
                 .clone()
                 .map(|_| LayerAdapters::default())
                 .collect();
-            let own = |pair: &&AdapterPair| shard.layers.contains(&pair.layer);
-            for pair in adapter.pairs.iter().filter(own) {
+            for pair in adapter
+                .pairs
+                .iter()
+                .filter(|pair| pair.is_of(config, shard))
+            {
                 let held = pair.held(adapter.scale, (config, shard), turned);
-                layers[pair.layer - shard.layers.start][slot(pair.part)] = Some(held);
+                layers[pair.layer - shard.layers.start].insert(pair.part.uncounted(), held);
             }
             Ok::<_, Error>(layers)
         };
@@ -155,20 +148,20 @@ impl Adapters {
         adapter: usize,
         (layer, part): (usize, LayerRole),
     ) -> Option<&AdapterShard> {
-        self.each[adapter][layer - self.first_layer][slot(part)].as_ref()
+        self.each[adapter][layer - self.first_layer].get(&part.uncounted())
     }
 
     /// Largest rank of the pairs whose inputs are split over ranks; 0 without any.
     pub(crate) fn summed_rank_max(&self) -> usize {
-        let summed = [LayerRole::AttentionOutput, LayerRole::Down].map(slot);
+        let summed = [LayerRole::AttentionOutput, LayerRole::Down];
         let layers = self.each.iter().flatten();
-        let pairs = layers.flat_map(|layer| summed.map(|slot| layer[slot].as_ref()));
+        let pairs = layers.flat_map(|layer| summed.map(|part| layer.get(&part)));
         pairs.flatten().map(|held| held.rank).max().unwrap_or(0)
     }
 
     /// Memory of all of them.
     pub(crate) fn bytes(&self) -> Bytes {
-        let pairs = self.each.iter().flatten().flatten().flatten();
+        let pairs = self.each.iter().flatten().flat_map(HashMap::values);
         let numbers: usize = pairs.map(|held| held.a.len() + held.b.len()).sum();
         Bytes((numbers * size_of::<f32>()) as u64)
     }
@@ -188,16 +181,15 @@ impl Adapter {
             let reason = "the model has queries, keys and values in one matrix";
             return Err(wrong(reason.to_owned()));
         }
+        let is_gated = config.activation != Activation::ReluSquared;
         for pair in &self.pairs {
             let place = format!("layer {}, {:?}", pair.layer, pair.part);
             let shape = config.layers.get(pair.layer);
-            let sizes = shape.and_then(|shape| sizes(config.width, shape, pair.part));
+            let sizes = shape
+                .filter(|_| is_gated || pair.part.expert_among(0).is_none())
+                .and_then(|shape| sizes(config.width, shape, pair.part));
             let Some([out, inputs]) = sizes else {
-                let reason = match files::is_of_experts(pair.part) {
-                    true => "pairs of experts need a copy of the model that is fused with them",
-                    false => "the model has no such matrix",
-                };
-                return Err(wrong(format!("{place}: {reason}")));
+                return Err(wrong(format!("{place}: the model has no such matrix")));
             };
             let r = pair.rank;
             if r == 0 || pair.a.len() != r * inputs || pair.b.len() != out * r {
@@ -216,6 +208,16 @@ impl Adapter {
 }
 
 impl AdapterPair {
+    /// Whether a rank computes with the pair: it has the layer, and the expert.
+    fn is_of(&self, config: &Config, shard: &Shard) -> bool {
+        let Some(experts) = config.layers[self.layer].experts else {
+            return shard.layers.contains(&self.layer);
+        };
+        let expert = self.part.expert_among(experts.count);
+        shard.layers.contains(&self.layer)
+            && expert.is_none_or(|own| shard.layer(self.layer).ffn().contains(&own))
+    }
+
     /// This rank's part of the pair. The pair must have passed [`Adapter::check`].
     fn held(&self, scale: f32, (config, shard): (&Config, &Shard), turned: bool) -> AdapterShard {
         let (r, shape) = (self.rank, &config.layers[self.layer]);
@@ -228,7 +230,8 @@ impl AdapterPair {
             LayerRole::Value => (of_heads(&cut.kv_heads, shape.value_dim), 0..inputs),
             LayerRole::AttentionOutput => (0..config.width, cut.attention.columns()),
             LayerRole::Down => (0..config.width, cut.dense().columns()),
-            _ => (cut.dense().columns(), 0..inputs),
+            LayerRole::Gate | LayerRole::Up => (cut.dense().columns(), 0..inputs),
+            _ => (0..self.b.len() / r, 0..inputs),
         };
         let is_rotated = matches!(self.part, LayerRole::Query | LayerRole::Key);
         let adjacent = config.ropes[shape.rope].pairs == RopePairs::Adjacent;
@@ -260,15 +263,6 @@ const fn adapter_row(row: usize, head_dim: Option<usize>) -> usize {
     }
 }
 
-/// Index of a part in [`PARTS`].
-///
-/// # Panics
-/// For parts without a pair, which [`Adapter::check`] refuses.
-fn slot(part: LayerRole) -> usize {
-    let found = PARTS.iter().position(|known| *known == part);
-    found.expect("a part with a pair")
-}
-
 /// Outputs and inputs of a matrix of a layer. `None` where the layer has no such matrix, or
 /// computes it by a path without adapters.
 fn sizes(width: usize, shape: &LayerShape, part: LayerRole) -> Option<[usize; 2]> {
@@ -283,8 +277,22 @@ fn sizes(width: usize, shape: &LayerShape, part: LayerRole) -> Option<[usize; 2]
         LayerRole::AttentionOutput => of(has_heads, width, heads * shape.output_dim()),
         LayerRole::Gate | LayerRole::Up => of(shape.has_dense(), shape.ffn, width),
         LayerRole::Down => of(shape.has_dense(), width, shape.ffn),
-        _ => None,
+        _ => expert_sizes(width, shape, part),
     }
+}
+
+/// The same of a matrix of an expert.
+fn expert_sizes(width: usize, shape: &LayerShape, part: LayerRole) -> Option<[usize; 2]> {
+    let of = shape.experts?;
+    let expert = part.expert_among(of.count)?;
+    let ffn = if expert < of.count {
+        of.width
+    } else {
+        of.shared
+    };
+    let is_there = expert < of.count || expert == of.count && of.shared > 0;
+    let is_down = matches!(part, LayerRole::ExpertDown(_) | LayerRole::SharedDown);
+    is_there.then_some(if is_down { [width, ffn] } else { [ffn, width] })
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ pub enum Role {
 }
 
 /// A weight of S residual streams. Matrices of a gated mix have rank R.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum StreamPart {
     /// `(S C,)`: the norms of all streams.
     Norm,
@@ -56,7 +56,7 @@ pub enum StreamPart {
 }
 
 /// Index of an expert or a head, and how many the layer has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Nth {
     pub index: usize,
     pub of: usize,
@@ -64,7 +64,7 @@ pub struct Nth {
 
 /// A weight of a layer, by role. C is the width, H heads, K KV heads, D head size, F feed-forward
 /// width.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LayerRole {
     /// `(C,)`, before attention.
     AttentionNorm,
@@ -215,4 +215,42 @@ pub enum LayerRole {
     ConvTaps,
     /// `(C, C)`
     ConvOutput,
+}
+
+impl LayerRole {
+    /// Gate, up and down of an expert. Index `of` is that of the shared one.
+    pub const fn of_expert(nth: Nth) -> [Self; 3] {
+        if nth.index == nth.of {
+            return [Self::SharedGate, Self::SharedUp, Self::SharedDown];
+        }
+        [
+            Self::ExpertGate(nth),
+            Self::ExpertUp(nth),
+            Self::ExpertDown(nth),
+        ]
+    }
+
+    /// The expert whose matrix this is. The shared one is behind `count` others.
+    pub const fn expert_among(self, count: usize) -> Option<usize> {
+        match self {
+            Self::ExpertGate(nth) | Self::ExpertUp(nth) | Self::ExpertDown(nth) => Some(nth.index),
+            Self::SharedGate | Self::SharedUp | Self::SharedDown => Some(count),
+            _ => None,
+        }
+    }
+
+    /// The same matrix of another routed expert.
+    pub fn of_other(self, other: impl Fn(Nth) -> Nth) -> Self {
+        match self {
+            Self::ExpertGate(nth) => Self::ExpertGate(other(nth)),
+            Self::ExpertUp(nth) => Self::ExpertUp(other(nth)),
+            Self::ExpertDown(nth) => Self::ExpertDown(other(nth)),
+            same => same,
+        }
+    }
+
+    /// The same part of a layer whose number of experts is unknown, as names in files have it.
+    pub(crate) fn uncounted(self) -> Self {
+        self.of_other(|nth| Nth { of: 0, ..nth })
+    }
 }

@@ -4,15 +4,18 @@
 //! GGUF file. Of an MLX folder the changed matrices lose their scales, and so are plain ones.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
 
 use paceline_base::BlockType;
+use paceline_model::LayerRole::{ExpertDown, ExpertGate, ExpertUp};
 use paceline_model::adapter::files::{Adapter, PairOf, file_row, role_of, tensors};
 use paceline_model::{Config, LayerRole, LayerShape, ModelSource, Nth, Role};
 use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 use paceline_tensor::{Kernels, RopePairs, storage};
 use paceline_weights::gguf::{Gguf, testing::GgufWriter};
 use paceline_weights::hf::HfFolder;
+use paceline_weights::tensor::Tensor;
 use serde_json::{Map, json};
 
 use crate::error::Error;
@@ -56,30 +59,24 @@ pub fn fuse(
             );
             return Err(Error::malformed(from, reason));
         }
-        let mut values = vec![0.0; pair.rows * pair.cols];
-        storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
         let shape = config.layers[layer];
         let turned = config.ropes[shape.rope].pairs == RopePairs::Adjacent
             && matches!(part, LayerRole::Query | LayerRole::Key);
         let heads = turned.then_some(shape.head_dim);
-        add(&pair, adapter.scale(), heads, kernels, &mut values);
-        let name = match &source {
-            ModelSource::Hf(_) => format!("{}.weight", pair.matrix),
-            ModelSource::Gguf(_) => tensor.name.clone(),
-        };
-        let is_alone = match &source {
-            ModelSource::Hf(folder) => folder.info(&name).is_some(),
-            ModelSource::Gguf(_) => !is_of_experts(part),
-        };
-        if !is_alone {
+        let Some((name, of)) = stored(&source, &pair, (&tensor, part)) else {
             let reason = format!(
-                "{} lies in one tensor with those of other experts, and only a matrix with a \
-                 tensor of its own is changed",
+                "{} lies in one tensor with those of other experts, and only stacks of GGUF files \
+                 are changed: the CPU serves such adapters without a copy",
                 pair.matrix
             );
             return Err(Error::malformed(from, reason));
-        }
-        changed.insert(name, (tensor.shape.clone(), values));
+        };
+        let place = of.map_or(0, |nth| nth.index * pair.rows * pair.cols);
+        let (_, values) = match changed.entry(name) {
+            Entry::Occupied(found) => found.into_mut(),
+            Entry::Vacant(new) => new.insert(whole(&source, &config, (layer, part), of)?),
+        };
+        add(&pair, adapter.scale(), heads, kernels, &mut values[place..]);
     }
     match &source {
         ModelSource::Hf(folder) => {
@@ -92,23 +89,60 @@ pub fn fuse(
     Ok(output.to_owned())
 }
 
-/// Whether a part is one of many experts'.
-const fn is_of_experts(part: LayerRole) -> bool {
-    use LayerRole::{ExpertDown, ExpertGate, ExpertUp};
-    matches!(part, ExpertGate(_) | ExpertUp(_) | ExpertDown(_))
+/// The name of the tensor that has a pair's matrix, and the matrix's place in a stack of experts.
+/// `None` where other matrices are in it too.
+fn stored(
+    source: &ModelSource,
+    pair: &PairOf<'_>,
+    (tensor, part): (&Tensor, LayerRole),
+) -> Option<(String, Option<Nth>)> {
+    let file = match source {
+        ModelSource::Gguf(file) => file,
+        ModelSource::Hf(folder) => {
+            let name = format!("{}.weight", pair.matrix);
+            return folder.info(&name).is_some().then_some((name, None));
+        }
+    };
+    let (ExpertGate(nth) | ExpertUp(nth) | ExpertDown(nth)) = part else {
+        return Some((tensor.name.clone(), None));
+    };
+    let stored = file.tensor(&tensor.name).ok()?.shape;
+    let is_stack = stored == [nth.of, pair.rows, pair.cols];
+    let fits = is_stack || stored == [pair.rows, pair.cols];
+    fits.then(|| (tensor.name.clone(), is_stack.then_some(nth)))
+}
+
+/// The values of a matrix, or with `of` of all experts' in its place; and their shape.
+fn whole(
+    source: &ModelSource,
+    config: &Config,
+    (layer, part): (usize, LayerRole),
+    of: Option<Nth>,
+) -> Result<(Vec<usize>, Vec<f32>), Error> {
+    let (mut shape, mut all) = (Vec::new(), Vec::new());
+    for index in 0..of.map_or(1, |nth| nth.of) {
+        let own = part.of_other(|nth| {
+            if of.is_some() {
+                Nth { index, ..nth }
+            } else {
+                nth
+            }
+        });
+        let tensor = source.weight(config.family, Role::Layer(layer, own))?;
+        let start = all.len();
+        all.resize(start + tensor.shape.iter().product::<usize>(), 0.0);
+        storage::dequantise(tensor.block_type, &tensor.bytes, &mut all[start..]);
+        shape = tensor.shape;
+    }
+    let stack = of.map(|nth| nth.of);
+    Ok((stack.into_iter().chain(shape).collect(), all))
 }
 
 /// A part of a model's layer, by that of an adapter's name, which does not say how many experts
 /// there are.
 fn of_model(part: LayerRole, shape: &LayerShape) -> LayerRole {
     let of = shape.experts.map_or(0, |experts| experts.count);
-    let nth = |nth: Nth| Nth { of, ..nth };
-    match part {
-        LayerRole::ExpertGate(own) => LayerRole::ExpertGate(nth(own)),
-        LayerRole::ExpertUp(own) => LayerRole::ExpertUp(nth(own)),
-        LayerRole::ExpertDown(own) => LayerRole::ExpertDown(nth(own)),
-        other => other,
-    }
+    part.of_other(|nth| Nth { of, ..nth })
 }
 
 /// Writes all tensors of a trained model into `output`, with copies of the folder's other files.

@@ -44,8 +44,8 @@ pub enum Method {
     Full,
 }
 
-/// The target that is all matrices of routed and shared experts. Their adapters are served in a
-/// copy of the model, so they are adapted on request alone.
+/// The target that is all matrices of routed and shared experts. There are many, so they are
+/// adapted on request alone.
 pub(crate) const EXPERTS: &str = "experts";
 
 /// Names of the matrices that a text means: `all`, `attention`, `all,experts`, or other names with

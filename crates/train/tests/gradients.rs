@@ -41,6 +41,9 @@ const MODELS: [&str; 12] = [
 /// Dense families, which have gradients on MLX too.
 const DENSE: usize = 5;
 
+/// Models whose adapters of experts are recorded.
+const EXPERTS: [&str; 2] = ["qwen3moe-bf16", "gpt-oss-bf16"];
+
 /// The model whose routers' loss is recorded, and its factor.
 const BALANCED: (&str, f32) = ("qwen3moe-bf16", 0.5);
 
@@ -159,6 +162,26 @@ fn some(all: &[f32]) -> Vec<f32> {
     all.iter().step_by(every).take(SAMPLES).copied().collect()
 }
 
+/// Adapters of routed experts, in stacks and each alone, whose gradients are PyTorch's to 1e-4.
+#[test]
+fn adapters_of_experts_have_pytorchs_gradients() {
+    for model in EXPERTS {
+        let (exact, about) = recorded(model);
+        let mut of = trained(model, Method::Lora);
+        of.targets = Vec::from(["experts".to_owned()]);
+        let net = TrainableModel::load(&of, Kernels::new(2).unwrap()).unwrap();
+        let (leaf, at) = (both(), values(&net, Method::Lora));
+        let (loss, grads) = net.gradient(&at, &leaf, leaf.judged()).unwrap();
+        let off = loss / leaf.judged() as f64 - about["experts_loss"].as_f64().unwrap();
+        assert!(off.abs() < 2e-5, "{model}: {off}");
+        for slot in net.layout().slots() {
+            let name = format!("experts.{}", slot.name);
+            let got = distance(&some(&grads[slot.range.clone()]), &exact[&name]);
+            assert!(got <= 1e-4, "{model} {name}: {got:e}");
+        }
+    }
+}
+
 /// Every family, adapters and whole models: at most four times as far from float64 as PyTorch in
 /// float32 is. Of whole weights few elements are compared, which PyTorch may have by luck: there
 /// its median counts where its own distance is smaller.
@@ -257,7 +280,11 @@ fn adapters_of_all_kinds_of_layers_are_served_as_they_are_trained() {
         "deepseek-v2",
         "qwen35-bf16",
     ] {
-        let net = net(name, Method::Lora, Kernels::new(2).unwrap());
+        let mut of = trained(name, Method::Lora);
+        if name != "qwen35-bf16" {
+            of.targets.push("experts".to_owned());
+        }
+        let net = TrainableModel::load(&of, Kernels::new(2).unwrap()).unwrap();
         let (at, leaf) = (values(&net, Method::Lora), sequence(1));
         let slots = net.layout().slots().iter();
         let tensors = slots.map(|slot| {

@@ -102,14 +102,13 @@ impl Args {
         }
     }
 
-    /// Whether adapters are fused into a copy of the model, as MLX and experts require.
+    /// Whether adapters are fused into a copy of the model, as MLX requires.
     fn fuses(&self) -> Result<bool, Error> {
         if self.adapter.is_empty() {
             return Ok(false);
         }
         let (engine, class) = (self.engine, self.compute.class);
-        let adapters = self.adapter.iter().map(|tuned| tuned.path.as_path());
-        adapter::beside((engine, class), self.split.nodes, adapters).map(|beside| !beside)
+        adapter::beside((engine, class), self.split.nodes).map(|beside| !beside)
     }
 
     /// Request to load a model. `is_alone`: it is the only one, so that every option is for it.

@@ -282,13 +282,6 @@ impl Adapter {
         })
     }
 
-    /// Whether matrices of experts have pairs: those are put into a copy of the model.
-    pub fn has_experts(&self) -> bool {
-        let of_experts =
-            |pair: &PairOf<'_>| role_of(pair.matrix).is_some_and(|of| is_of_experts(of.1));
-        self.pairs().iter().any(of_experts)
-    }
-
     /// Short names of the matrices that have pairs.
     pub fn targets(&self) -> Vec<String> {
         let short = |name: &str| name.rsplit('.').next().unwrap_or_default().to_owned();
@@ -563,13 +556,6 @@ pub fn role_of(matrix: &str) -> Option<(usize, LayerRole)> {
     let found = TARGETS.iter().find(|(_, b, n)| *b == block && *n == name);
     let role = found.map_or_else(|| expert_role(block, name), |found| Some(found.0));
     Some((layer.parse().ok()?, role?))
-}
-
-/// Whether a part is of routed or shared experts.
-pub fn is_of_experts(part: LayerRole) -> bool {
-    use LayerRole::{ExpertDown, ExpertGate, ExpertUp, SharedDown, SharedGate, SharedUp};
-    let is_routed = matches!(part, ExpertGate(_) | ExpertUp(_) | ExpertDown(_));
-    is_routed || matches!(part, SharedGate | SharedUp | SharedDown)
 }
 
 /// The part of a matrix of an expert.

@@ -57,6 +57,30 @@ pub(super) fn runs(batch: &Batch<'_>) -> Vec<AdapterRows> {
     runs
 }
 
+/// The runs of some rows, in ascending order, by their place among them. `into` is emptied first.
+pub(super) fn runs_of(rows: &[usize], runs: &[AdapterRows], into: &mut Vec<AdapterRows>) {
+    into.clear();
+    let mut runs = runs.iter();
+    let mut next = runs.next();
+    for (place, row) in rows.iter().enumerate() {
+        while next.is_some_and(|run| run.rows.end <= *row) {
+            next = runs.next();
+        }
+        let Some(run) = next.filter(|run| run.rows.start <= *row) else {
+            continue;
+        };
+        match into.last_mut() {
+            Some(last) if last.adapter == run.adapter && last.rows.end == place => {
+                last.rows.end = place + 1;
+            }
+            _ => into.push(AdapterRows {
+                rows: place..place + 1,
+                adapter: run.adapter,
+            }),
+        }
+    }
+}
+
 /// Adapter products for one matrix: row ranges, and the pair of each.
 #[derive(Debug)]
 pub(super) struct AdapterProducts<'a> {
@@ -250,5 +274,8 @@ mod tests {
             runs(&sequences),
             [run(2..6, 1), run(6..7, 0), run(8..10, 0)]
         );
+        let mut found = Vec::new();
+        runs_of(&[1, 2, 5, 6, 7, 9], &runs(&sequences), &mut found);
+        assert_eq!(found, [run(1..3, 1), run(3..4, 0), run(5..6, 0)]);
     }
 }

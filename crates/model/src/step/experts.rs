@@ -16,15 +16,16 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, vector};
 
+use super::adapter_products::{AdapterProducts, AdapterRows, runs_of};
 use super::rows::{activations, add_bias, norm_row, whole};
-use crate::Error;
 use crate::config::{
     self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,
 };
 use crate::model::Model;
 use crate::split::LeafCut;
 use crate::streaming::StreamUnit;
-use crate::weights::{Expert, Experts, of_both};
+use crate::weights::{Experts, of_both};
+use crate::{Error, LayerRole, Nth};
 
 /// Rows whose experts of the next layer are guessed, at most: they have most of all rows' experts.
 const GUESSED: usize = 32;
@@ -63,6 +64,8 @@ pub(super) struct ExpertBuffers {
     left: Vec<usize>,
     /// Rows routed to one expert.
     members: Vec<usize>,
+    /// Runs of adapters among these.
+    adapted: Vec<AdapterRows>,
     /// `(T, C)`: rows of one expert.
     x: Activations,
     /// `(T, F)` each
@@ -107,6 +110,7 @@ impl ExpertBuffers {
             is_chosen: vec![false; of.count + 1],
             left: Vec::with_capacity(of.count + 1),
             members: Vec::with_capacity(rows),
+            adapted: Vec::new(),
             x: activations(model, rows, width, inputs),
             gate: memory(rows * wide),
             up: memory(rows * wide),
@@ -135,10 +139,10 @@ impl ExpertBuffers {
     }
 
     /// x (T, C) -> this rank's roots of the sum over experts, `(T, C)` each, at the start of `out`.
-    /// `residual` (T, C) is that of `x`.
+    /// `residual` (T, C) is that of `x`, and `adapted` its rows with adapters.
     pub(super) fn compute(
         &mut self,
-        (model, index): (&Model, usize),
+        (model, index, adapted): (&Model, usize, &[AdapterRows]),
         (weights, cut): (&Experts, &LeafCut),
         (x, residual): (&Activations, &[f32]),
         out: &mut [f32],
@@ -170,7 +174,8 @@ impl ExpertBuffers {
                 };
                 let expert = left.remove(place);
                 self.gather(expert, slot, x.rows());
-                self.expert(kernels, &weights.experts[expert - weights.first], x, slot);
+                runs_of(&self.members, adapted, &mut self.adapted);
+                self.expert((model, index), (weights, expert), x, slot);
                 if let Some(streamer) = streamer {
                     streamer.leave(StreamUnit::Expert(index, expert));
                 }
@@ -275,10 +280,24 @@ impl ExpertBuffers {
     }
 
     /// Computes an expert on the collected rows; its results begin at `slot`.
-    fn expert(&mut self, kernels: &Kernels, expert: &Expert, x: &Activations, slot: usize) {
+    fn expert(
+        &mut self,
+        (model, layer): (&Model, usize),
+        (weights, index): (&Experts, usize),
+        x: &Activations,
+        slot: usize,
+    ) {
+        let (kernels, of) = (model.kernels(), self.of.count);
+        let expert = &weights.experts[index - weights.first];
+        let [gate_part, up_part, down_part] = LayerRole::of_expert(Nth { index, of });
         let Self {
-            members, gate, up, ..
+            members,
+            gate,
+            up,
+            adapted,
+            ..
         } = self;
+        let beside = |part| AdapterProducts::of(model, (layer, part), adapted);
         let (rows, ffn) = (members.len(), expert.gate.matrix.rows());
         let x = if rows == x.rows() {
             x
@@ -294,6 +313,11 @@ impl ExpertBuffers {
         kernels.products(x, outs.chain(up_product));
         add_bias(gate, expert.gate.bias.as_deref(), rows);
         add_bias(up, other.and_then(|linear| linear.bias.as_deref()), rows);
+        for (part, out) in [(gate_part, &mut *gate), (up_part, &mut *up)] {
+            if let Some(pairs) = beside(part) {
+                pairs.add(x, out);
+            }
+        }
         let function = (self.of.clamp, self.activation);
         let hidden = self.hidden.iter_mut().find(|hidden| hidden.cols() == ffn);
         let hidden = hidden.expect("a buffer for each width");
@@ -306,6 +330,9 @@ impl ExpertBuffers {
         let out = &mut self.results[slot * width..(slot + rows) * width];
         kernels.products(hidden, [whole(&expert.down.matrix, out, rows)]);
         add_bias(out, expert.down.bias.as_deref(), rows);
+        if let Some(pairs) = beside(down_part) {
+            pairs.add(hidden, out);
+        }
     }
 
     /// The subtree over the experts `leaves`, `(T, width)`: zeros for rows without one of them.

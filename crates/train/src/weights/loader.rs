@@ -332,6 +332,10 @@ impl WeightLoader<'_> {
         heads: Option<usize>,
     ) -> Result<Option<VectorParameter>, Error> {
         let family = self.config.family;
+        use LayerRole::{ExpertDown, ExpertGate, ExpertUp};
+        if let Role::Layer(_, ExpertGate(_) | ExpertUp(_) | ExpertDown(_)) = role {
+            return Ok(None); // stacks have theirs together
+        }
         let needed = family.has_qkv_biases()
             && matches!(
                 role,

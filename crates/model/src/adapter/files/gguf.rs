@@ -3,21 +3,25 @@
 //! ```text
 //! general.type "adapter", general.architecture, adapter.type "lora", adapter.lora.alpha (f32)
 //! blk.I.attn_q.weight.lora_a (r, in), .lora_b (out, r)
+//! blk.I.ffn_up_exps.weight.lora_a (experts, r, in), .lora_b (experts, out, r)
 //! ```
+//! Experts without a pair are zeros in stacks.
 //! Files of the architecture `llama` have the rows of queries and keys, and so of their `lora_b`,
 //! as pairs of neighbours. They are turned both ways, by the size of the base's heads. Our files
 //! say it (`paceline.head_dim`); for others the base is needed.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use paceline_tensor::storage;
 use paceline_weights::gguf::{Gguf, MetadataValue, testing::GgufWriter};
 
-use super::{Adapter, Error, PREFIX, file_row, matrix_of, order, tensors};
+use super::tensors::{self, Named};
+use super::{Adapter, Error, PREFIX, file_row, matrix_of, order, role_of};
 use crate::{Config, ModelFamily};
 
 /// Name in GGUF files of each of our matrices, by block and name.
-const NAMES: [(&str, &str); 7] = [
+const NAMES: [(&str, &str); 13] = [
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
@@ -25,6 +29,19 @@ const NAMES: [(&str, &str); 7] = [
     ("mlp.gate_proj", "ffn_gate"),
     ("mlp.up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"),
+    ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_experts.down_proj", "ffn_down_shexp"),
+];
+
+/// Names of a routed expert's matrices in PEFT's files and in Mixtral's, and of their stack here.
+const STACKS: [([&str; 2], &str); 3] = [
+    (["gate_proj", "w1"], "ffn_gate_exps"),
+    (["up_proj", "w3"], "ffn_up_exps"),
+    (["down_proj", "w2"], "ffn_down_exps"),
 ];
 
 const ALPHA: &str = "adapter.lora.alpha";
@@ -36,6 +53,8 @@ const BASE: &str = "general.base_model.0.name";
 pub struct Base {
     family: ModelFamily,
     head_dim: usize,
+    /// Of a layer.
+    experts: usize,
 }
 
 impl Base {
@@ -44,6 +63,7 @@ impl Base {
         Self {
             family: config.family,
             head_dim: config.layers.first().map_or(0, |layer| layer.head_dim),
+            experts: config.experts().map_or(0, |experts| experts.count),
         }
     }
 }
@@ -70,11 +90,15 @@ pub(super) fn read(path: &Path, base: Option<Base>) -> Result<Adapter, Error> {
     }
     let heads = heads.filter(|_| is_turned);
     let alpha = about.f32(ALPHA).map_err(bad)?;
-    let mut found = Vec::new();
+    let mut found: Vec<Named> = Vec::new();
     for info in file.tensors() {
         let tensor = file.tensor(info.name()).map_err(bad)?;
         let mut values = vec![0.0; tensor.shape.iter().product()];
         storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+        if let ([count, shape @ ..], Some(stack)) = (&*tensor.shape, Stack::named(info.name())) {
+            found.extend(stack.split((*count, shape), &values));
+            continue;
+        }
         let ours = ours(info.name());
         let (name, is_query_or_key) = ours.ok_or_else(|| {
             let reason = format!("tensor {} is no half of a pair of LoRA", info.name());
@@ -86,6 +110,7 @@ pub(super) fn read(path: &Path, base: Option<Base>) -> Result<Adapter, Error> {
         found.push((name, tensor.shape.clone(), values));
     }
     found.sort_by(|a, b| order(&a.0).cmp(&order(&b.0)));
+    drop_zeros(&mut found);
     let rank = found
         .first()
         .and_then(|(_, shape, _)| shape.first().copied());
@@ -117,7 +142,16 @@ pub(super) fn write(adapter: &Adapter, path: &Path, base: Base) -> Result<(), Er
     if is_turned {
         writer = writer.meta(HEAD_DIM, MetadataValue::U32(base.head_dim as u32));
     }
+    let mut stacks: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
     for (name, shape, values) in &adapter.tensors {
+        if let Some((stack, index)) = Stack::of(name).filter(|(_, index)| *index < base.experts) {
+            let sizes = [&[base.experts], &**shape].concat();
+            let zeros = || (sizes, vec![0.0; base.experts * values.len()]);
+            let (_, all) = stacks.entry(stack.name()).or_insert_with(zeros);
+            let place = all.chunks_mut(values.len()).nth(index);
+            place.map(|place| place.copy_from_slice(values));
+            continue;
+        }
         let (theirs, is_query_or_key) = theirs(name).ok_or_else(|| {
             let reason = format!("tensor {name} has no name in GGUF files");
             Error::malformed(path, reason)
@@ -132,8 +166,70 @@ pub(super) fn write(adapter: &Adapter, path: &Path, base: Base) -> Result<(), Er
             false => writer.f32s(&theirs, shape, values),
         };
     }
+    for (name, (shape, values)) in &stacks {
+        writer = writer.f32s(name, shape, values);
+    }
     let bytes = writer.to_bytes();
     tensors::replace(path, |file| file.write_all(&bytes))
+}
+
+/// A half of the pairs of a layer's experts.
+struct Stack {
+    layer: usize,
+    /// Index into [`STACKS`].
+    kind: usize,
+    is_a: bool,
+}
+
+impl Stack {
+    /// That of PEFT's name of an expert's half, and the expert.
+    fn of(name: &str) -> Option<(Self, usize)> {
+        let (layer, part) = role_of(matrix_of(name)?)?;
+        let index = part
+            .expert_among(usize::MAX)
+            .filter(|own| *own < usize::MAX)?;
+        let last = matrix_of(name)?.rsplit('.').next()?;
+        let kind = STACKS.iter().position(|(names, _)| names.contains(&last))?;
+        let is_a = name.ends_with("lora_A.weight");
+        Some((Self { layer, kind, is_a }, index))
+    }
+
+    /// That of a tensor of a file.
+    fn named(name: &str) -> Option<Self> {
+        let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
+        let (matrix, half) = rest.split_once(".weight.")?;
+        let kind = STACKS.iter().position(|(_, theirs)| *theirs == matrix)?;
+        let (layer, is_a) = (layer.parse().ok()?, half == "lora_a");
+        (is_a || half == "lora_b").then_some(Self { layer, kind, is_a })
+    }
+
+    fn name(&self) -> String {
+        let half = if self.is_a { "lora_a" } else { "lora_b" };
+        format!("blk.{}.{}.weight.{half}", self.layer, STACKS[self.kind].1)
+    }
+
+    /// The halves of `count` experts, under PEFT's names.
+    fn split(&self, (count, shape): (usize, &[usize]), values: &[f32]) -> Vec<Named> {
+        let ([name, _], half) = (
+            STACKS[self.kind].0,
+            if self.is_a { "lora_A" } else { "lora_B" },
+        );
+        let stem = format!("{PREFIX}model.layers.{}.mlp.experts", self.layer);
+        let own = values.chunks((values.len() / count.max(1)).max(1));
+        let each = own.enumerate().map(|(index, own)| {
+            let name = format!("{stem}.{index}.{name}.{half}.weight");
+            (name, shape.to_vec(), own.to_vec())
+        });
+        each.collect()
+    }
+}
+
+/// Leaves out the pairs of experts that have none: both halves are zeros.
+fn drop_zeros(tensors: &mut Vec<Named>) {
+    let is_zero = |t: &Named| Stack::of(&t.0).is_some() && t.2.iter().all(|x| *x == 0.0);
+    let is_left_out = |pair: &[Named]| pair.len() == 2 && pair.iter().all(is_zero);
+    let kept = tensors.chunks(2).filter(|pair| !is_left_out(pair));
+    *tensors = kept.flatten().cloned().collect();
 }
 
 /// Rows in both orders.
@@ -203,7 +299,6 @@ fn theirs(name: &str) -> Option<(String, bool)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::adapter::files::tensors::Named;
 
     fn adapter() -> Adapter {
         let tensor = |name: &str, half: &str, shape: [usize; 2]| -> Named {
@@ -217,6 +312,12 @@ mod tests {
             tensor("v_proj", "lora_A", [2, 12]),
             tensor("v_proj", "lora_B", [4, 2]),
         ];
+        let of_expert = |(name, shape, values): Named| {
+            let name = name.replace("self_attn", "mlp.experts.2");
+            (name.replace("v_proj", "up_proj"), shape, values)
+        };
+        let experts: Vec<Named> = tensors[2..].iter().cloned().map(of_expert).collect();
+        let tensors = [tensors, experts].concat();
         Adapter::new(2, 5.0, Some("base".to_owned()), tensors)
     }
 
@@ -227,6 +328,7 @@ mod tests {
         let base = Base {
             family: ModelFamily::Llama,
             head_dim: 4,
+            experts: 3,
         };
         write(&adapter(), &path, base).unwrap();
         assert_eq!(read(&path, None).unwrap(), adapter());
@@ -242,8 +344,14 @@ mod tests {
             values("blk.1.attn_v.weight.lora_b"),
         );
         // Heads of four: rows 0, 1, 2, 3 lie as 0, 2, 1, 3.
-        assert_eq!(turned[2..4], adapter().tensors[1].2[4..6]);
-        assert_eq!(plain, adapter().tensors[3].2);
+        let of = |name: &str| {
+            let mut all = adapter().tensors.into_iter();
+            all.find(|t| t.0.contains(name) && t.1[1] == 2).unwrap().2
+        };
+        assert_eq!(turned[2..4], of("q_proj")[4..6]);
+        assert_eq!(plain, of("v_proj"));
+        let stack = file.tensor("blk.1.ffn_up_exps.weight.lora_b").unwrap();
+        assert_eq!(stack.shape, [3, 4, 2]);
         let qwen = Base {
             family: ModelFamily::Qwen3,
             ..base
@@ -284,6 +392,7 @@ mod tests {
         let base = Base {
             family: ModelFamily::Llama,
             head_dim: 4,
+            experts: 3,
         };
         assert_eq!(read(&path, Some(base)).unwrap().rank, 2);
         let odd = Base {

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use paceline_model::{Experts, LayerRole, LayerShape, ModelFamily, ModelSource, Nth, Role};
+use paceline_model::{Experts, LayerRole, LayerShape, ModelFamily, Nth, Role};
 
 use super::super::{
-    EXPERTS, ExpertWeights, FirstTensor, Matrix, MatrixStorage, Method, VectorParameter, values_of,
+    ExpertWeights, FirstTensor, Matrix, MatrixStorage, Method, VectorParameter, values_of,
 };
 use super::{WeightLoader, check};
 use crate::error::Error;
@@ -15,17 +15,11 @@ pub(super) const FIRST_OF_EXPERTS: u64 = 1 << 63;
 
 /// The number of an expert's matrix in its layer; the shared one is behind the others.
 pub(super) fn expert_number(shape: &LayerShape, part: LayerRole) -> Option<u64> {
-    let shared = shape.experts?.count;
-    let (expert, kind) = match part {
-        LayerRole::ExpertGate(nth) => (nth.index, 0),
-        LayerRole::ExpertUp(nth) => (nth.index, 1),
-        LayerRole::ExpertDown(nth) => (nth.index, 2),
-        LayerRole::SharedGate => (shared, 0),
-        LayerRole::SharedUp => (shared, 1),
-        LayerRole::SharedDown => (shared, 2),
-        _ => return None,
-    };
-    Some((3 * expert + kind) as u64)
+    let of = shape.experts?.count;
+    let index = part.expert_among(of)?;
+    let parts = LayerRole::of_expert(Nth { index, of });
+    let kind = parts.iter().position(|own| *own == part)?;
+    Some((3 * index + kind) as u64)
 }
 
 impl WeightLoader<'_> {
@@ -48,9 +42,8 @@ impl WeightLoader<'_> {
             }
             false => None,
         };
-        self.check_adapters(&format!("{stem}.experts.0.{}.weight", names[0]))?;
-        let mut experts = match family {
-            ModelFamily::GptOss => self.stacked_experts(i, of, &stem)?,
+        let mut experts = match (family, self.method) {
+            (ModelFamily::GptOss, Method::Full) => self.stacked_experts(i, of, &stem)?,
             _ => self.separate_experts(i, of, &stem, names)?,
         };
         let mut shared_gate = None;
@@ -83,26 +76,7 @@ impl WeightLoader<'_> {
         })
     }
 
-    /// Whether experts can have adapters: each matrix has a tensor of its own, as the first one of
-    /// the name `first`.
-    fn check_adapters(&self, first: &str) -> Result<(), Error> {
-        let is_asked = self.targets.iter().any(|name| name == EXPERTS);
-        let is_apart = match self.source {
-            ModelSource::Hf(folder) => folder.info(first).is_some(),
-            ModelSource::Gguf(_) => false,
-        };
-        if !is_asked || is_apart || self.method == Method::Full {
-            return Ok(());
-        }
-        let expected = format!("others: the model has no {first}, and stacks have no adapters");
-        Err(Error::Option {
-            option: "--targets",
-            got: EXPERTS.to_owned(),
-            expected,
-        })
-    }
-
-    /// Experts with a tensor for each matrix.
+    /// Experts under a name for each matrix, also where a file has stacks of them.
     fn separate_experts(
         &mut self,
         i: usize,
@@ -111,20 +85,44 @@ impl WeightLoader<'_> {
         names: [&str; 3],
     ) -> Result<Vec<[Matrix; 3]>, Error> {
         let mut experts = Vec::with_capacity(of.count + 1);
+        let has_biases = self.config.family.has_sinks_and_biases();
+        let of_kind = |kind| has_biases.then(|| self.expert_biases(i, of, kind));
+        let biases = [
+            of_kind(0).transpose()?,
+            of_kind(1).transpose()?,
+            of_kind(2).transpose()?,
+        ];
         for index in 0..of.count {
             let parts = expert_parts(self.config.width, of, index);
             let mut own = |n: usize| {
-                let (part, size) = parts[n];
+                let (part, [rows, cols]) = parts[n];
                 let name = format!("{stem}.experts.{index}.{}", names[n]);
-                self.matrix(Role::Layer(i, part), size, &name, None)
+                let mut own = self.matrix(Role::Layer(i, part), [rows, cols], &name, None)?;
+                if let Some(biases) = &biases[n] {
+                    let bias = biases[index * rows..][..rows].to_vec();
+                    own.bias = Some(VectorParameter::Fixed(bias));
+                }
+                Ok::<_, Error>(own)
             };
             experts.push([own(0)?, own(1)?, own(2)?]);
         }
         Ok(experts)
     }
 
-    /// Experts with biases, whose trained values are a tensor for all of a kind, as in folders that
-    /// MLX wrote.
+    /// The biases of the gates, ups or downs of all experts: (E, rows).
+    fn expert_biases(&self, i: usize, of: Experts, kind: usize) -> Result<Vec<f32>, Error> {
+        let (first, [rows, _]) = expert_parts(self.config.width, of, 0)[kind];
+        let (family, role) = (self.config.family, Role::Layer(i, first));
+        let (biases, start, step) = match self.source.expert_biases(family, role)? {
+            Some(found) => found,
+            None => (self.source.bias(family, role)?, 0, 1),
+        };
+        check(&biases, &[of.count, rows * step])?;
+        let biases = values_of(&biases, None).into_iter();
+        Ok(biases.skip(start).step_by(step).collect())
+    }
+
+    /// Trained experts with biases: a tensor for all of a kind, as in folders that MLX wrote.
     fn stacked_experts(
         &mut self,
         i: usize,
@@ -150,40 +148,14 @@ impl WeightLoader<'_> {
         name: &str,
     ) -> Result<Vec<Matrix>, Error> {
         let family = self.config.family;
-        let (first, [rows, cols]) = expert_parts(self.config.width, of, 0)[kind];
-        let biases = self.source.expert_biases(family, Role::Layer(i, first))?;
-        let (biases, start, step) = match biases {
-            Some(found) => found,
-            None => (self.source.bias(family, Role::Layer(i, first))?, 0, 1),
-        };
-        check(&biases, &[of.count, rows * step])?;
-        let biases = values_of(&biases, None);
-        let biases: Vec<f32> = biases.into_iter().skip(start).step_by(step).collect();
+        let (_, [rows, cols]) = expert_parts(self.config.width, of, 0)[kind];
+        let biases = self.expert_biases(i, of, kind)?;
         let mut tensors = Vec::with_capacity(of.count);
         for index in 0..of.count {
             let (part, size) = expert_parts(self.config.width, of, index)[kind];
             let tensor = self.source.weight(family, Role::Layer(i, part))?;
             check(&tensor, &size)?;
             tensors.push(tensor);
-        }
-        let matrix = |kept, bias| Matrix {
-            kept,
-            rows,
-            cols,
-            bias: Some(bias),
-            pair: None,
-        };
-        if self.method != Method::Full {
-            let own = tensors.into_iter().zip(biases.chunks(rows));
-            let own = own.map(|(tensor, bias)| {
-                let bias = VectorParameter::Fixed(bias.to_vec());
-                let mut own = matrix(MatrixStorage::Stored(tensor, None), bias);
-                if self.method == Method::Lora {
-                    own.kept = MatrixStorage::Fixed(self.unpacked(&own));
-                }
-                own
-            });
-            return Ok(own.collect());
         }
         let all = self.slot(format!("{name}.weight"), vec![of.count, rows, cols]);
         self.first.push(FirstTensor::Stack(tensors));
@@ -192,10 +164,12 @@ impl WeightLoader<'_> {
         let part = |range: &Range<usize>, n: usize, index: usize| {
             range.start + index * n..range.start + (index + 1) * n
         };
-        let own = (0..of.count).map(|index| {
-            let own_bias = VectorParameter::Trained(part(&bias, rows, index));
-            let own = MatrixStorage::Trained(part(&all, rows * cols, index));
-            matrix(own, own_bias)
+        let own = (0..of.count).map(|index| Matrix {
+            kept: MatrixStorage::Trained(part(&all, rows * cols, index)),
+            rows,
+            cols,
+            bias: Some(VectorParameter::Trained(part(&bias, rows, index))),
+            pair: None,
         });
         Ok(own.collect())
     }
@@ -207,9 +181,7 @@ fn expert_parts(width: usize, of: Experts, index: usize) -> [(LayerRole, [usize;
         index,
         of: of.count,
     };
-    [
-        (LayerRole::ExpertGate(nth), [of.width, width]),
-        (LayerRole::ExpertUp(nth), [of.width, width]),
-        (LayerRole::ExpertDown(nth), [width, of.width]),
-    ]
+    let [gate, up, down] = LayerRole::of_expert(nth);
+    let wide = [of.width, width];
+    [(gate, wide), (up, wide), (down, [width, of.width])]
 }
