@@ -10,7 +10,7 @@
 //! - [`shape`]: a model's sizes for the planner, including models that paceline cannot compute.
 //! - [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
-//! - [`families`] has one file per family, each a configuration reader and one layer.
+//! - [`families`] has one file per family: a configuration reader, and a layer unless shared.
 //!
 //! A model knows no requests, sampling or text. Each [`BatchSequence`] lists the cache pages of its
 //! sequence.

@@ -4,7 +4,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
+use super::{ConfigFields, FileNames, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
@@ -25,16 +25,4 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
         .iter_mut()
         .for_each(|layer| layer.experts = Some(experts));
     Ok(config)
-}
-
-/// A layer; shapes of one batch of T rows.
-pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
-    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
-    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
-    step.clamp_qkv()?; //                      q, k, v in place
-    step.rotate(index)?; //                    q, k in place
-    step.attend(w, index)?; //                 q, cache -> attended (T, H D)
-    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
-    step.add_delta()?; //                      residual += delta
-    feed_forward(step, w) //                   residual += experts(norm(residual))
 }

@@ -4,7 +4,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind};
+use super::{ConfigFields, FileNames, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
 /// Every second layer attends to all positions.
@@ -32,21 +32,4 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
         layer.window = windowed.then_some(window);
     }
     Ok(config)
-}
-
-/// Computes a layer; shapes of one batch of T rows.
-pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
-    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
-    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
-    step.rotate(index)?; //                    q, k in place
-    step.attend(w, index)?; //                 q, cache -> attended (T, H D), window or all
-    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
-    step.norm_delta(w, Half::Attention)?; //   delta (T, C) in place
-    step.add_delta()?; //                      residual += delta
-    step.norm(w, Half::FeedForward)?; //       residual (T, C) -> x (T, C)
-    step.project_gate_up(w)?; //               x (T, C) -> gate, up (T, F)
-    step.activate()?; //                       gelu(gate) * up -> hidden (T, F)
-    step.project_down(w)?; //                  hidden (T, F) -> delta (T, C)
-    step.norm_delta(w, Half::FeedForward)?; // delta (T, C) in place
-    step.add_delta() //                        residual += delta
 }

@@ -90,11 +90,14 @@ pub(super) fn share_caches(
     Ok(())
 }
 
-/// Computes a layer; shapes of one batch of T rows.
+/// Computes a layer of Gemma 2, 3 and 4; shapes of one batch of T rows. An operation whose weights a
+/// family lacks does nothing.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
-    step.norm_heads(w)?; //                    q (T, H, D), k (T, K, D) in place, over D
+    if step.norms_heads(w) {
+        step.norm_heads(w)?; //                q (T, H, D), k (T, K, D) in place, over D
+    }
     step.norm_values(w)?; //                   v (T, K, D) in place, over D
     step.rotate(index)?; //                    q, k in place, by the layer's own base
     step.attend(w, index)?; //                 q, cache -> attended (T, H D), window or all

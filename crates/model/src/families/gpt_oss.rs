@@ -5,9 +5,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{
-    ConfigFields, ExpertLayout, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward,
-};
+use super::{ConfigFields, ExpertLayout, FileNames, ModelFamily, RopeKind};
 use crate::config::Gating;
 use crate::{Config, Error};
 
@@ -34,15 +32,4 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
         layer.window = windowed.then_some(window);
     }
     Ok(config)
-}
-
-/// Computes a layer; shapes of one batch of T rows.
-pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
-    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
-    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D), with biases
-    step.rotate(index)?; //                    q, k in place
-    step.attend(w, index)?; //                 q, cache -> attended (T, H D), with sinks
-    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C), with bias
-    step.add_delta()?; //                      residual += delta
-    feed_forward(step, w) //                   residual += experts(norm(residual))
 }

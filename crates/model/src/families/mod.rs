@@ -1,4 +1,5 @@
-//! Model families, one file each: a configuration reader, and the order of operations in one layer.
+//! Model families, one file each: a configuration reader and, where it is the first with such a
+//! layer, the order of operations in it.
 //!
 //! `LayerStep` has the operations; the CPU and the MLX backend implement it. Family files hold no
 //! kernels and no buffers.
@@ -58,6 +59,7 @@ fn feed_forward<S: LayerStep>(step: &mut S, w: &S::Layer) -> Result<(), Error> {
         step.activate()?; //                   silu(gate) * up -> hidden (T, F)
         step.project_down(w)?; //              hidden (T, F) -> delta (T, C)
     }
+    step.scale_delta()?; //                    delta *= the model's factor
     step.add_delta() //                        residual += delta
 }
 
@@ -469,24 +471,23 @@ impl ModelFamily {
         index: usize,
     ) -> Result<(), Error> {
         match self {
-            Self::Llama | Self::Mistral | Self::SmolLm3 | Self::Phi3 => {
-                llama::layer(step, weights, index)
-            }
-            Self::Granite => granite::layer(step, weights, index),
+            Self::Llama
+            | Self::Mistral
+            | Self::SmolLm3
+            | Self::Phi3
+            | Self::Granite
+            | Self::Qwen2
+            | Self::Qwen3
+            | Self::Mixtral
+            | Self::Qwen2Moe
+            | Self::Qwen3Moe
+            | Self::Dbrx
+            | Self::GptOss
+            | Self::Glm4Moe => llama::layer(step, weights, index),
             Self::Olmo2 => olmo2::layer(step, weights, index),
-            Self::Qwen2 => qwen2::layer(step, weights, index),
-            Self::Qwen3 => qwen3::layer(step, weights, index),
-            Self::Gemma2 => gemma2::layer(step, weights, index),
-            Self::Gemma3 => gemma3::layer(step, weights, index),
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 => gemma4::layer(step, weights, index),
             Self::Gemma3n => gemma3n::layer(step, weights, index),
-            Self::Gemma4 => gemma4::layer(step, weights, index),
-            Self::Mixtral => mixtral::layer(step, weights, index),
-            Self::Qwen2Moe => qwen2moe::layer(step, weights, index),
-            Self::Qwen3Moe => qwen3moe::layer(step, weights, index),
             Self::MiniMaxM3 => minimax_m3::layer(step, weights, index),
-            Self::Dbrx => dbrx::layer(step, weights, index),
-            Self::GptOss => gpt_oss::layer(step, weights, index),
-            Self::Glm4Moe => glm4moe::layer(step, weights, index),
             Self::MiniMaxM2 => minimax_m2::layer(step, weights, index),
             Self::DeepSeek => deepseek::layer(step, weights, index),
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => {

@@ -5,7 +5,7 @@
 
 use paceline_tensor::RopePairs;
 
-use super::{ConfigFields, Half, LayerStep, ModelFamily, QWEN3_VL_MOE, RopeKind, feed_forward};
+use super::{ConfigFields, ModelFamily, QWEN3_VL_MOE, RopeKind};
 use crate::{Config, Error};
 
 const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
@@ -23,16 +23,4 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     let experts = fields.experts("num_experts", config.ffn, normalised)?;
     fields.set_sparse_layers(&mut config, experts)?;
     Ok(config)
-}
-
-/// Computes a layer; shapes of one batch of T rows.
-pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
-    step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
-    step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)
-    step.norm_heads(w)?; //                    q (T, H, D), k (T, K, D) in place, over D
-    step.rotate(index)?; //                    q, k in place
-    step.attend(w, index)?; //                 q, cache -> attended (T, H D)
-    step.project_attention(w)?; //             attended (T, H D) -> delta (T, C)
-    step.add_delta()?; //                      residual += delta
-    feed_forward(step, w) //                   residual += experts(norm(residual))
 }
