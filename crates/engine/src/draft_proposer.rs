@@ -496,6 +496,7 @@ impl DraftProposer {
             PassRows {
                 tokens: part.tokens,
                 position: part.from - held.origin,
+                pending: held.features.positions().end.saturating_sub(held.origin),
                 pages: &held.pages,
                 features: match part.feature {
                     [] if is_head => held.features.rows(before..before + part.tokens.len()),

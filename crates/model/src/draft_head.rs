@@ -8,6 +8,7 @@
 //!
 //! - [`EagleHead`](crate::EagleHead): EAGLE-3, a folder of its own.
 //! - [`BlockHead`](crate::BlockHead): DFlash and DSpark, which draft a block in a pass.
+//! - [`AssistantHead`](crate::AssistantHead): Gemma 4's, which reads keys and values of the model.
 //! - [`NextTokenHead`](crate::NextTokenHead): multi-token prediction, a layer in the model's files.
 //!
 //! Answers never depend on a head, so its bits have no class.
@@ -22,7 +23,8 @@ use paceline_tensor::Kernels;
 use serde_json::Value;
 
 use crate::{
-    BlockConfig, BlockHead, Config, EagleHead, Error, HeadConfig, ModelSource, NextTokenHead,
+    AssistantHead, BlockConfig, BlockHead, Config, EagleHead, Error, HeadConfig, ModelSource,
+    NextTokenHead,
 };
 
 /// A loaded draft head.
@@ -73,9 +75,11 @@ pub fn draft_captures(
         has_layer.then(|| vec![model.layers.len()])
     };
     let block = BlockConfig::of(draft, model)?.map(|block| block.shape);
-    if let Some(head) = block.or(HeadConfig::of(draft, model)?) {
+    let head = block.or(HeadConfig::of(draft, model)?);
+    let captures = head.map(|head| head.captures);
+    if let Some(captures) = captures.or(AssistantHead::captures_of(draft, model)?) {
         return match model.streams {
-            None => Ok(Some(head.captures)),
+            None => Ok(Some(captures)),
             Some(streams) => Err(Error::Value {
                 field: "draft head",
                 got: format!("a head for a model of {} residual streams", streams.count),
@@ -92,17 +96,19 @@ pub fn draft_captures(
         Some(got) => Err(Error::Value {
             field: "draft head",
             got,
-            expected: "EAGLE-3, DFlash, DSpark, the model's own layer, or a small model".into(),
+            expected:
+                "EAGLE-3, DFlash, DSpark, an assistant of Gemma 4, the model's own layer, or a \
+                       small model"
+                    .into(),
         }),
     }
 }
 
 /// Parts of the names of heads that are not computed, in small letters, and why.
-const OTHER_HEADS: [(&str, &str); 5] = [
+const OTHER_HEADS: [(&str, &str); 4] = [
     ("dflash2", "another network than DFlash"),
     ("eagle", "EAGLE 1 and 2 read the last layer"),
     ("medusa", "it reads the last layer"),
-    ("assistant", "it reads keys and values of the model"),
     (
         "speculator",
         "another network than EAGLE-3, DFlash and DSpark",
@@ -122,8 +128,8 @@ fn other_head(config: &Value) -> Option<String> {
     })
 }
 
-/// Loads the draft head in `draft` for the model in `model`: an EAGLE-3 head, or the prediction
-/// layer of the model's own files. It computes on the CPU, also for a model on MLX.
+/// Loads the draft head in `draft` for the model in `model`: a folder's, or the prediction layer of
+/// the model's own files. It computes on the CPU, also for a model on MLX.
 ///
 /// # Errors
 /// Names the tensor or field that is missing or does not fit.
@@ -144,6 +150,9 @@ pub fn load_draft_head(
     }
     if BlockConfig::of(draft, &config)?.is_some() {
         return Ok(Arc::new(BlockHead::load(draft, model, class, kernels)?));
+    }
+    if AssistantHead::captures_of(draft, &config)?.is_some() {
+        return Ok(Arc::new(AssistantHead::load(draft, model, class, kernels)?));
     }
     match NextTokenHead::load(draft, class, kernels)? {
         Some(head) => Ok(Arc::new(head)),
@@ -193,6 +202,8 @@ pub struct HeadRows<'a> {
     pub features: &'a [f32],
     /// Position of the first token in the head's cache.
     pub position: usize,
+    /// Position there of the last token that is no draft.
+    pub pending: usize,
     /// Cache pages of its positions.
     pub pages: &'a [u32],
 }
@@ -230,7 +241,6 @@ mod tests {
     fn heads_of_other_forms_are_found_by_their_names() {
         for (config, found) in [
             (json!({ "architectures": ["DFlash2DraftModel"] }), true),
-            (json!({ "model_type": "gemma4_assistant" }), true),
             (json!({ "speculators_model_type": "eagle" }), true),
             (
                 json!({ "architectures": ["LlamaForCausalLM"], "model_type": "llama" }),

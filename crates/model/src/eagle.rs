@@ -264,35 +264,31 @@ impl<'a> HeadReader<'a> {
         if !self.folder.has("d2t") {
             return Ok((0..draft as u32).collect());
         }
-        let info = self
-            .folder
-            .info("d2t")
-            .filter(|info| info.dtype() == "I64" && info.shape() == [draft]);
-        let bytes = info.and_then(|_| self.folder.bytes_of("d2t"));
+        let token = |(i, difference): (usize, i64)| {
+            let token = difference.saturating_add(i as i64);
+            let fits = usize::try_from(token).is_ok_and(|token| token < vocab);
+            fits.then_some(token as u32)
+                .ok_or_else(|| wrong("token of d2t", token, format!("0 to {}", vocab - 1)))
+        };
+        let differences = self.integers("d2t", draft)?.into_iter();
+        differences.enumerate().map(token).collect()
+    }
+
+    /// A tensor of `n` integers of 64 bits.
+    pub(crate) fn integers(&self, name: &str, n: usize) -> Result<Vec<i64>, Error> {
+        let info = self.folder.info(name);
+        let fits = info.is_some_and(|info| info.dtype() == "I64" && info.shape() == [n]);
+        let bytes = self.folder.bytes_of(name).filter(|_| fits);
         let Some(bytes) = bytes else {
-            let (name, expected) = ("d2t".to_owned(), vec![draft]);
-            let got = self
-                .folder
-                .info("d2t")
-                .map_or(vec![], |info| info.shape().to_vec());
             return Err(Error::Shape {
-                name,
-                got,
-                expected,
+                name: name.to_owned(),
+                got: info.map_or(vec![], |info| info.shape().to_vec()),
+                expected: vec![n],
             });
         };
         let bytes = bytes.arrived()?;
-        let (words, _) = bytes.as_chunks::<8>();
-        let token = |(i, word): (usize, &[u8; 8])| {
-            let token = i64::from_le_bytes(*word).saturating_add(i as i64);
-            let fits = usize::try_from(token).is_ok_and(|token| token < vocab);
-            fits.then_some(token as u32).ok_or_else(|| Error::Value {
-                field: "token of d2t",
-                got: token.to_string(),
-                expected: format!("0 to {}", vocab - 1).into(),
-            })
-        };
-        words.iter().enumerate().map(token).collect()
+        let words = bytes.as_chunks::<8>().0.iter();
+        Ok(words.map(|word| i64::from_le_bytes(*word)).collect())
     }
 }
 

@@ -22,6 +22,7 @@
 //! So a tensor split gives the same bits too.
 
 pub mod adapter;
+mod assistant;
 pub mod backend;
 mod block_head;
 mod candidates;
@@ -56,6 +57,7 @@ pub mod trace;
 mod weights;
 
 pub use adapter::{ADAPTERS_MAX, Adapter, AdapterId, AdapterPair};
+pub use assistant::AssistantHead;
 pub use block_head::{BlockConfig, BlockHead};
 pub use compute::{Compute, ExchangeBytes, LoadedModel};
 pub use config::{

@@ -37,6 +37,8 @@ pub(super) struct PassRows<'a> {
     pub(super) tokens: &'a [u32],
     /// Position in the network's cache.
     pub(super) position: usize,
+    /// Position there of the last token that is no draft; read by heads.
+    pub(super) pending: usize,
     pub(super) pages: &'a SequencePages,
     /// Features of a head's rows.
     pub(super) features: &'a [f32],
@@ -143,6 +145,7 @@ impl Network {
                     tokens: part.tokens,
                     features: part.features,
                     position: part.position,
+                    pending: part.pending,
                     pages: part.pages.pages(),
                 });
                 let pass = match (is_captured, logits) {

@@ -49,6 +49,7 @@ fn a_block_has_the_logits_of_speculators() {
                 tokens: &vec![token; end - from],
                 features: &captured[from * width..end * width],
                 position: from,
+                pending: end - 1,
                 pages: &[1, 0],
             };
             let pass = match end == rows {

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::{EagleHead, HeadConfig};
 use crate::{
     Batch, BatchSequence, BatchSize, Config, DraftHead as _, DraftHeadCompute, DraftPlace,
-    HeadRows, LoadOptions, Logits, Model, ModelSource, PassKind, Workspace,
+    HeadRows, LoadOptions, Logits, Model, ModelSource, PassKind, WindowPages, Workspace,
 };
 
 const MODEL: &str = "llama-untied-bf16";
@@ -110,6 +110,7 @@ impl HeadPass<'_> {
                 tokens: &self.tokens[from..end],
                 features: &captured[from * width..end * width],
                 position: from,
+                pending: end - 1,
                 pages: &[1, 0],
             };
             compute.forward(&[part], PassKind::First).unwrap();
@@ -121,6 +122,7 @@ impl HeadPass<'_> {
             tokens: &self.tokens[rows..],
             features: &features,
             position: rows,
+            pending: rows - 1,
             pages: &[1, 0],
         };
         compute.forward(&[part], PassKind::Next).unwrap();
@@ -128,26 +130,32 @@ impl HeadPass<'_> {
     }
 }
 
-#[test]
-fn captured_rows_are_the_hidden_states_of_transformers() {
-    let source = ModelSource::open(&golden(MODEL)).unwrap();
+/// `(T, captures, C)` of a text in a page or two.
+pub(crate) fn captured_by(source: &ModelSource, tokens: &[u32], layers: &[usize]) -> Vec<f32> {
     let kernels = Arc::new(Kernels::new(2).unwrap());
     let options = LoadOptions {
         class: KernelClass::CpuF32,
     };
-    let model = Model::load(&source, options, kernels, |_, _| {}).unwrap();
-    let model = model.with_captures(&[2, 0, 99]);
-    assert_eq!(model.captures(), [0, 2], "in order, of the model");
-    let json = std::fs::read(golden(&format!("{MODEL}.golden.json"))).unwrap();
-    let json: Value = serde_json::from_slice(&json).unwrap();
-    let tokens: Vec<u32> = serde_json::from_value(json["prompt"].clone()).unwrap();
+    let model = Model::load(source, options, kernels, |_, _| {}).unwrap();
+    let model = model.with_captures(layers);
     let size = BatchSize::single(tokens.len(), tokens.len());
-    let (mut ws, mut cache) = (Workspace::new(&model, size), model.whole_cache(64).unwrap());
+    let (mut ws, mut cache) = (
+        Workspace::new(&model, size),
+        model.whole_cache(128).unwrap(),
+    );
+    let (pages, windows) = ([0, 1], model.kinds().windows(cache.pool_pages()));
+    let windows: Vec<WindowPages<'_>> = windows
+        .iter()
+        .map(|_| WindowPages {
+            first_page: 0,
+            pages: &pages,
+        })
+        .collect();
     let sequence = BatchSequence {
-        tokens: &tokens,
+        tokens,
         position: 0,
-        pages: &[0],
-        windows: &[],
+        pages: &pages,
+        windows: &windows,
         adapter: 0,
         logits: Logits::Last,
     };
@@ -155,10 +163,26 @@ fn captured_rows_are_the_hidden_states_of_transformers() {
         sequences: &[sequence],
     };
     model.forward(&batch, &mut ws, &mut cache).unwrap();
+    ws.captured().to_vec()
+}
+
+#[test]
+fn captured_rows_are_the_hidden_states_of_transformers() {
+    let source = ModelSource::open(&golden(MODEL)).unwrap();
+    let model = Config::read(&source).unwrap();
+    assert_eq!(
+        model.captures(&[2, 0, 99]),
+        [0, 2],
+        "in order, of the model"
+    );
+    let json = std::fs::read(golden(&format!("{MODEL}.golden.json"))).unwrap();
+    let json: Value = serde_json::from_slice(&json).unwrap();
+    let tokens: Vec<u32> = serde_json::from_value(json["prompt"].clone()).unwrap();
+    let captured = captured_by(&source, &tokens, &[2, 0, 99]);
     let file = Safetensors::open(golden(&format!("{MODEL}.golden.safetensors"))).unwrap();
-    let width = model.config().width;
-    for (nth, layer) in model.captures().iter().enumerate() {
-        let rows = ws.captured().chunks(2 * width);
+    let width = model.width;
+    for (nth, layer) in [0, 2].into_iter().enumerate() {
+        let rows = captured.chunks(2 * width);
         let rows: Vec<f32> = rows
             .flat_map(|row| &row[nth * width..][..width])
             .copied()

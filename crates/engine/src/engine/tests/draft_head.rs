@@ -86,10 +86,13 @@ impl BabblingCompute {
             _ => 0,
         };
         assert!(*known + behind <= s.pages.len() * PAGE);
+        let last = s.position + s.tokens.len() - 1;
         if pass == PassKind::Next {
             assert_eq!(s.features, self.output);
+            assert!(s.pending < last, "the draft follows the answer");
             return;
         }
+        assert!(pass == PassKind::Read || s.pending == last);
         // The feature of a token is the captured row of the one before.
         for (token, row) in s.tokens.iter().zip(s.features.chunks(self.width).skip(1)) {
             let first = self.rows.entry(*token).or_insert_with(|| row.to_vec());
