@@ -2,17 +2,15 @@
 //!
 //! [`Engine`] holds sequences in three queues (waiting, resuming, running). Each [`Engine::step`]
 //! admits sequences, plans a batch, runs the forward pass and samples tokens. The runner calls it
-//! on one thread; the engine does no I/O and reads no clock. Submodules have the in-flight batches,
-//! speculation, persisted KV pages and fairness.
+//! on one thread; the engine does no I/O and reads no clock. Submodules plan batches and take their
+//! results; they have the in-flight batches, speculation, persisted KV pages and fairness.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use paceline_model::trace::{Kind, Tracer};
 use paceline_model::{AdapterId, Compute, LoadedModel, PersistedPage};
-use paceline_tensor::PAGE;
 use paceline_text::grammar::Constraint;
 use paceline_text::tokenizer::Tokenizer;
 use tracing::warn;
@@ -20,10 +18,10 @@ use tracing::warn;
 use crate::constraint::{Grammars, Guide};
 use crate::fairness::RowCostModel;
 use crate::ngram::{Costs, TextProposer};
-use crate::pages::{Pages, follows};
-use crate::prefill_budget::{Composition, PrefillBudget, share};
+use crate::pages::Pages;
+use crate::prefill_budget::{Composition, PrefillBudget};
 use crate::proposer::Proposer;
-use crate::queue_order::{self, ServedRows};
+use crate::queue_order::ServedRows;
 use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::{Sequence, SequenceAdapter};
@@ -34,6 +32,8 @@ use crate::{
 
 mod in_flight;
 mod persistence;
+mod planning;
+mod results;
 mod scheduling;
 mod speculation;
 
@@ -513,348 +513,12 @@ impl Engine {
             self.pages.set_cost(self.prefill_budget.page_nanos());
         }
     }
-
-    /// Plans the rows of a step and allocates their pages. Empty if nothing runs, and if every
-    /// sequence to decode was preempted.
-    fn plan(&mut self) -> Vec<PlannedRows> {
-        (0..self.running.len()).for_each(|index| self.adopt_cached_pages(index));
-        let mut plan = Vec::with_capacity(self.running.len());
-        for (index, rows) in self.wanted_rows().into_iter().enumerate() {
-            // Preemption removes from the end, so earlier indices stay valid.
-            if rows > 0 && self.get_pages(index, rows) {
-                let is_scored = self.running[index].is_scored_next();
-                plan.push(PlannedRows::new(index, rows, is_scored));
-            }
-        }
-        plan
-    }
-
-    /// Adopts pages that another sequence has computed since this one was admitted.
-    fn adopt_cached_pages(&mut self, index: usize) {
-        let reads_all = self.reads_all();
-        let sequence = &mut self.running[index];
-        let at = sequence.computed;
-        if at != sequence.pages.len() * PAGE
-            || reads_all
-            || sequence.is_scoring()
-            || !sequence.pages.is_known()
-            || !self.pages.is_next_known(&sequence.tokens, &sequence.pages)
-        {
-            return;
-        }
-        self.rematch_prefix(index);
-    }
-
-    /// Replaces a sequence's pages by the longest cached prefix. Its own pages stay cached when
-    /// released, so the match includes them.
-    fn rematch_prefix(&mut self, index: usize) {
-        let sequence = &mut self.running[index];
-        let at = sequence.computed;
-        self.pages.release(&mut sequence.pages);
-        sequence.computed = self.pages.reuse(&sequence.tokens, &mut sequence.pages);
-        let more = sequence.computed.saturating_sub(at);
-        self.count_reused(index, more);
-    }
-
-    /// Counts `tokens` more tokens that a sequence did not compute.
-    fn count_reused(&mut self, index: usize, tokens: usize) {
-        self.running[index].reused += tokens;
-        self.reused += tokens as u64;
-    }
-
-    /// Whether a sequence waits for a page that an older one is about to compute. Of several
-    /// answers to one prompt, the first computes the page.
-    fn waits(&self, index: usize) -> bool {
-        let own = &self.running[index];
-        let is_at_page = own.computed == own.pages.len() * PAGE && own.pages.is_known();
-        if own.is_scoring() {
-            return false;
-        }
-        let goes_before = |older: &Sequence| {
-            let is_reading = !older.is_decoding();
-            let (client, of_older) = (own.order.client, older.order.client);
-            // A throttled client's prompt is held back, so waiting for its pages would be long.
-            is_reading
-                && follows((&own.tokens, &own.pages), (&older.tokens, &older.pages))
-                && (client == of_older || !self.throttled_clients().contains(&of_older))
-        };
-        is_at_page && self.running[..index].iter().any(goes_before)
-    }
-
-    /// Rows of each running sequence. Decoding ones get a row each, so that long prompts do not
-    /// stall them; then forced tokens, then prompts.
-    fn wanted_rows(&mut self) -> Vec<usize> {
-        let mut spare = self.config.spare_logit_rows();
-        let pending = |index: usize| {
-            let sequence = &self.running[index];
-            match sequence.is_to_end(self.elapsed) || sequence.holds || self.waits(index) {
-                true => 0,
-                false => sequence.next_rows(&mut spare),
-            }
-        };
-        let mut rows: Vec<usize> = (0..self.running.len()).map(pending).collect();
-        self.defer_prompts(&mut rows);
-        let live = self.withhold(&mut rows);
-        self.deal(&mut rows, live);
-        let prompts = self.prompts(&rows);
-        let decoding = rows.iter().filter(|rows| **rows > 0).count() - prompts.len();
-        let room = self.config.max_rows.saturating_sub(decoding);
-        let room = self
-            .grant_forced(&mut rows, room)
-            .min(self.stage_rows(&prompts));
-        let (now, budget) = self.select_prompts(&prompts, (decoding, room));
-        let left: Vec<usize> = now.iter().map(|index| rows[*index]).collect();
-        prompts.iter().for_each(|index| rows[*index] = 0);
-        for (index, share) in now.into_iter().zip(share(&left, budget)) {
-            rows[index] = share;
-        }
-        rows
-    }
-
-    /// Rows of these prompts in a step that fills the stages of a pipeline. All of each prompt
-    /// counts, so that its chunks are alike.
-    fn stage_rows(&self, prompts: &[usize]) -> usize {
-        let of = |index: &usize| self.running[*index].unread();
-        let prompt = prompts.iter().map(of).sum();
-        self.config.stage_rows(prompt, self.compute.depth())
-    }
-
-    /// Limits a batch to its share of the `live` sequences, if several batches are in flight.
-    /// Sequences without in-flight rows have precedence. Otherwise the chunks of a long prompt
-    /// would take a share of every batch.
-    fn deal(&self, rows: &mut [usize], live: usize) {
-        let most = live.div_ceil(self.compute.depth());
-        let mut wanting: Vec<usize> = (0..rows.len()).filter(|at| rows[*at] > 0).collect();
-        wanting.sort_by_key(|at| self.running[*at].n_in_flight); // stable: the oldest first
-        wanting.iter().skip(most).for_each(|at| rows[*at] = 0);
-    }
-
-    /// Grants rows for forced tokens to decoding sequences, out of `room`. Returns the remaining
-    /// room.
-    fn grant_forced(&self, rows: &mut [usize], mut room: usize) -> usize {
-        let is_forced = |(rows, s): &(&mut usize, &Sequence)| **rows > 1 && s.is_decoding();
-        for (rows, _) in rows.iter_mut().zip(&self.running).filter(is_forced) {
-            *rows = 1 + room.min(*rows - 1);
-            room -= *rows - 1;
-        }
-        room
-    }
-
-    /// Indices of the running sequences with prompt rows to compute, in scheduling order.
-    fn prompts(&self, rows: &[usize]) -> Vec<usize> {
-        let reads = |i: &usize| rows[*i] > 1 && !self.running[*i].is_decoding();
-        let places: Vec<usize> = (0..rows.len()).filter(reads).collect();
-        let turn_of = |index: &usize| {
-            let sequence = &self.running[*index];
-            sequence.turn(self.shares.of(sequence.order.client))
-        };
-        let order = queue_order::in_order(places.iter().map(turn_of));
-        order.into_iter().map(|place| places[place]).collect()
-    }
-
-    fn composition_of(&self, plan: &[PlannedRows]) -> Composition {
-        let mut composition = Composition::default();
-        for part in plan {
-            match self.running[part.index].is_decoding() {
-                true => {
-                    composition.decoding += 1;
-                    composition.drafted += part.rows - 1 + part.drafted();
-                }
-                false => composition.prompt += part.rows,
-            }
-        }
-        composition
-    }
-
-    /// Allocates pages for `rows` more rows of a running sequence, preempting younger ones if
-    /// needed. `false` if the sequence itself was preempted.
-    fn get_pages(&mut self, index: usize, rows: usize) -> bool {
-        while index < self.running.len() {
-            let sequence = &mut self.running[index];
-            let pages = (sequence.computed + sequence.rows_in_flight + rows).div_ceil(PAGE);
-            if self.pages.grow(&mut sequence.pages, pages) {
-                return true;
-            }
-            if self.running.last().is_some_and(|s| s.n_in_flight > 0) {
-                self.starves = true;
-                return false;
-            }
-            let youngest = self.stop_running(self.running.len() - 1);
-            self.resuming.push_front(youngest);
-        }
-        false
-    }
-
-    /// Takes out the guides whose token mask is needed at the end of this step.
-    fn take_due(&mut self, plan: &[PlannedRows]) -> Vec<(usize, Box<Guide>)> {
-        let mut due = Vec::new();
-        for part in plan {
-            let sequence = &mut self.running[part.index];
-            let is_last = part.rows == sequence.pending().len();
-            let guide = sequence.guide.take_if(|guide| is_last && guide.is_due());
-            due.extend(guide.map(|guide| (part.index, guide)));
-        }
-        due
-    }
-
-    /// Samples a token for every sequence whose tokens are all in the cache.
-    fn take_results(&mut self, plan: &[PlannedRows], events: &mut Vec<Event>) {
-        self.charge(plan);
-        for part in plan {
-            let mut logits_row = part.logits_row;
-            if part.is_scored {
-                logits_row += self.score(part, logits_row);
-            }
-            self.running[part.index].computed += part.rows;
-            if self.running[part.index].pending().is_empty() {
-                let right = self.choose(part, logits_row, events);
-                let first = usize::from(part.is_behind); // its first row is a right draft token
-                self.draft_counters.add(part.guessed(), first + right);
-                let own = &mut self.running[part.index];
-                own.drafts.add(part.guessed(), first + right);
-                if let Some(Event::Finished { id, drafts, .. }) = events.last_mut()
-                    && *id == own.id
-                {
-                    *drafts = own.drafts; // with those of this step
-                }
-            }
-            self.keep(part.index);
-            let last = events.last();
-            if let Some(Event::Finished { id, .. }) = last
-                && *id == self.running[part.index].id
-            {
-                self.running[part.index].gone = true; // until its in-flight rows complete
-            }
-        }
-    }
-
-    /// Scores prompt tokens by the logits from `row` on; returns how many.
-    fn score(&mut self, part: &PlannedRows, row: usize) -> usize {
-        let sequence = &mut self.running[part.index];
-        let n = part.rows.min(sequence.unscored());
-        for row in row..row + n {
-            let logits = self.compute.logits_mut(row);
-            sequence.score(self.model.kernels(), logits, &mut self.scratch);
-        }
-        n
-    }
-
-    /// Caches a sequence's full pages, and releases pages outside its windows.
-    fn keep(&mut self, index: usize) {
-        let sequence = &mut self.running[index];
-        let (computed, known) = (
-            &sequence.tokens[..sequence.computed],
-            sequence.pages.n_known(),
-        );
-        self.pages.register(computed, &mut sequence.pages);
-        self.note_kept(index, known);
-        let sequence = &mut self.running[index];
-        let (computed, prompt) = (sequence.computed, sequence.prompt_len());
-        self.pages
-            .release_windows(&mut sequence.pages, computed, prompt);
-    }
-
-    /// Samples the next token of a sequence from the logits in `row`, and further tokens from the
-    /// following rows as long as draft tokens match. Then appends forced tokens. Returns the
-    /// accepted draft tokens.
-    fn choose(&mut self, part: &PlannedRows, row: usize, events: &mut Vec<Event>) -> usize {
-        let sequence = &mut self.running[part.index];
-        let mut right = 0;
-        for i in 0..=part.drafted() {
-            let logits = self.compute.logits_mut(row + i);
-            if sequence.must_go_on() {
-                forbid(logits, self.tokenizer.end_of_generation());
-            }
-            let choice = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
-            let chosen = choice.as_ref().ok().map(|choice| choice.token);
-            sequence.accept(choice, &self.tokenizer, events);
-            if let Some(Event::Finished { .. }) = events.last() {
-                return i;
-            }
-            right = i;
-            if part.checked.get(i + 1).copied() != chosen || i == part.drafted() {
-                break;
-            }
-            sequence.computed += 1; // the next row was computed for this token
-        }
-        sequence.settle(part.drafted(), right);
-        // In MLX, a row computed with others has other bits than alone.
-        if !self.model.class().is_mlx() {
-            let vocab = self.model.config().vocab;
-            sequence.take_forced(vocab, &self.tokenizer, events);
-        }
-        right
-    }
-}
-
-/// Sets the logits of `tokens` to minus infinity.
-fn forbid(logits: &mut [f32], tokens: &[u32]) {
-    for token in tokens {
-        if let Some(logit) = logits.get_mut(*token as usize) {
-            *logit = f32::NEG_INFINITY;
-        }
-    }
 }
 
 /// The tracer of a model's links, or a new one.
 pub(crate) fn tracer(model: &dyn LoadedModel) -> Tracer {
     let of_links = model.links().map(|links| links.trace.clone());
     of_links.unwrap_or_default()
-}
-
-/// Rows of a running sequence in a step.
-#[derive(Clone, Debug)]
-struct PlannedRows {
-    /// Index among the running sequences.
-    index: usize,
-    /// Rows of its own tokens.
-    rows: usize,
-    /// Whether all rows have logits, to score prompt tokens.
-    is_scored: bool,
-    /// The pending token and the draft tokens that this step checks; empty without a draft.
-    checked: Vec<u32>,
-    /// Number of the draft's proposer.
-    guesser: Option<usize>,
-    /// Whether it is a speculation window after in-flight ones: all its tokens are draft tokens.
-    is_behind: bool,
-    /// The sequence's [course](Sequence::course) when it was planned.
-    course: u32,
-    /// Index of its first row of logits.
-    logits_row: usize,
-    /// Its rows in the batch.
-    span: Range<usize>,
-    /// Position of the first of them.
-    position: usize,
-}
-
-impl PlannedRows {
-    const fn new(index: usize, rows: usize, is_scored: bool) -> Self {
-        Self {
-            index,
-            rows,
-            is_scored,
-            checked: Vec::new(),
-            guesser: None,
-            is_behind: false,
-            course: 0,
-            logits_row: 0,
-            span: 0..0,
-            position: 0,
-        }
-    }
-
-    /// Draft tokens that this step checks, after its first row.
-    const fn drafted(&self) -> usize {
-        self.checked.len().saturating_sub(1)
-    }
-
-    /// Draft tokens among its rows.
-    const fn guessed(&self) -> usize {
-        match self.is_behind {
-            true => self.checked.len(),
-            false => self.drafted(),
-        }
-    }
 }
 
 #[cfg(test)]

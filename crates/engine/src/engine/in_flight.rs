@@ -19,7 +19,8 @@
 use paceline_model::trace::Kind;
 use paceline_model::{Batch, BatchSequence, Logits, WindowPages};
 
-use super::{Engine, PlannedRows};
+use super::Engine;
+use super::planning::PlannedRows;
 use crate::constraint::Guide;
 use crate::prefill_budget::Composition;
 use crate::{Error, SequenceId};

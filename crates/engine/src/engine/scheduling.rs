@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::{Engine, PlannedRows};
+use super::Engine;
+use super::planning::PlannedRows;
 use crate::fairness::{self, RowDemand};
 use crate::queue_order::{self, PASSED_MAX, QueueKey};
 use crate::sequence::Sequence;

@@ -7,7 +7,8 @@
 
 use paceline_tensor::PAGE;
 
-use super::{Engine, PlannedRows};
+use super::Engine;
+use super::planning::PlannedRows;
 use crate::chain::{Pipeline, ProposerStats, WindowShape};
 use crate::draft_proposer::{Draft, DraftProposer};
 use crate::ngram::{DRAFT_ROWS, DraftLimits, LEAST_GAIN};
