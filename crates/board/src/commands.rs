@@ -5,7 +5,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -51,6 +50,8 @@ pub const WAITING_MAX: usize = 512;
 pub type ProgramStarter = Box<dyn Fn() -> io::Result<Program> + Send + Sync>;
 
 /// Settings of a node that runs models of the cluster.
+#[derive(derive_more::Debug)]
+#[debug("workers by {}", self.program.0.display())]
 pub struct NodeSettings {
     /// Paceline's files.
     pub home: Home,
@@ -79,12 +80,6 @@ pub struct NodeSettings {
     pub starters: Vec<(&'static str, ProgramStarter)>,
     /// Lines for people; must not block.
     pub tell: MessageSink,
-}
-
-impl fmt::Debug for NodeSettings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "workers by {}", self.program.0.display())
-    }
 }
 
 /// Starts this node's instances and commands; instances register at `doors`.

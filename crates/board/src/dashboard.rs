@@ -14,7 +14,6 @@
 mod machine_metrics;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::File;
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
@@ -69,16 +68,13 @@ type FigureSource = dyn Fn() -> Vec<MetricSample> + Send + Sync;
 pub type TrafficSource = dyn Fn() -> Vec<CollectiveTraffic> + Send + Sync;
 
 /// The data behind a node's dashboard, metrics and logs. Clones share it.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Board(..)")]
 pub struct Dashboard(pub(crate) Arc<Inner>);
 
-impl fmt::Debug for Dashboard {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Board(..)")
-    }
-}
-
 /// Outputs of a [`Dashboard`]: files and warnings.
+#[derive(derive_more::Debug)]
+#[debug("Watch({:?})", self.home)]
 pub struct DashboardOutputs {
     /// File to append events to, a line of JSON each.
     pub events: Option<PathBuf>,
@@ -86,12 +82,6 @@ pub struct DashboardOutputs {
     pub home: Home,
     /// Warnings for people; must not block.
     pub tell: MessageSink,
-}
-
-impl fmt::Debug for DashboardOutputs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Watch({:?})", self.home)
-    }
 }
 
 pub(crate) struct Inner {

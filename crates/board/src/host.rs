@@ -1,7 +1,6 @@
 //! Facts about a node's machine from the program around it: rates, health, printed lines.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -33,19 +32,14 @@ const TOLD_BYTES_MAX: usize = 6 * LINES_MAX * (LINE_BYTES_MAX + 64);
 const LIMIT: Duration = Duration::from_secs(3);
 
 /// Sources of facts about this machine. Clones share them.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("HostProbes(..)")]
 pub struct HostProbes(Arc<Probes>);
 
 struct Probes {
     rates: Box<dyn Fn() -> Result<MeasuredRates, CallbackError> + Send + Sync>,
     health: Box<dyn Fn() -> Result<Vec<HealthCheck>, CallbackError> + Send + Sync>,
     lines: &'static LogLines,
-}
-
-impl fmt::Debug for HostProbes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("HostProbes(..)")
-    }
 }
 
 impl HostProbes {

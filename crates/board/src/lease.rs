@@ -21,6 +21,8 @@ use crate::tables::{computing, counted};
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// An instance on nodes that serves a program's requests.
+#[derive(derive_more::Debug)]
+#[debug("an instance on {}", self.on)]
 pub struct NodeInstance {
     /// The model's file on this machine.
     pub path: PathBuf,
@@ -32,12 +34,6 @@ pub struct NodeInstance {
     pub on: String,
     /// Unloads the instance on drop.
     _borrowed: Option<InstanceLease>,
-}
-
-impl std::fmt::Debug for NodeInstance {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "an instance on {}", self.on)
-    }
 }
 
 impl NodeInstance {

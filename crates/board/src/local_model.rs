@@ -43,7 +43,8 @@ pub struct LocalOptions {
 }
 
 /// Program, environment and output of local workers.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("workers of {}", self.program.display())]
 pub struct WorkerLaunch {
     pub program: PathBuf,
     /// The program's arguments.
@@ -54,12 +55,6 @@ pub struct WorkerLaunch {
     pub writable: Vec<PathBuf>,
     /// Receives the workers' output lines, with their ranks.
     pub tell: MessageSink,
-}
-
-impl std::fmt::Debug for WorkerLaunch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "workers of {}", self.program.display())
-    }
 }
 
 /// A model with files read and split chosen, not loaded yet: a [`PreparedModel`] with its texts.

@@ -177,6 +177,8 @@ pub enum MachineState {
 }
 
 /// A release that is brought to the machines of a cluster.
+#[derive(derive_more::Debug)]
+#[debug("upgrade from {:?}", self.source)]
 pub struct ClusterUpgrade<'a> {
     /// Paceline's files, with the socket of this machine's node.
     pub home: &'a Path,
@@ -416,12 +418,6 @@ impl ClusterUpgrade<'_> {
             std::thread::sleep(LOOK_EVERY);
         }
         false
-    }
-}
-
-impl std::fmt::Debug for ClusterUpgrade<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "upgrade from {:?}", self.source)
     }
 }
 

@@ -70,7 +70,6 @@ mod unused_nodes;
 mod whole_copy;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -155,6 +154,8 @@ pub struct UsableInstance {
 }
 
 /// The control plane of this node. Dropping it ends the node's instances.
+#[derive(derive_more::Debug)]
+#[debug("fleet of {:?}", self.inner.agent)]
 pub struct Fleet {
     inner: Arc<Inner>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -473,12 +474,6 @@ impl Fleet {
     /// The cluster agent of this node.
     pub fn agent(&self) -> Agent {
         self.inner.agent.clone()
-    }
-}
-
-impl fmt::Debug for Fleet {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "fleet of {:?}", self.inner.agent)
     }
 }
 

@@ -16,7 +16,6 @@ mod shell;
 mod spares;
 
 use std::collections::{HashMap, VecDeque};
-use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -70,16 +69,11 @@ pub(crate) enum SpeedSample {
 }
 
 /// Receives measurements of a split; must not block.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("a speed observer")]
 pub(crate) struct SpeedObserver(pub(crate) Arc<ObserveSpeed>);
 
 type ObserveSpeed = dyn Fn(&Split, SpeedSample) + Send + Sync;
-
-impl fmt::Debug for SpeedObserver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a speed observer")
-    }
-}
 
 /// A forecast that measured answers correct.
 pub type SharedForecast = Arc<Mutex<Forecast>>;
@@ -89,6 +83,8 @@ pub type SharedForecast = Arc<Mutex<Forecast>>;
 pub type Observer = Box<dyn FnMut(&Notice, &[PlannedSplit]) + Send>;
 
 /// Specification of an instance: its model, ranks and engine.
+#[derive(derive_more::Debug)]
+#[debug("{} over {} ranks", self.engine.model, cuts[*first].split.ranks())]
 pub struct InstanceConfig {
     /// Shape of the model.
     pub config: Config,
@@ -133,18 +129,6 @@ pub struct InstanceConfig {
     pub(crate) hears: Option<GroupEventSender>,
     /// Set for both groups where the other one computes in another class.
     pub(crate) unlike: Option<UnlikePrefill>,
-}
-
-impl fmt::Debug for InstanceConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { cuts, first, .. } = self;
-        write!(
-            f,
-            "{} over {} ranks",
-            self.engine.model,
-            cuts[*first].split.ranks()
-        )
-    }
 }
 
 impl InstanceConfig {
@@ -249,6 +233,8 @@ impl InstanceConfig {
 }
 
 /// A model that workers compute together. Dropping it ends them.
+#[derive(derive_more::Debug)]
+#[debug("instance by split {}", self.split())]
 pub struct Instance {
     shared: Arc<InstanceShared>,
     cuts: Vec<PlannedSplit>,
@@ -569,12 +555,6 @@ impl Drop for Instance {
             let _ = thread.join(); // it has no result, and a panic there was reported
         }
         self.shared.crew.end(GRACE);
-    }
-}
-
-impl fmt::Debug for Instance {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "instance by split {}", self.split())
     }
 }
 

@@ -133,6 +133,8 @@ pub trait InstanceWorkers: Send + Sync + fmt::Debug {
 }
 
 /// Command, files and pinning of workers on this machine.
+#[derive(derive_more::Debug)]
+#[debug("{ranks} workers for {} on this machine", model.display())]
 pub struct LocalSpec {
     /// The program whose `args` run [`worker::run`](paceline_worker::process::run).
     pub program: PathBuf,
@@ -154,13 +156,6 @@ pub struct LocalSpec {
     pub pin: Option<usize>,
     /// Receives whole lines of the workers' standard error.
     pub on_line: Option<LineSink>,
-}
-
-impl fmt::Debug for LocalSpec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { model, ranks, .. } = self;
-        write!(f, "{ranks} workers for {} on this machine", model.display())
-    }
 }
 
 /// Reads `bytes` as messages between an owner and a host, for fuzzing.

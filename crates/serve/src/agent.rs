@@ -1,6 +1,4 @@
 //! Arguments and environment that connect a coding agent to a server of this crate.
-
-use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
@@ -47,7 +45,8 @@ impl AgentProgram {
 }
 
 /// A server and the model that it serves.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("{} at {}", self.model, self.url)]
 pub struct AgentServer {
     /// Base URL, without a trailing slash.
     pub url: String,
@@ -59,13 +58,6 @@ pub struct AgentServer {
     pub context: u64,
     /// File of certificates to trust, if the system's do not include the server's.
     pub trusted: Option<PathBuf>,
-}
-
-/// Without the key.
-impl fmt::Debug for AgentServer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} at {}", self.model, self.url)
-    }
 }
 
 /// Arguments and environment that an agent is started with.

@@ -1,6 +1,4 @@
 //! Configuration of a server, supplied by the caller.
-
-use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -160,7 +158,8 @@ impl Default for Timeouts {
 
 /// Removes a model from the machine's store, by name. The second argument has all names of all
 /// served models. The file of a served model stays, under any of its names.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Remover(..)")]
 pub struct Remover(pub Arc<RemoveCallback>);
 
 /// See [`Remover`].
@@ -175,12 +174,6 @@ pub enum Removal {
     NotKept,
     /// The file belongs to a served model. Nothing was removed.
     InUse,
-}
-
-impl fmt::Debug for Remover {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Remover(..)")
-    }
 }
 
 /// Progress of a pull with one of the model's files.
@@ -198,7 +191,8 @@ pub struct PullStep {
 /// argument receives each step; it returns false when the client has left. The third flag is set
 /// then as well, for phases without steps, such as a wait for another process. The pull should end
 /// soon after either. Returns false for an unknown name.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Puller(..)")]
 pub struct Puller(pub Arc<PullCallback>);
 
 /// See [`Puller`].
@@ -208,21 +202,10 @@ type PullCallback =
 /// Receives each step of a pull; false stops it.
 type OnStep<'a> = &'a mut dyn FnMut(PullStep) -> bool;
 
-impl fmt::Debug for Puller {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Puller(..)")
-    }
-}
-
 /// The node's report on itself and its cluster, called for every request.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Status(..)")]
 pub struct StatusSource(pub Arc<dyn Fn() -> serde_json::Value + Send + Sync>);
-
-impl fmt::Debug for StatusSource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Status(..)")
-    }
-}
 
 /// Runs a dashboard command with its arguments.
 pub type CommandHandler =
@@ -232,7 +215,8 @@ pub type CommandHandler =
 pub type StageProbe = dyn Fn(&str) -> Result<serde_json::Value, CallbackError> + Send + Sync;
 
 /// Data and commands of a node's dashboard. All are called on blocking threads.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Board(manages: {})", self.manage.is_some())]
 pub struct DashboardConfig {
     /// Nodes, instances and requests; called for every refresh.
     pub status: StatusSource,
@@ -250,12 +234,6 @@ impl Default for DashboardConfig {
             stages: None,
             manage: None,
         }
-    }
-}
-
-impl fmt::Debug for DashboardConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Board(manages: {})", self.manage.is_some())
     }
 }
 

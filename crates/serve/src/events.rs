@@ -170,7 +170,8 @@ pub struct Event {
 
 /// The event log of a node. Clones share one ring; all methods are thread-safe and take
 /// microseconds.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Events(newest {})", self.newest())]
 pub struct EventLog(Arc<EventRing>);
 
 struct EventRing {
@@ -230,12 +231,6 @@ impl EventLog {
     /// Notifies of newer events.
     pub(crate) fn subscribe(&self) -> watch::Receiver<u64> {
         self.0.newest.subscribe()
-    }
-}
-
-impl fmt::Debug for EventLog {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Events(newest {})", self.newest())
     }
 }
 

@@ -1,21 +1,14 @@
 //! Metrics that the caller adds to `/metrics`.
-
-use std::fmt;
 use std::sync::Arc;
 
 /// Supplies the process's own metrics, such as memory and bytes sent; called at every scrape.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Facts(..)")]
 pub struct ProcessMetrics(pub Arc<dyn Fn() -> Vec<MetricSample> + Send + Sync>);
 
 impl Default for ProcessMetrics {
     fn default() -> Self {
         Self(Arc::new(Vec::new))
-    }
-}
-
-impl fmt::Debug for ProcessMetrics {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Facts(..)")
     }
 }
 

@@ -11,7 +11,6 @@
 //! another one follows gives nothing more out.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -382,7 +381,8 @@ pub(crate) fn parse(bytes: &[u8], now: Instant) {
 }
 
 /// The journals of a node. Clones share them.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("{} journals", self.all().len())]
 pub struct Journals(Arc<JournalsState>);
 
 struct JournalsState {
@@ -582,12 +582,6 @@ impl Journals {
             left.is_some_and(|left| now.saturating_duration_since(left) > bounds.stay)
         };
         self.all().retain(|journal| !is_old(journal));
-    }
-}
-
-impl fmt::Debug for Journals {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} journals", self.all().len())
     }
 }
 

@@ -61,6 +61,8 @@ pub(crate) struct SseStream {
 
 /// Writes a stream's journal and numbers its events. Dropping it releases the journal to a later
 /// reader.
+#[derive(derive_more::Debug)]
+#[debug("recorder of {} at event {}", self.journal.head.id, self.next)]
 pub(crate) struct Recorder {
     pub(crate) journal: Arc<Journal>,
     pub(crate) reader: JournalReader,
@@ -266,15 +268,5 @@ impl Recorder {
 impl Drop for Recorder {
     fn drop(&mut self) {
         self.journal.leave(self.reader.life, (self.now)());
-    }
-}
-
-impl std::fmt::Debug for Recorder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "recorder of {} at event {}",
-            self.journal.head.id, self.next
-        )
     }
 }

@@ -23,7 +23,6 @@ mod limits;
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
-use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -68,6 +67,8 @@ pub struct ChildProgram {
 }
 
 /// A template in a child process.
+#[derive(derive_more::Debug)]
+#[debug("Apart {{ program: {:?}, .. }}", self.program)]
 pub struct SandboxedTemplate {
     program: ChildProgram,
     source: String,
@@ -100,14 +101,6 @@ impl SandboxedTemplate {
     pub fn id(&self) -> Option<u32> {
         let room = lock(&self.seat.room);
         room.child.as_ref()?.workers.ids().first().copied()
-    }
-}
-
-impl fmt::Debug for SandboxedTemplate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Apart")
-            .field("program", &self.program)
-            .finish_non_exhaustive()
     }
 }
 

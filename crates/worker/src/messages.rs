@@ -7,8 +7,6 @@
 //! A worker serves any number of epochs. It keeps its packed weights for the next epoch if its
 //! shard stays the same. Messages are JSON lines on the control channel; a remote host forwards
 //! them unchanged, apart from `Wants` and `Damaged`.
-
-use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
@@ -244,14 +242,9 @@ impl DraftJob {
 }
 
 /// The secret of an epoch's group, new for each epoch. Never printed.
-#[derive(Clone, Default, Serialize, Deserialize)]
+#[derive(Clone, Default, Serialize, Deserialize, derive_more::Debug)]
+#[debug("EpochKey(..)")]
 pub struct EpochKey(pub [u8; KEY_BYTES]);
-
-impl fmt::Debug for EpochKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("EpochKey(..)")
-    }
-}
 
 /// From a worker to its instance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -261,6 +261,8 @@ impl GroupBytes for ReadFile {
 }
 
 /// The state of a copy.
+#[derive(derive_more::Debug)]
+#[debug("{} as it arrives", self.path.display())]
 struct PartialSource {
     /// Its path, for errors.
     path: PathBuf,
@@ -464,12 +466,6 @@ impl Arrivals for PartialSource {
             range,
             reason,
         })
-    }
-}
-
-impl std::fmt::Debug for PartialSource {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} as it arrives", self.path.display())
     }
 }
 

@@ -2,7 +2,6 @@
 //! after a loss.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -71,6 +70,8 @@ pub(super) struct SeenHosts {
 }
 
 /// Nodes of an instance, by rank.
+#[derive(derive_more::Debug)]
+#[debug("{} nodes", self.nodes.len())]
 pub(super) struct InstanceNodes {
     pub(super) agent: Agent,
     /// The instance's record.
@@ -500,12 +501,6 @@ fn idle(views: &[NodeView], busy: &BTreeSet<NodeId>) -> Vec<NodeId> {
         stays && Some(view.facts.kind()) == own && !busy.contains(&view.id)
     };
     views.iter().filter(is_idle).map(|view| view.id).collect()
-}
-
-impl fmt::Debug for InstanceNodes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} nodes", self.nodes.len())
-    }
 }
 
 #[cfg(test)]

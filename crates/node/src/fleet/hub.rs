@@ -6,8 +6,6 @@
 //! A node that loads a model from its store publishes the file's origin to the cluster. A node that
 //! finds no other source reads the bytes from the same commit. It verifies them as from any source:
 //! groups by the hash tree, a whole file by its SHA-256.
-
-use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
@@ -19,7 +17,8 @@ use serde::{Deserialize, Serialize};
 use paceline_store::verified::partial_file::VerifiedPartial;
 
 /// A file on the hub, at one commit.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, derive_more::Display)]
+#[display("{} of {} at {}", self.file, self.repo, self.revision)]
 pub struct HubOrigin {
     /// `owner/name`.
     pub repo: String,
@@ -30,12 +29,6 @@ pub struct HubOrigin {
     pub bytes: u64,
     /// SHA-256 of the file, in hexadecimal digits.
     pub sha256: String,
-}
-
-impl fmt::Display for HubOrigin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} of {} at {}", self.file, self.repo, self.revision)
-    }
 }
 
 /// Receives the number of bytes fetched; false ends the fetch.

@@ -12,7 +12,6 @@
 mod owner_side;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -108,6 +107,8 @@ pub(super) const UNKNOWN: &str = "unknown";
 
 /// A remote instance as a local service. Dropping it moves open requests to the failover target and
 /// loses the rest.
+#[derive(derive_more::Debug)]
+#[debug("instance {} of another node", self.entry.id)]
 pub(super) struct IngressService {
     pub(super) entry: Arc<Ingress>,
 }
@@ -555,12 +556,6 @@ impl Service for IngressService {
 impl Drop for IngressService {
     fn drop(&mut self) {
         self.entry.over.store(true, Ordering::SeqCst);
-    }
-}
-
-impl fmt::Debug for IngressService {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "instance {} of another node", self.entry.id)
     }
 }
 

@@ -1,6 +1,4 @@
 //! Dependencies of a node's control plane on the program around it.
-
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -49,6 +47,8 @@ pub type Sizes = dyn Fn(&Path, &Config, &InstanceSpec) -> EngineConfig + Send + 
 pub type MakeKernels = dyn Fn(usize) -> std::io::Result<Arc<Kernels>> + Send + Sync;
 
 /// Dependencies of a fleet on the program around it.
+#[derive(derive_more::Debug)]
+#[debug("workers by {}", self.program.0.display())]
 pub struct FleetSpec {
     /// Starts workers: program and arguments.
     pub program: (PathBuf, Vec<std::ffi::OsString>),
@@ -81,10 +81,4 @@ pub struct FleetSpec {
     pub doors: Box<dyn ModelRegistrar>,
     /// Receives log lines for people; must not block.
     pub tell: Arc<dyn Fn(&str) + Send + Sync>,
-}
-
-impl fmt::Debug for FleetSpec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "workers by {}", self.program.0.display())
-    }
 }

@@ -109,6 +109,8 @@ pub(super) type ListModels = dyn Fn() -> Vec<Holding> + Send + Sync;
 pub(super) type RemoveModel = dyn Fn(&str) -> Result<Option<u64>, CallbackError> + Send + Sync;
 
 /// The user's models on this machine, and the disk budget.
+#[derive(derive_more::Debug)]
+#[debug("models of at most {:?} bytes", self.budget_bytes)]
 pub struct OwnStore {
     pub list: Box<ListModels>,
     /// SHA-256 of the files of its models, in hexadecimal digits.
@@ -120,12 +122,6 @@ pub struct OwnStore {
     pub budget_bytes: Option<u64>,
     /// Whether other nodes may remove the user's models. Copies they may remove in any case.
     pub lets_others_remove: bool,
-}
-
-impl fmt::Debug for OwnStore {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "models of at most {:?} bytes", self.budget_bytes)
-    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -170,6 +170,8 @@ impl MemoryQueue {
 }
 
 /// One end of a connection inside this process: see [`pair`].
+#[derive(derive_more::Debug)]
+#[debug("a line inside this process")]
 pub struct MemoryConnection {
     out: Arc<MemoryQueue>,
     back: Arc<MemoryQueue>,
@@ -215,12 +217,6 @@ impl MessageConnection for MemoryConnection {
 impl Drop for MemoryConnection {
     fn drop(&mut self) {
         self.close();
-    }
-}
-
-impl fmt::Debug for MemoryConnection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a line inside this process")
     }
 }
 

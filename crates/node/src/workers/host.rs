@@ -10,7 +10,6 @@
 //! when the connection closes or the owner misses its heartbeats.
 
 use std::ffi::OsString;
-use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -154,6 +153,8 @@ const WISHES_MAX: usize = partial_source::AHEAD_MAX + 64;
 const EARLIER_MAX: usize = 4096;
 
 /// Settings with which a host starts workers for remote owners.
+#[derive(derive_more::Debug)]
+#[debug("workers by {}", self.program.display())]
 pub struct HostSpec {
     /// The program whose `args` run [`worker::run`](paceline_worker::process::run).
     pub program: PathBuf,
@@ -176,12 +177,6 @@ pub struct HostSpec {
     pub interface: Option<String>,
     /// Receives the workers' standard error by lines.
     pub on_line: Arc<dyn Fn(&str) + Send + Sync>,
-}
-
-impl fmt::Debug for HostSpec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "workers by {}", self.program.display())
-    }
 }
 
 /// Runs one worker for the owner at the other end of `connection`. Returns after the worker has

@@ -38,6 +38,8 @@ const START_LIMIT: Duration = Duration::from_secs(10);
 const HELD_MAX: usize = 4096;
 
 /// Workers on several machines.
+#[derive(derive_more::Debug)]
+#[debug("{} workers on {:?}", self.ranks, self.places)]
 pub struct RemoteWorkers {
     places: Box<dyn WorkerHosts>,
     model: ModelName,
@@ -577,12 +579,6 @@ impl InstanceWorkers for RemoteWorkers {
 impl Drop for RemoteWorkers {
     fn drop(&mut self) {
         self.end(Duration::ZERO);
-    }
-}
-
-impl fmt::Debug for RemoteWorkers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} workers on {:?}", self.ranks, self.places)
     }
 }
 

@@ -1,6 +1,4 @@
 //! The description of an upstream, as a command line has it.
-
-use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
@@ -82,19 +80,14 @@ pub(super) enum Route {
 }
 
 /// A server that takes requests of this node.
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("upstream {}", self.name())]
 pub struct UpstreamSpec {
     pub(super) route: Route,
     pub(super) base: String,
     /// Sent as a bearer token; never printed.
     pub(super) key: Option<String>,
     pub(super) replica: ReplicaUse,
-}
-
-impl fmt::Debug for UpstreamSpec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "upstream {}", self.name())
-    }
 }
 
 impl FromStr for UpstreamArg {

@@ -1,7 +1,6 @@
 //! A service whose replies are written in advance, and which remembers what it was asked.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
@@ -44,7 +43,8 @@ struct RecordedCalls {
     replying: usize,
 }
 
-#[derive(Clone)]
+#[derive(Clone, derive_more::Debug)]
+#[debug("Scripted")]
 pub(crate) struct ScriptedService {
     shared: Arc<ScriptState>,
 }
@@ -54,12 +54,6 @@ struct ScriptState {
     status: Mutex<ServiceStatus>,
     seen: Mutex<RecordedCalls>,
     changed: Condvar,
-}
-
-impl fmt::Debug for ScriptedService {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Scripted")
-    }
 }
 
 impl ScriptedService {
