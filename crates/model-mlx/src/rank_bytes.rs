@@ -170,7 +170,13 @@ const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
         return LayerSizes::Nothing;
     }
     match (shape.cache, shape.latent) {
-        (LayerCache::Of(_) | LayerCache::State(_) | LayerCache::Conv(_), _) => LayerSizes::Nothing,
+        (
+            LayerCache::Of(_)
+            | LayerCache::State(_)
+            | LayerCache::Conv(_)
+            | LayerCache::Compressed(_),
+            _,
+        ) => LayerSizes::Nothing,
         (LayerCache::Delta(_), _) => {
             let of = DeltaSizes {
                 heads,

@@ -3,6 +3,7 @@
 //! [`Config::read`] builds it from a GGUF file or a `config.json`; `families::fields` reads the
 //! single fields. Every backend and the planner work from it. It holds no weights.
 
+mod compressed;
 mod experts;
 mod latent;
 mod layer;
@@ -13,14 +14,15 @@ use crate::families::{ConfigFields, ModelFamily, unknown_fields};
 use crate::rope::Rope;
 use crate::{Error, LayerRole, ModelSource, Role};
 
+pub use compressed::{Compressed, KeyRuns};
 pub use experts::{CLAMP_SLOPE, ExpertGroups, Experts, Gating, LEAST_SUM};
 pub(crate) use experts::{MAX_GROUPS, MAX_USED};
 pub use latent::{Indexer, Latent, PoolIndexer, PositionScaling, Selection};
 pub(crate) use layer::MAX_TAPS;
-pub use layer::{Activation, DeltaNet, HeadOrder, LayerCache, LayerShape, store};
+pub use layer::{Activation, DeltaNet, HeadOrder, LayerCache, LayerShape, entries, store};
 
 /// Residual streams of a position.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Streams {
     /// Number of streams (S): 2 to [`MAX_STREAMS`].
     pub count: usize,
@@ -30,7 +32,7 @@ pub struct Streams {
 }
 
 /// How layers read and write residual streams.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum StreamRule {
     /// Each half of a layer reads a mix and adds its output, with a weight, to every stream.
     ///
@@ -40,6 +42,23 @@ pub enum StreamRule {
     ///
     /// Source: Baykal et al. 2023 (Alternating Updates); `Gemma3nTextAltUp` of transformers.
     Alternating,
+    /// Each half of a layer reads a weighted sum of the streams. It adds its output, with weights,
+    /// to a mix of them by a matrix whose rows and columns sum to 1.
+    ///
+    /// Source: Xie et al. 2026 (Manifold-Constrained Hyper-Connections);
+    /// `DeepseekV4HyperConnection` of transformers.
+    Constrained(Constraint),
+}
+
+/// How mixes of residual streams are constrained.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Constraint {
+    /// Times that rows and columns are divided by their sums.
+    pub rounds: usize,
+    /// Added to weights and sums.
+    pub eps: f32,
+    /// Whether the output head reads a weighted sum of the streams; otherwise their mean.
+    pub weighs_head: bool,
 }
 
 /// Maximum residual streams: twice those of published models.
@@ -385,6 +404,10 @@ impl Config {
                 let mixes = (of.count + 1) * of.count * of.count;
                 let ends = 2 * (of.count - 1) * self.width * self.width;
                 layers * ((each + of.count) * self.width + mixes) + ends
+            }
+            StreamRule::Constrained(constraint) => {
+                let head = if constraint.weighs_head { of.count } else { 0 };
+                (2 * layers * (2 + of.count) * of.count + head) * all
             }
         }
     }

@@ -20,7 +20,7 @@ use std::ops::Range;
 use paceline_base::Rank;
 use paceline_tensor::{KvType, LayerStore};
 
-use crate::config::store;
+use crate::config::{entries, store};
 use crate::{Config, Error, Kinds, Split};
 
 /// Bytes that are contiguous in the source page and in the destination page.
@@ -82,6 +82,8 @@ impl KvTransferPlan {
 /// A rank's part of one layer within the pages of a pool.
 struct PageSlice {
     layer: usize,
+    /// Whether it has the layer's compressed keys.
+    is_entries: bool,
     pool: usize,
     start: usize,
     head_bytes: usize,
@@ -100,11 +102,15 @@ fn pieces(
     let (shard, kinds) = (split.shard(config, rank), Kinds::new(config));
     let mut page_bytes = vec![0; kinds.len()];
     let mut pieces = Vec::new();
-    for layer in shard.layers.clone() {
-        let cut = shard.layer(layer);
+    let layers = || shard.layers.clone();
+    let entries_of = layers().map(|layer| (layer, true));
+    for (layer, is_entries) in layers().map(|layer| (layer, false)).chain(entries_of) {
+        let (cut, shape) = (shard.layer(layer), &config.layers[layer]);
         let held = (cut.heads.len(), cut.kv_heads.len());
-        let store = store(&config.layers[layer], held, kv);
-        let pool = kinds.of(layer);
+        let (store, pool) = match is_entries {
+            true => (entries(shape, held.1), 0),
+            false => (store(shape, held, kv), kinds.of(layer)),
+        };
         let (start, bytes) = (page_bytes[pool], store.page_bytes());
         page_bytes[pool] += bytes;
         let (heads, whole) = match store {
@@ -116,6 +122,7 @@ fn pieces(
         };
         pieces.push(PageSlice {
             layer,
+            is_entries,
             pool,
             start,
             head_bytes: bytes / heads.len().max(1),
@@ -145,7 +152,8 @@ pub fn kv_transfer_plan(
     for piece in &own {
         for head in piece.heads.clone() {
             let holds = |other: &&PageSlice| {
-                let is_it = other.layer == piece.layer && other.whole == piece.whole;
+                let part = |of: &PageSlice| (of.layer, of.is_entries);
+                let is_it = part(other) == part(piece) && other.whole == piece.whole;
                 is_it && other.heads.contains(&head)
             };
             let giver = all.iter().enumerate();

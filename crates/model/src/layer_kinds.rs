@@ -7,7 +7,7 @@
 use paceline_base::Bytes;
 use paceline_tensor::{KvType, PAGE};
 
-use crate::config::store;
+use crate::config::{entries, store};
 use crate::step::BatchSize;
 use crate::{Config, LayerCache};
 
@@ -111,7 +111,8 @@ impl Config {
         let layers = self.layers.iter().enumerate();
         let bytes = layers.map(|(i, shape)| {
             let page = store(shape, (shape.heads, shape.kv_heads), kv_type).page_bytes();
-            page as u64 * pages[kinds.of(i)] as u64
+            let entries = entries(shape, shape.kv_heads).page_bytes();
+            page as u64 * pages[kinds.of(i)] as u64 + entries as u64 * pages[0] as u64
         });
         Bytes(bytes.sum())
     }

@@ -61,7 +61,7 @@ pub use assistant::AssistantHead;
 pub use block_head::{BlockConfig, BlockHead};
 pub use compute::{Compute, ExchangeBytes, LoadedModel};
 pub use config::{
-    Activation, CLAMP_SLOPE, Config, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer,
+    Activation, CLAMP_SLOPE, Compressed, Config, Constraint, DeltaNet, ExpertGroups, Experts, Gating, HeadOrder, Indexer,
     LEAST_SUM, Latent, LayerCache, LayerShape, PoolIndexer, PositionScaling, Selection, Streams,
 };
 pub use draft_head::{

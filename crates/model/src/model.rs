@@ -473,7 +473,11 @@ impl Model {
     fn cache_of(&self, pages: &[usize]) -> Result<KvCache, Error> {
         let layers = self.shard.layers.clone();
         let layers = layers.map(|layer| (self.kinds.of(layer), self.store(layer)));
-        KvCache::new(&layers.collect::<Vec<_>>(), pages).map_err(Error::Cache)
+        let entries = self.shard.layers.clone().map(|layer| {
+            let heads = self.shard.layer(layer).kv_heads.len();
+            (0, config::entries(&self.config.layers[layer], heads))
+        });
+        KvCache::new(&layers.chain(entries).collect::<Vec<_>>(), pages).map_err(Error::Cache)
     }
 
     /// Cache of a layer of this rank.

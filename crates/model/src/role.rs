@@ -53,6 +53,13 @@ pub enum StreamPart {
     Expand(usize),
     /// `(C, C)`: from stream i + 1 to the output.
     Collapse(usize),
+    /// `(2 S + S S, S C)`, of constrained streams, like all variants that follow: weights of the
+    /// half's input and output in the streams, and of the mix; `(S, S C)` before the output head.
+    Weigh,
+    /// `(2 S + S S,)`: bias of each; `(S,)` before the output head.
+    WeighBias,
+    /// `(3,)`: factor of each kind; `(1,)` before the output head.
+    WeighScale,
 }
 
 /// Index of an expert or a head, and how many the layer has.
@@ -149,6 +156,18 @@ pub enum LayerRole {
     IndexerQueryNorm,
     /// `(I, C)`: weights of index queries.
     IndexerWeights,
+    /// `(G R, H D / G)`: the output of each group of heads, compressed (DeepSeek V4).
+    GroupOutput,
+    /// `(N D, C)`: inputs of compressed keys, or with `true` of compressed index keys.
+    RunInput(bool),
+    /// `(N D, C)`: gates of these.
+    RunGate(bool),
+    /// `(run, N D)`: bias of each position's gate.
+    RunBias(bool),
+    /// `(D,)`: norm of compressed keys.
+    RunNorm(bool),
+    /// `(vocabulary, used experts)`, integers: the experts of each token.
+    ExpertTable,
     /// `(C,)`: norm of the router's input (Gemma 4).
     RouterScale,
     /// `(experts,)`: factor of each expert's weight (Gemma 4).

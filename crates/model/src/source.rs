@@ -14,13 +14,16 @@ use paceline_weights::gguf::Gguf;
 use paceline_weights::hf::{HfFolder, StackSlice};
 use paceline_weights::mlx::Quantised;
 use paceline_weights::scaled;
-use paceline_weights::tensor::{FindArrivals, Tensor};
+use paceline_weights::tensor::{FindArrivals, MappedBytes, Tensor};
 use serde_json::Value;
 
 use crate::Error;
 use crate::families::{ExpertLayout, ModelFamily, QWEN3_VL_MOE, blocks, dbrx_stem};
 use crate::role::{LayerRole, Nth, Role};
-use names::{bare, gguf_stem, hf_stem, kimi_stem, model_type, prediction_stem, prefix, text_part};
+use names::{
+    bare, deepseek4_stem, gguf_stem, hf_stem, kimi_stem, model_type, prediction_stem, prefix,
+    text_part,
+};
 use parts::{conv_part, half_of, of_expert, other_expert, quantised_rows, rows_among};
 
 /// An opened model: a GGUF file with all its parts, or a Hugging Face folder.
@@ -84,7 +87,8 @@ impl ModelSource {
             Self::Hf(folder) => {
                 let stem = hf_stem(family.file_names(), prefix(folder), role);
                 let other = prediction_stem(folder, role, &stem);
-                other.or_else(|| kimi_stem(folder, &stem)).unwrap_or(stem)
+                let other = other.or_else(|| kimi_stem(folder, &stem));
+                other.or_else(|| deepseek4_stem(folder, &stem)).unwrap_or(stem)
             }
         }
     }
@@ -118,6 +122,7 @@ impl ModelSource {
             (Self::Gguf(_), Role::Layer(_, LayerRole::DeltaBias)) => format!("{stem}.bias"),
             (Self::Gguf(_), Role::Layer(_, LayerRole::DeltaScale | LayerRole::MambaSkip)) => stem,
             (Self::Hf(_), Role::Layer(_, part)) if part.is_bare_in_hf() => stem,
+            (Self::Hf(_), Role::Streams(part)) if part.is_of_constrained() => stem,
             _ => format!("{stem}.weight"),
         }
     }
@@ -219,6 +224,26 @@ impl ModelSource {
                 ..tensor
             }),
             None => Ok(tensor),
+        }
+    }
+
+    /// Name and bytes of a tensor of integers; only folders have such tensors.
+    ///
+    /// # Errors
+    /// If the file lacks it.
+    pub(crate) fn integers(
+        &self,
+        family: ModelFamily,
+        role: Role,
+    ) -> Result<(String, MappedBytes), Error> {
+        let name = self.name(family, role);
+        let bytes = match self {
+            Self::Gguf(_) => None,
+            Self::Hf(folder) => folder.bytes_of(bare(folder, &name)),
+        };
+        match bytes {
+            Some(bytes) => Ok((name, bytes.arrived()?)),
+            None => self.tensor(&name).map(|tensor| (name, tensor.bytes)),
         }
     }
 

@@ -21,6 +21,8 @@ mod attention;
 mod batch;
 mod blocks;
 mod both_ways;
+mod compressed;
+mod constrained;
 mod cutoff;
 mod delta_net;
 mod draw;
@@ -46,6 +48,8 @@ pub use draw::{ForbiddenTokens, TokenDraw};
 use adapter_products::AdapterRows;
 use alternating::AlternatingRows;
 use blocks::BlockBuffers;
+use compressed::CompressedRows;
+use constrained::ConstrainedRows;
 use cutoff::GateCutoffs;
 use delta_net::Mixer;
 use experts::ExpertBuffers;
@@ -90,6 +94,8 @@ pub struct Workspace {
     hidden: Inputs,
     /// For gated residual streams.
     streams: Option<StreamRows>,
+    /// For constrained residual streams.
+    constrained: Option<ConstrainedRows>,
     /// For alternating residual streams.
     alternating: Option<AlternatingRows>,
     /// For gates that are cut.
@@ -98,6 +104,8 @@ pub struct Workspace {
     projections: Option<Projections>,
     /// For latent attention.
     latents: Option<LatentBuffers>,
+    /// For attention to compressed keys.
+    compressed: Option<CompressedRows>,
     /// For lightning indexers.
     index: Option<IndexBuffers>,
     /// For indexers of pools.
@@ -419,6 +427,11 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
             Some(HeadStreams::Gated(w)) => {
                 let streams = ws.streams.as_mut().expect("made for several streams");
                 streams.mix((kernels, model.config().norm_eps), w, row, &mut ws.head_x);
+            }
+            Some(HeadStreams::Constrained(mix)) => {
+                let streams = ws.constrained.as_mut().expect("made for these streams");
+                let place = (kernels, model.config().norm_eps);
+                streams.mix(place, (mix.as_deref(), norm), row, &mut ws.head_x);
             }
             Some(HeadStreams::Alternating(ends)) => {
                 ws.x.resize(rows);

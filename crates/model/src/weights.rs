@@ -10,6 +10,7 @@ use paceline_base::Bytes;
 use paceline_tensor::PackedMatrix;
 
 mod alternating;
+mod compressed;
 mod delta_net;
 mod indexer;
 mod latent;
@@ -27,13 +28,14 @@ pub use reader::{WeightReader, read_rope_factors};
 pub use stored::StoredTensor;
 
 pub(crate) use alternating::Alternation;
+pub(crate) use compressed::Compressed;
 pub(crate) use indexer::Indexer;
 pub(crate) use latent::Latent;
 pub(crate) use loader::ShardLoader;
 pub(crate) use packing::pack_error;
 pub(crate) use pooled::PoolIndexer;
 pub(crate) use reader::{check_shape, vector};
-pub(crate) use streams::{HeadStreams, LayerStreams, StreamMix};
+pub(crate) use streams::{ConstrainedMix, HeadStreams, LayerStreams, StreamMix};
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
 #[derive(Debug)]
@@ -74,6 +76,8 @@ pub(crate) struct LayerShard {
     pub(crate) value: Option<Linear>,
     /// For latent attention.
     pub(crate) latent: Option<Box<Latent>>,
+    /// For attention to compressed keys.
+    pub(crate) compressed: Option<Box<Compressed>>,
     pub(crate) attention_output: Summed,
     pub(crate) query_norm: Option<Vec<f32>>,
     pub(crate) key_norm: Option<Vec<f32>>,
@@ -159,6 +163,8 @@ pub(crate) struct Experts {
     pub(crate) router: Linear,
     /// `(experts,)`: bias of the router for the choice only.
     pub(crate) choice: Option<Vec<f32>>,
+    /// `(vocabulary, k)`: the experts of each token, where the router does not choose.
+    pub(crate) table: Option<Vec<u32>>,
     /// `(C,)`: norm of the router's input, if it differs from the experts' input.
     pub(crate) router_norm: Option<Vec<f32>>,
     /// `(experts,)`: factors of the experts' weights.
@@ -255,6 +261,11 @@ impl LayerShard {
             let expanded = latent.keys.iter().chain(&latent.values);
             expanded.chain(query).chain(index)
         });
+        let compressed = self.compressed.iter().flat_map(|own| {
+            let queries = own.of_query().chain([&self.query.matrix]);
+            queries.chain(&own.outputs)
+        });
+        let latent = latent.chain(compressed);
         let own = self.per_layer.iter().map(|own| &own.output);
         let net = self
             .delta_net
@@ -283,6 +294,7 @@ impl LayerShard {
             key,
             value,
             latent,
+            compressed: runs,
             pooled,
             delta_net,
             feed_forward,
@@ -294,9 +306,14 @@ impl LayerShard {
             .as_ref()
             .and_then(|latent| latent.query_down.as_ref());
         let query = compressed.map_or(query, |(down, _)| down);
+        let query = match runs {
+            Some(_) => None, // from compressed queries
+            None => Some(query),
+        };
+        let runs = runs.iter().flat_map(|own| own.of_width());
         let down = latent.as_ref().map(|latent| &latent.down);
         let more = [key.as_ref(), value.as_ref(), down].into_iter().flatten();
-        let linears = [query].into_iter().chain(more).map(|linear| &linear.matrix);
+        let linears = query.into_iter().chain(more).map(|linear| &linear.matrix);
         let net = delta_net.iter().flat_map(|net| net.matrices());
         let index = latent.iter().flat_map(|latent| &latent.indexer);
         let index = index.flat_map(|own| [&own.key.matrix, &own.weights.matrix]);
@@ -309,6 +326,7 @@ impl LayerShard {
         linears
             .chain(net)
             .chain(index)
+            .chain(runs)
             .chain(pools)
             .chain(feed_forward.of_normed())
             .chain(gate)

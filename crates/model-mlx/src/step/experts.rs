@@ -57,6 +57,7 @@ impl Step<'_> {
         let weights = match of.gating {
             Gating::OfChosen => scores,
             Gating::Sigmoid => stream.sigmoid(&scores)?,
+            Gating::SqrtSoftplus | Gating::OfToken => unreachable!("refused at load"),
             Gating::Softmax => stream.softmax(&scores, 1)?,
         };
         let mut ranks = weights.clone();
@@ -107,7 +108,7 @@ impl Step<'_> {
         let (stream, of) = (self.parts.stream, self.mixture());
         let mut weights = match of.gating {
             Gating::OfChosen => stream.softmax(&weights, 1)?,
-            Gating::Sigmoid | Gating::Softmax => weights,
+            _ => weights,
         };
         if of.normalised {
             let least = stream.scalar(LEAST_SUM, Dtype::F32)?;

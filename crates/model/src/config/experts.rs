@@ -21,6 +21,10 @@ pub enum Gating {
     Sigmoid,
     /// Softmax over the chosen experts.
     OfChosen,
+    /// `sqrt(ln(1 + exp(score)))`
+    SqrtSoftplus,
+    /// As `SqrtSoftplus`, of experts that the token chooses.
+    OfToken,
 }
 
 /// A mixture of experts in place of a feed-forward.

@@ -1,10 +1,11 @@
 //! The shape of a layer: its cache, heads and feed-forward, and the layout of its cache.
 
 use paceline_tensor::{
-    DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, StateRule, StateShape,
+    DeltaShape, KvShape, KvType, LayerStore, PAGE, Recurrence, Runs, StateRule, StateShape,
+    rows_store,
 };
 
-use super::{Experts, Latent, PoolIndexer, Selection};
+use super::{Compressed, Experts, Latent, PoolIndexer, Selection};
 use crate::LayerRole;
 
 /// Activation function of the feed-forward's gate.
@@ -32,6 +33,8 @@ pub enum LayerCache {
     /// The inputs of a short convolution over this many positions, its own included: 1 to
     /// [`MAX_TAPS`].
     Conv(usize),
+    /// One vector of each position, and compressed ones of runs of positions.
+    Compressed(Compressed),
 }
 
 /// A gated delta net in place of attention. The layer's `heads` are its value heads, its `kv_heads`
@@ -67,6 +70,7 @@ impl PartialEq for LayerCache {
             (Self::State(a), Self::State(b)) => a.name() == b.name(),
             (Self::Delta(a), Self::Delta(b)) => a == b,
             (Self::Conv(a), Self::Conv(b)) => a == b,
+            (Self::Compressed(a), Self::Compressed(b)) => a == b,
             _ => false,
         }
     }
@@ -116,9 +120,10 @@ pub struct LayerShape {
 impl LayerShape {
     /// Elements of a head's attention output.
     pub const fn output_dim(&self) -> usize {
-        match self.latent {
-            Some(latent) => latent.value_dim,
-            None => self.value_dim,
+        match (self.cache, self.latent) {
+            (LayerCache::Compressed(of), _) => of.group_rank * of.groups / self.heads,
+            (_, Some(latent)) => latent.value_dim,
+            (_, None) => self.value_dim,
         }
     }
 
@@ -146,12 +151,14 @@ impl LayerShape {
     /// Columns of a leaf of the attention output's sum: the fewest whole heads that are a multiple
     /// of 32. A tensor split cuts heads there.
     ///
-    /// In Mamba 2 they are those of whole groups, since norms are over the heads of a group.
+    /// In Mamba 2 they are those of whole groups, since norms are over the heads of a group; so
+    /// they are where the outputs of a group are compressed together.
     pub const fn attention_leaf(&self) -> usize {
         let each = match self.cache {
             LayerCache::Delta(net) if matches!(net.rule, StateRule::Sum) => {
                 self.output_dim() * (self.heads / self.kv_heads)
             }
+            LayerCache::Compressed(of) => of.group_rank,
             _ => self.output_dim(),
         };
         let mut leaf = each;
@@ -182,6 +189,7 @@ impl LayerShape {
             LayerCache::State(_) => Some(2),
             LayerCache::Delta(_) => Some(PAGE + 1),
             LayerCache::Conv(taps) => Some(taps),
+            LayerCache::Compressed(of) => Some(of.looks_back()),
             LayerCache::Rows | LayerCache::Of(_) => self.window,
         }
     }
@@ -195,6 +203,9 @@ impl LayerShape {
                 // With gates and outputs, a step and a decay of each head.
                 let values = self.heads * (3 * self.value_dim + 2);
                 width * (2 * self.kv_heads * self.head_dim + values)
+            }
+            (LayerCache::Compressed(of), _) => {
+                of.parameters((self.heads, self.head_dim), width)
             }
             (_, Some(latent)) => self.latent_parameters(latent, width),
             _ => {
@@ -236,6 +247,7 @@ impl LayerShape {
         let pages = match self.cache {
             LayerCache::State(_) => 1,
             LayerCache::Delta(_) | LayerCache::Conv(_) => 2,
+            LayerCache::Compressed(of) => of.looks_back().div_ceil(PAGE) as u64 + 1,
             LayerCache::Rows | LayerCache::Of(_) => return None,
         };
         let store = store(self, (self.heads, self.kv_heads), KvType::F32);
@@ -244,7 +256,8 @@ impl LayerShape {
 
     /// Whether it computes keys of heads, not latent ones.
     pub const fn has_keys(&self) -> bool {
-        self.has_kv() && self.latent.is_none()
+        let shares_one = self.latent.is_some() || matches!(self.cache, LayerCache::Compressed(_));
+        self.has_kv() && !shares_one
     }
 
     /// Whether it computes values besides its keys.
@@ -312,5 +325,17 @@ pub fn store(
             head_dim: 0,
             value_dim,
         }),
+        LayerCache::Compressed(_) if heads == 0 => LayerStore::Nothing,
+        LayerCache::Compressed(of) => rows_store(of.row(head_dim)),
     }
+}
+
+/// Layout of a layer's compressed keys on a rank with `heads` of its KV heads. They are in pages of
+/// the first kind, behind all layers.
+pub fn entries(layer: &LayerShape, heads: usize) -> LayerStore {
+    let runs = match layer.cache {
+        LayerCache::Compressed(of) if heads > 0 => of.runs(layer.head_dim),
+        _ => None,
+    };
+    runs.map_or(LayerStore::Nothing, Runs::entries)
 }

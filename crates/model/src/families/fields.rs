@@ -3,6 +3,7 @@
 //! Readers in the families call [`ConfigFields`]. Each reader checks type and range, and its error
 //! names the field.
 
+mod compressed;
 mod dbrx;
 mod delta_net;
 mod dense;
@@ -141,7 +142,9 @@ impl<'a> ConfigFields<'a> {
         let of = |gguf, hf| self.opt_sizes((gguf, hf), layers, (1, MAX_WIDTH));
         let usual = of("feed_forward_length", "intermediate_size")?;
         let experts = match family {
-            ModelFamily::Qwen35Moe | ModelFamily::Qwen4Exp if usual.is_none() => {
+            ModelFamily::Qwen35Moe | ModelFamily::Qwen4Exp | ModelFamily::DeepSeek4
+                if usual.is_none() =>
+            {
                 of("expert_feed_forward_length", "moe_intermediate_size")?
             }
             _ => None,

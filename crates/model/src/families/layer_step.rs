@@ -25,13 +25,14 @@ pub trait LayerStep {
     /// residual (T, C) -> x (T, C), by the norm before a half
     fn norm(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
 
-    /// residual (T, S, C) -> x (T, C), by the mix before a half, and weights (T, S) for its output.
+    /// residual (T, S, C) -> x (T, C), by the mix before a half, with its norm, and weights (T, S)
+    /// for its output; of constrained streams also their next mix (T, S, S).
     /// Never on a backend without several streams.
     fn mix_streams(&mut self, _: &Self::Layer, _: Half) -> Result<(), Error> {
         unreachable!("the residual is one stream")
     }
 
-    /// residual (T, S, C) += weights (T, S) * delta (T, C)
+    /// residual (T, S, C) += weights (T, S) * delta (T, C), after the mix if there is one
     fn add_to_streams(&mut self) -> Result<(), Error> {
         unreachable!("the residual is one stream")
     }
@@ -96,6 +97,12 @@ pub trait LayerStep {
     /// Writes k to the cache, then q -> attended (T, H V): each head's attention output in the
     /// latent space, expanded.
     fn attend_latent(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
+
+    /// Attention to a window and to compressed keys: x (T, C) -> keys, to the cache, and queries;
+    /// these -> attended (T, G R): the output of each group of heads, compressed.
+    fn attend_compressed(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
+        unreachable!("the layer has no compressed keys")
+    }
 
     /// attended (T, H D) *= sigmoid(gate of each head), if the layer has gates.
     fn gate_attention(&mut self, w: &Self::Layer) -> Result<(), Error>;

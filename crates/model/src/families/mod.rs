@@ -10,6 +10,7 @@
 pub(crate) mod blocks;
 mod dbrx;
 mod deepseek;
+mod deepseek4;
 mod delta_net;
 mod facts;
 mod fields;
@@ -103,6 +104,8 @@ pub enum ModelFamily {
     MiniMaxM3,
     /// DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash, Mistral 4: latent attention and experts.
     DeepSeek,
+    /// DeepSeek V4: compressed keys and experts, several residual streams.
+    DeepSeek4,
     /// Qwen3-Next: gated delta nets and experts.
     Qwen3Next,
     /// Qwen 3.5 to 3.8, dense, text only.
@@ -122,7 +125,7 @@ pub enum ModelFamily {
 }
 
 impl ModelFamily {
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 30] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -144,6 +147,7 @@ impl ModelFamily {
         Self::MiniMaxM2,
         Self::MiniMaxM3,
         Self::DeepSeek,
+        Self::DeepSeek4,
         Self::Qwen3Next,
         Self::Qwen35,
         Self::Qwen35Moe,
@@ -191,6 +195,7 @@ impl ModelFamily {
             Self::MiniMaxM2 => "minimax-m2",
             Self::MiniMaxM3 => "minimax_m3_vl_text",
             Self::DeepSeek => "deepseek2",
+            Self::DeepSeek4 => "deepseek_v4",
             Self::Qwen3Next => "qwen3next",
             Self::Qwen35 => "qwen35",
             Self::Qwen35Moe => "qwen35moe",
@@ -260,7 +265,11 @@ impl ModelFamily {
     pub const fn has_gguf(self) -> bool {
         !matches!(
             self,
-            Self::Gemma3n | Self::Qwen4Exp | Self::KimiLinear | Self::MiniMaxM3
+            Self::Gemma3n
+                | Self::DeepSeek4
+                | Self::Qwen4Exp
+                | Self::KimiLinear
+                | Self::MiniMaxM3
         )
     }
 
@@ -287,6 +296,16 @@ impl ModelFamily {
     /// Whether queries, keys and values require biases.
     pub const fn has_qkv_biases(self) -> bool {
         matches!(self, Self::Qwen2 | Self::Qwen2Moe | Self::GptOss)
+    }
+
+    /// Whether a clamp of experts is of silu, not of gpt-oss's gate.
+    pub(crate) const fn clamps_silu(self) -> bool {
+        matches!(self, Self::DeepSeek4)
+    }
+
+    /// Whether heads have attention sinks.
+    pub(crate) const fn has_sinks(self) -> bool {
+        self.has_sinks_and_biases() || matches!(self, Self::DeepSeek4)
     }
 
     /// Whether heads have attention sinks, and attention output, router and experts require biases.
@@ -411,6 +430,7 @@ impl ModelFamily {
             Self::GptOss => &gpt_oss::NAMES,
             Self::Glm4Moe => &glm4moe::NAMES,
             Self::DeepSeek => &deepseek::NAMES,
+            Self::DeepSeek4 => &deepseek4::NAMES,
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => &delta_net::NAMES,
             Self::Qwen4Exp => &qwen4::NAMES,
             Self::Phi3 => &phi3::NAMES,
@@ -452,6 +472,7 @@ impl ModelFamily {
             Self::MiniMaxM2 => minimax_m2::config(fields),
             Self::MiniMaxM3 => minimax_m3::config(fields),
             Self::DeepSeek => deepseek::config(fields),
+            Self::DeepSeek4 => deepseek4::config(fields),
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => delta_net::config(self, fields),
             Self::Qwen4Exp => qwen4::config(fields),
             Self::KimiLinear => kimi_linear::config(fields),
@@ -490,6 +511,7 @@ impl ModelFamily {
             Self::MiniMaxM3 => minimax_m3::layer(step, weights, index),
             Self::MiniMaxM2 => minimax_m2::layer(step, weights, index),
             Self::DeepSeek => deepseek::layer(step, weights, index),
+            Self::DeepSeek4 => deepseek4::layer(step, weights, index),
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => {
                 delta_net::layer(step, weights, index)
             }

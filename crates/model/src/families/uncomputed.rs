@@ -12,12 +12,7 @@ pub struct UncomputedFamily {
 }
 
 /// Families that are refused with a reason.
-pub const UNCOMPUTED: [UncomputedFamily; 4] = [
-    UncomputedFamily {
-        names: &["deepseek_v4"],
-        models: "DeepSeek V4",
-        lacks: "attention to compressed keys",
-    },
+pub const UNCOMPUTED: &[UncomputedFamily] = &[
     UncomputedFamily {
         names: &["deepseek_v41"],
         models: "DeepSeek V4.1",

@@ -89,6 +89,12 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::IndexerNorm => "indexer.k_norm",
         LayerRole::IndexerQueryNorm => "indexer.q_norm",
         LayerRole::IndexerWeights => "indexer.proj",
+        LayerRole::GroupOutput
+        | LayerRole::RunInput(_)
+        | LayerRole::RunGate(_)
+        | LayerRole::RunBias(_)
+        | LayerRole::RunNorm(_)
+        | LayerRole::ExpertTable => "compressor", // no files of the family
         LayerRole::DenseNorm => "post_ffw_norm_1",
         LayerRole::BesideNorm => "pre_ffw_norm_2",
         LayerRole::PostBesideNorm => "post_ffw_norm_2",
@@ -132,6 +138,23 @@ pub(super) fn prediction_stem(folder: &HfFolder, role: Role, stem: &str) -> Opti
     let norm = |model: &str, layer| format!("{model}.layers.{layer}.input_layernorm.weight");
     let is_prediction = !folder.has(&norm(model, layer)) && folder.has(&norm("mtp", 0));
     is_prediction.then(|| format!("mtp.layers.0.{part}"))
+}
+
+/// Name of a weight of DeepSeek V4: on the hub without a prefix, otherwise as transformers saves it.
+pub(super) fn deepseek4_stem(folder: &HfFolder, stem: &str) -> Option<String> {
+    let own = stem.strip_prefix("model.");
+    let own = own.filter(|_| model_type(folder) == Some("deepseek_v4"))?;
+    if folder.has("embed.weight") {
+        return Some(own.to_owned());
+    }
+    Some(match own {
+        "embed" => "model.embed_tokens".to_owned(),
+        "head" => "head".to_owned(),
+        _ => stem
+            .replace(".hc_head_", ".hc_head.hc_")
+            .replace(".attn.kv_norm", ".attn.norm")
+            .replace(".compressor.kv_norm", ".compressor.norm"),
+    })
 }
 
 /// Name of a dense feed-forward of Kimi Linear in folders saved by transformers 5.
@@ -178,15 +201,23 @@ pub(super) fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
         Role::Streams(StreamPart::Collapse(i)) => {
             return format!("{model}.altup_unembed_projections.{i}");
         }
+        Role::Streams(part) if part.is_of_constrained() => {
+            return format!("{model}.hc_head_{}", stream_part(part));
+        }
         Role::Streams(part) => {
             return format!("{model}.hyper_connection_mixer.{}", stream_part(part));
         }
         Role::Layer(layer, part) => (layer, part),
     };
     if let LayerRole::AttentionStreams(stream) | LayerRole::FfnStreams(stream) = part {
-        let half = if part.is_of_ffn() { "mlp" } else { "attn" };
-        let stream = stream_part(stream);
-        return format!("{model}.layers.{layer}.{half}_hyper_connection.{stream}");
+        let (is_ffn, name) = (part.is_of_ffn(), stream_part(stream));
+        let name = match (stream.is_of_constrained(), is_ffn) {
+            (true, true) => format!("hc_ffn_{name}"),
+            (true, false) => format!("hc_attn_{name}"),
+            (false, true) => format!("mlp_hyper_connection.{name}"),
+            (false, false) => format!("attn_hyper_connection.{name}"),
+        };
+        return format!("{model}.layers.{layer}.{name}");
     }
     if let Some(name) = hf_expert(names, part) {
         return format!("{model}.layers.{layer}.{name}");
@@ -194,13 +225,17 @@ pub(super) fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
     format!("{model}.layers.{layer}.{}", hf_part(names, part))
 }
 
-/// Name of a part of a mix of residual streams: `modeling_qwen4_exp.py` of transformers.
+/// Name of a part of a mix of residual streams: `modeling_qwen4_exp.py` of transformers; of
+/// constrained ones as on the hub.
 const fn stream_part(part: StreamPart) -> &'static str {
     match part {
         StreamPart::Norm => "hc_norm",
         StreamPart::Down => "input_mix_weight_down",
         StreamPart::Up => "input_mix_weight_up",
         StreamPart::Inject => "block_inject_weight",
+        StreamPart::Weigh => "fn",
+        StreamPart::WeighBias => "base",
+        StreamPart::WeighScale => "scale",
         _ => "", // named by their family
     }
 }
@@ -317,6 +352,7 @@ impl LayerRole {
                 | Self::Down
                 | Self::Router
                 | Self::RouterChoice
+                | Self::ExpertTable
                 | Self::ExpertGate(_)
                 | Self::ExpertUp(_)
                 | Self::ExpertDown(_)
@@ -329,17 +365,28 @@ impl LayerRole {
 
     /// Whether its name in the Hugging Face layout has no suffix.
     pub(super) const fn is_bare_in_hf(self) -> bool {
+        if let Self::AttentionStreams(part) | Self::FfnStreams(part) = self {
+            return part.is_of_constrained() || matches!(part, StreamPart::OutputScale);
+        }
         matches!(
             self,
             Self::Sinks
                 | Self::RouterChoice
+                | Self::RunBias(_)
+                | Self::ExpertTable
                 | Self::RouterScale
                 | Self::ExpertScales
                 | Self::OutputScale
                 | Self::DeltaBias
                 | Self::DeltaScale
                 | Self::MambaSkip
-                | Self::AttentionStreams(StreamPart::OutputScale)
         )
+    }
+}
+
+impl StreamPart {
+    /// Whether it is of constrained streams, whose names have no suffix.
+    pub(super) const fn is_of_constrained(self) -> bool {
+        matches!(self, Self::Weigh | Self::WeighBias | Self::WeighScale)
     }
 }

@@ -4,6 +4,7 @@ use paceline_base::lock;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{AttentionRows, AttentionStep, Recurrence, Recurrent};
 
+use super::compressed::CompressedInputs;
 use super::pooled::PoolInputs;
 use super::{ForwardStep, both_ways};
 use crate::LayerCache;
@@ -52,7 +53,10 @@ impl ForwardStep<'_, '_> {
                 return self.recur(recurrence);
             }
             LayerCache::Of(of) => self.held(of),
-            LayerCache::Rows | LayerCache::Delta(_) | LayerCache::Conv(_) => held,
+            LayerCache::Rows
+            | LayerCache::Delta(_)
+            | LayerCache::Conv(_)
+            | LayerCache::Compressed(_) => held,
         };
         let mut cache = lock(self.cache);
         let kernels = self.model.kernels();
@@ -154,6 +158,38 @@ impl ForwardStep<'_, '_> {
             rotate(out, dims[1]);
         }
         latents.expand(kernels, w, ws.attended.of(held).values_mut());
+    }
+
+    /// x (T, C) -> q (T, H D), and keys to the cache; q, cache -> attended (T, G R)
+    pub(super) fn attend_compressed_keys(&mut self, w: &LayerShard, layer: usize) {
+        let (shape, cut) = self.layer();
+        let LayerCache::Compressed(of) = shape.cache else {
+            unreachable!("the family asked")
+        };
+        if cut.heads.is_empty() {
+            return;
+        }
+        let (held, n) = (self.held(layer), self.batch.sequences.len());
+        let ws = &mut *self.ws;
+        let place = CompressedInputs {
+            kernels: self.model.kernels(),
+            eps: self.model.config().norm_eps,
+            shape,
+            of,
+            heads: cut.heads.clone(),
+            rope: &ws.ropes[shape.rope],
+            angles: &ws.angles[shape.rope],
+            layers: [held, self.model.shard().layers.len() + held],
+            sequences: [
+                &self.sequences[self.model.kinds().of(layer) * n..][..n],
+                &self.sequences[..n],
+            ],
+        };
+        let own = w.compressed.as_deref().expect("loaded for this family");
+        let rows = ws.compressed.as_mut().expect("made for this family");
+        rows.project(&place, (w, own), &ws.x, &mut ws.q, self.cache);
+        let out = ws.attended.of(held).values_mut();
+        rows.attend(&place, (w, own), &ws.q, self.cache, out);
     }
 
     /// q, k, v -> attended (T, H E), by recurrent states

@@ -16,6 +16,7 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, vector};
 
+use super::Batch;
 use super::adapter_products::{AdapterProducts, AdapterRows, runs_of};
 use super::rows::{activations, add_bias, norm_row, whole};
 use crate::config::{
@@ -39,6 +40,17 @@ struct ExpertRoute {
     slot: usize,
 }
 
+impl ExpertRoute {
+    /// To an expert, of `weights` `(E,)`.
+    const fn to(expert: usize, weights: &[f32]) -> Self {
+        Self {
+            expert,
+            weight: weights[expert],
+            slot: 0,
+        }
+    }
+}
+
 /// Buffers of layers with experts. T rows, E experts, k of them per row, and in some models a
 /// shared one.
 #[derive(Debug)]
@@ -46,6 +58,8 @@ pub(super) struct ExpertBuffers {
     of: config::Experts,
     /// Of the gate, without a clamp.
     activation: Activation,
+    /// Whether a clamp is of silu, not of gpt-oss's gate.
+    clamps_silu: bool,
     /// `(GUESSED, C)`: input of the next layer's router, in streamed models.
     guess_x: Option<Activations>,
     /// `(T, C)`: the router's input, if it differs from the experts' input.
@@ -62,6 +76,8 @@ pub(super) struct ExpertBuffers {
     is_chosen: Vec<bool>,
     /// Chosen experts of this rank that have not computed yet, in ascending order.
     left: Vec<usize>,
+    /// Tokens of the step, where these choose the experts.
+    tokens: Vec<u32>,
     /// Rows routed to one expert.
     members: Vec<usize>,
     /// Runs of adapters among these.
@@ -99,6 +115,7 @@ impl ExpertBuffers {
         let routers = layers().map(|layer| &layer.router.matrix);
         Self {
             activation: model.config().activation,
+            clamps_silu: model.config().family.clamps_silu(),
             guess_x: model
                 .streamer()
                 .map(|_| activations(model, rows.min(GUESSED), width, routers.clone())),
@@ -109,6 +126,7 @@ impl ExpertBuffers {
             choices: vec![ExpertRoute::default(); rows * each],
             is_chosen: vec![false; of.count + 1],
             left: Vec::with_capacity(of.count + 1),
+            tokens: Vec::new(),
             members: Vec::with_capacity(rows),
             adapted: Vec::new(),
             x: activations(model, rows, width, inputs),
@@ -148,6 +166,9 @@ impl ExpertBuffers {
         out: &mut [f32],
     ) -> Result<(), Error> {
         let (kernels, streamer) = (model.kernels(), model.streamer());
+        if let Some(own) = model.config().layers[index].experts {
+            self.of.gating = own.gating;
+        }
         self.choose(kernels, weights, x);
         let chosen = self.choices[..x.rows() * Self::each(self.of)].iter();
         let uses = model.uses(index);
@@ -190,6 +211,15 @@ impl ExpertBuffers {
             self.sum(kernels, root.leaves(cut.leaves), x.cols(), out);
         }
         Ok(())
+    }
+
+    /// Keeps the tokens of a step whose layer has a table of their experts.
+    pub(super) fn take_tokens(&mut self, weights: &Experts, batch: &Batch<'_>) {
+        self.tokens.clear();
+        if weights.table.is_some() {
+            let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
+            self.tokens.extend(tokens);
+        }
     }
 
     /// Sets which experts the router of the next layer chooses for the input of this one's. A layer
@@ -239,7 +269,8 @@ impl ExpertBuffers {
             kernels.products(x, [whole(router, &mut self.shared_scores, rows)]);
         }
         let (shared, choice) = (&self.shared_scores, weights.choice.as_deref());
-        let scales = weights.scales.as_deref();
+        let (scales, table) = (weights.scales.as_deref(), weights.table.as_deref());
+        let tokens = &self.tokens;
         let weights = DisjointMut::new(&mut self.weights[..rows * of.count], of.count);
         let choices = DisjointMut::new(&mut self.choices[..rows * each], each);
         kernels.for_rows(rows, |t| {
@@ -247,7 +278,17 @@ impl ExpertBuffers {
             let (weights, choices) = unsafe { (weights.part(t), choices.part(t)) };
             let scores = &scores[t * of.count..(t + 1) * of.count];
             let routed = &mut choices[..of.used];
-            choose_row((kernels, &of), scores, choice, weights, routed);
+            match table {
+                Some(table) => {
+                    weigh(kernels, of.gating, scores, weights);
+                    let own = &table[tokens[t] as usize * of.used..][..of.used];
+                    for (route, expert) in routed.iter_mut().zip(own) {
+                        *route = ExpertRoute::to(*expert as usize, weights);
+                    }
+                    finish_row((kernels, &of), routed);
+                }
+                None => choose_row((kernels, &of), scores, choice, weights, routed),
+            }
             if let Some(scales) = scales {
                 let each = routed.iter_mut();
                 each.for_each(|choice| choice.weight *= scales[choice.expert]);
@@ -319,12 +360,17 @@ impl ExpertBuffers {
             }
         }
         let function = (self.of.clamp, self.activation);
+        let silu_limit = self.of.clamp.filter(|_| self.clamps_silu);
         let hidden = self.hidden.iter_mut().find(|hidden| hidden.cols() == ffn);
         let hidden = hidden.expect("a buffer for each width");
         hidden.resize(rows);
         kernels.fill_rows(hidden, |i, out| {
             let part = i * ffn..(i + 1) * ffn;
-            activate(kernels, function, [&gate[part.clone()], &up[part]], out);
+            let both = [&gate[part.clone()], &up[part]];
+            match silu_limit {
+                Some(limit) => clamped_silu(kernels, limit, both, out),
+                None => activate(kernels, function, both, out),
+            }
         });
         let width = expert.down.matrix.rows();
         let out = &mut self.results[slot * width..(slot + rows) * width];
@@ -421,6 +467,20 @@ fn clamped(kernels: &Kernels, limit: f32, [gate, up]: [&[f32]; 2], out: &mut [f3
     }
 }
 
+/// `out = silu(gate up to limit) * (up within -limit..=limit)` (DeepSeek V4)
+fn clamped_silu(kernels: &Kernels, limit: f32, [gate, up]: [&[f32]; 2], out: &mut [f32]) {
+    let (mut g, mut u) = ([0.0; RUN], [0.0; RUN]);
+    let runs = gate.chunks(RUN).zip(up.chunks(RUN));
+    for (out, (gate, up)) in out.chunks_mut(RUN).zip(runs) {
+        let n = gate.len();
+        let pairs = g.iter_mut().zip(gate);
+        pairs.for_each(|(g, x)| *g = if *x > limit { limit } else { *x });
+        u[..n].copy_from_slice(up);
+        u[..n].iter_mut().for_each(|x| *x = x.clamp(-limit, limit));
+        kernels.silu_mul(&g[..n], &u[..n], out);
+    }
+}
+
 /// `out = max(x, 0)^2`
 fn relu_squared(x: &[f32], out: &mut [f32]) {
     for (out, x) in out.iter_mut().zip(x) {
@@ -440,6 +500,13 @@ fn weigh(kernels: &Kernels, gating: Gating, scores: &[f32], weights: &mut [f32])
     match gating {
         Gating::OfChosen => weights.copy_from_slice(scores),
         Gating::Sigmoid => sigmoid(kernels, scores, weights),
+        Gating::SqrtSoftplus | Gating::OfToken => {
+            for (weight, score) in weights.iter_mut().zip(scores) {
+                let softplus = libm::log1p(libm::exp(f64::from(*score)));
+                let softplus = if *score > 40.0 { f64::from(*score) } else { softplus };
+                *weight = libm::sqrt(softplus) as f32;
+            }
+        }
         Gating::Softmax => {
             let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             kernels.exp_scaled(scores, largest, 1.0, weights);
@@ -471,12 +538,13 @@ fn choose_row(
         let free = (0..weights.len()).filter(is_free).rev();
         let best = free.max_by(|a, b| rank(*a).total_cmp(&rank(*b)));
         let expert = best.expect("no more are used than there are");
-        choices[n] = ExpertRoute {
-            expert,
-            weight: weights[expert],
-            slot: 0,
-        };
+        choices[n] = ExpertRoute::to(expert, weights);
     }
+    finish_row((kernels, of), choices);
+}
+
+/// Weights of the chosen experts from their scores' ones, in order of index.
+fn finish_row((kernels, of): (&Kernels, &config::Experts), choices: &mut [ExpertRoute]) {
     if of.gating == Gating::OfChosen {
         soften(kernels, choices);
     }

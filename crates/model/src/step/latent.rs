@@ -236,7 +236,12 @@ impl LatentInputs<'_> {
 
 /// Each head's columns of `x` times that head's matrix; the outputs of the heads follow each other
 /// in `out`.
-fn of_each_head(kernels: &Kernels, matrices: &[PackedMatrix], x: &Activations, out: &mut [f32]) {
+pub(super) fn of_each_head(
+    kernels: &Kernels,
+    matrices: &[PackedMatrix],
+    x: &Activations,
+    out: &mut [f32],
+) {
     let Some(first) = matrices.first() else {
         return;
     };

@@ -34,14 +34,21 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
     }
 
     fn mix_streams(&mut self, w: &LayerShard, half: Half) -> Result<(), Error> {
-        let mixes = w.streams.as_ref().expect("loaded for this family").mixes();
-        let mix = &mixes[usize::from(half != Half::Attention)];
+        let own = w.streams.as_ref().expect("loaded for this family");
+        let which = usize::from(half != Half::Attention);
         let (config, ws) = (self.model.config(), &mut *self.ws);
         let (width, residual) = (config.residual_width(), &ws.residual);
         let row = |t: usize| &residual[t * width..(t + 1) * width];
-        let streams = ws.streams.as_mut().expect("made for several streams");
         let place = (self.model.kernels(), config.norm_eps);
-        streams.mix(place, mix, row, &mut ws.x);
+        if let Some(streams) = &mut ws.constrained {
+            let norm = [&w.attention_norm, &w.ffn_norm][which].as_deref();
+            let norm = norm.expect("loaded for this family");
+            let mix = &own.constrained()[which];
+            streams.mix(place, (Some(mix), norm), row, &mut ws.x);
+            return Ok(());
+        }
+        let streams = ws.streams.as_mut().expect("made for several streams");
+        streams.mix(place, &own.mixes()[which], row, &mut ws.x);
         Ok(())
     }
 
@@ -49,8 +56,12 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let (config, ws) = (self.model.config(), &mut *self.ws);
         let delta = &ws.sums.delta[..self.rows * config.width];
         let residual = &mut ws.residual[..self.rows * config.residual_width()];
-        let streams = ws.streams.as_ref().expect("made for several streams");
-        streams.add(self.model.kernels(), delta, residual);
+        let kernels = self.model.kernels();
+        match (&ws.constrained, &ws.streams) {
+            (Some(streams), _) => streams.add(kernels, delta, residual),
+            (None, Some(streams)) => streams.add(kernels, delta, residual),
+            (None, None) => unreachable!("the residual is one stream"),
+        }
         Ok(())
     }
 
@@ -244,6 +255,11 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         Ok(())
     }
 
+    fn attend_compressed(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
+        self.attend_compressed_keys(w, layer);
+        Ok(())
+    }
+
     fn gate_attention(&mut self, _: &LayerShard) -> Result<(), Error> {
         let (shape, cut) = self.layer();
         if cut.heads.is_empty() {
@@ -430,6 +446,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let delta = &mut ws.sums.delta[first * n..];
         let place = (self.model, self.index);
         let x = (&ws.x, &ws.residual[..rows * width]);
+        routed.take_tokens(weights, self.batch);
         let routed_place = (place.0, place.1, &*self.adapted);
         routed.compute(routed_place, (weights, cut), x, delta)?;
         ws.sums.exchange(place, cut, n, self.turn.as_mut())

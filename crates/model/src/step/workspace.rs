@@ -4,6 +4,8 @@ use paceline_comm::RegisteredMemory;
 
 use super::alternating::AlternatingRows;
 use super::blocks::BlockBuffers;
+use super::compressed::CompressedRows;
+use super::constrained::ConstrainedRows;
 use super::cutoff::GateCutoffs;
 use super::delta_net::Mixer;
 use super::experts::ExpertBuffers;
@@ -134,10 +136,12 @@ impl Workspace {
             up: rows(of_layers(dense_ffn)),
             hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
             streams: StreamRows::new(model, size.rows),
+            constrained: ConstrainedRows::new(model, size.rows),
             alternating: AlternatingRows::new(model, size.rows),
             cutoffs: GateCutoffs::new(model, size.rows),
             projections: Projections::new(model, size.rows),
             latents: LatentBuffers::new(model, size.rows),
+            compressed: CompressedRows::new(model, size),
             index: IndexBuffers::new(model, size),
             pools: PoolBuffers::new(model, size),
             blocks: BlockBuffers::new(model, size),

@@ -138,7 +138,7 @@ impl ShardLoader<'_> {
     }
 
     /// Packs rows of a matrix, with all columns as one leaf.
-    fn of_head(
+    pub(super) fn of_head(
         &self,
         role: Role,
         shape: [usize; 2],

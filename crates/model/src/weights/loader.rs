@@ -12,7 +12,7 @@ use super::{
     Dense, Expert, Experts, FeedForward, LayerShard, Linear, ParallelExpertNorms, PerLayer,
     PerLayerInputs, sampled_experts,
 };
-use crate::config::StreamRule;
+use crate::config::{Gating, StreamRule};
 use crate::packed_file::PackedFile;
 use crate::split::Shard;
 use crate::streaming::StreamUnit;
@@ -187,6 +187,10 @@ impl ShardLoader<'_> {
                 let query = self.latent_query(i, latent)?;
                 ([Some(query), None, None], None)
             }
+            (LayerCache::Compressed(of), _) => {
+                let query = self.compressed_query(i, of)?;
+                ([Some(query), None, None], None)
+            }
             _ => {
                 let [query, key, value] = shape.input_roles();
                 let each = (1 + usize::from(shape.gated)) * shape.head_dim;
@@ -206,6 +210,10 @@ impl ShardLoader<'_> {
             key,
             value,
             latent: latent.transpose()?.map(Box::new),
+            compressed: match shape.cache {
+                LayerCache::Compressed(of) => Some(Box::new(self.compressed(i, of)?)),
+                _ => None,
+            },
             pooled: self.pool_indexer(i)?.map(Box::new),
             delta_net,
             conv_taps: self.conv_taps(i)?,
@@ -260,7 +268,7 @@ impl ShardLoader<'_> {
 
     /// Attention sinks of this rank's heads.
     fn sinks(&self, layer: usize) -> Result<Option<Vec<f32>>, Error> {
-        if !self.config.family.has_sinks_and_biases() {
+        if !self.config.family.has_sinks() {
             return Ok(None);
         }
         let heads = self.shard.layer(layer).heads.clone();
@@ -350,6 +358,10 @@ impl ShardLoader<'_> {
                 .scaled
                 .then(|| self.names.router_norm(layer))
                 .transpose()?,
+            table: match of.gating == Gating::OfToken && !self.few_experts {
+                true => Some(self.names.expert_table(layer, of)?),
+                false => None,
+            },
             scales: of
                 .scaled
                 .then(|| self.names.finite(role(LayerRole::ExpertScales), of.count))

@@ -9,7 +9,7 @@ use paceline_weights::tensor::Tensor;
 
 use super::stored::StoredTensor;
 use crate::rope::{LongContext, LongFrequencies, MIN_DIVISOR};
-use crate::{Config, Error, LayerRole, ModelFamily, ModelSource, Nth, Role};
+use crate::{Config, Error, Experts, LayerRole, ModelFamily, ModelSource, Nth, Role};
 
 /// Reads a model's weights by role, checked against its configuration.
 #[derive(Clone, Copy, Debug)]
@@ -53,6 +53,10 @@ impl WeightReader<'_> {
             Role::Layer(_, LayerRole::Query | LayerRole::Key | LayerRole::Value) => {
                 self.family().has_qkv_biases()
             }
+            // Its name is that of the choice bias.
+            Role::Layer(_, LayerRole::Router) if self.family() == ModelFamily::DeepSeek4 => {
+                return Ok(None);
+            }
             Role::Layer(_, LayerRole::AttentionOutput | LayerRole::Router) => {
                 self.family().has_sinks_and_biases()
             }
@@ -94,6 +98,53 @@ impl WeightReader<'_> {
                 got: *bad,
             }),
         }
+    }
+
+    /// A matrix of finite numbers, unpacked.
+    pub(crate) fn table(&self, role: Role, shape: [usize; 2]) -> Result<Vec<f32>, Error> {
+        let tensor = self.source.weight(self.family(), role)?;
+        check_shape(&tensor, &shape)?;
+        let n = shape[0] * shape[1];
+        let flat = Tensor {
+            shape: vec![n],
+            ..tensor
+        };
+        let values = vector(&flat, n)?;
+        match values.iter().find(|value| !value.is_finite()) {
+            None => Ok(values),
+            Some(bad) => Err(Error::NotFinite {
+                name: flat.name,
+                got: *bad,
+            }),
+        }
+    }
+
+    /// The experts of each token, `(vocabulary, k)`, different ones for a token.
+    pub(crate) fn expert_table(&self, layer: usize, of: Experts) -> Result<Vec<u32>, Error> {
+        let role = Role::Layer(layer, LayerRole::ExpertTable);
+        let (name, bytes) = self.source.integers(self.family(), role)?;
+        let n = self.config.vocab * of.used;
+        let ids: Option<Vec<u32>> = match bytes.len() / n {
+            8 => {
+                let ids = bytes.as_chunks().0.iter();
+                ids.map(|id| u32::try_from(i64::from_le_bytes(*id)).ok()).collect()
+            }
+            4 => {
+                let ids = bytes.as_chunks().0.iter();
+                Some(ids.map(|id| u32::from_le_bytes(*id)).collect())
+            }
+            _ => None,
+        };
+        let fits = |row: &[u32]| {
+            let is_new = |i: usize| row[..i].iter().all(|id| *id != row[i]);
+            (0..row.len()).all(|i| (row[i] as usize) < of.count && is_new(i))
+        };
+        let fit = |ids: &Vec<u32>| ids.len() == n && ids.chunks_exact(of.used).all(fits);
+        ids.filter(fit).ok_or_else(|| Error::Value {
+            field: "experts of each token",
+            got: name,
+            expected: format!("{} different ones of {} for each", of.used, of.count).into(),
+        })
     }
 
     /// Refuses a router `(experts, C)` with weights or biases that are not finite: its choice would

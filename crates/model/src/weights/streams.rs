@@ -14,6 +14,8 @@ pub(crate) enum LayerStreams {
     /// Before attention and before the feed-forward.
     Gated(Box<[StreamMix; 2]>),
     Alternating(Box<Alternation>),
+    /// As `Gated`.
+    Constrained(Box<[ConstrainedMix; 2]>),
 }
 
 /// From several residual streams to the input of the output head.
@@ -22,6 +24,19 @@ pub(crate) enum HeadStreams {
     Gated(Box<StreamMix>),
     /// `(C, C)` of each stream but the first.
     Alternating(Vec<PackedMatrix>),
+    /// `None` for the mean.
+    Constrained(Option<Box<ConstrainedMix>>),
+}
+
+/// Weights of constrained streams: before a half, or before the output head.
+#[derive(Debug)]
+pub(crate) struct ConstrainedMix {
+    /// `(2 S + S S, S C)` or `(S, S C)`, in f32.
+    pub(crate) matrix: PackedMatrix,
+    /// `(2 S + S S,)` or `(S,)`
+    pub(crate) base: Vec<f32>,
+    /// `(3,)` or `(1,)`
+    pub(crate) scale: Vec<f32>,
 }
 
 /// A mix of S streams. Its matrices have rank R.
@@ -42,6 +57,7 @@ impl LayerStreams {
         match self {
             Self::Gated(mixes) => mixes.iter().map(StreamMix::bytes).sum(),
             Self::Alternating(own) => own.bytes(),
+            Self::Constrained(mixes) => mixes.iter().map(|mix| mix.matrix.bytes().0).sum(),
         }
     }
 
@@ -49,14 +65,22 @@ impl LayerStreams {
     pub(crate) fn mixes(&self) -> &[StreamMix] {
         match self {
             Self::Gated(mixes) => &mixes[..],
-            Self::Alternating(_) => &[],
+            Self::Alternating(_) | Self::Constrained(_) => &[],
+        }
+    }
+
+    /// The weights before both halves.
+    pub(crate) fn constrained(&self) -> &[ConstrainedMix] {
+        match self {
+            Self::Constrained(mixes) => &mixes[..],
+            Self::Alternating(_) | Self::Gated(_) => &[],
         }
     }
 
     pub(crate) const fn alternation(&self) -> Option<&Alternation> {
         match self {
             Self::Alternating(own) => Some(own),
-            Self::Gated(_) => None,
+            Self::Gated(_) | Self::Constrained(_) => None,
         }
     }
 }
@@ -66,20 +90,28 @@ impl HeadStreams {
         match self {
             Self::Gated(mix) => mix.bytes(),
             Self::Alternating(ends) => ends.iter().map(|matrix| matrix.bytes().0).sum(),
+            Self::Constrained(mix) => mix.as_ref().map_or(0, |mix| mix.matrix.bytes().0),
         }
     }
 
     pub(crate) fn mix(&self) -> Option<&StreamMix> {
         match self {
             Self::Gated(mix) => Some(mix),
-            Self::Alternating(_) => None,
+            Self::Alternating(_) | Self::Constrained(_) => None,
+        }
+    }
+
+    pub(crate) fn constrained(&self) -> Option<&ConstrainedMix> {
+        match self {
+            Self::Constrained(mix) => mix.as_deref(),
+            Self::Alternating(_) | Self::Gated(_) => None,
         }
     }
 
     /// Matrices whose input is as wide as a stream.
     pub(crate) fn of_width(&self) -> &[PackedMatrix] {
         match self {
-            Self::Gated(_) => &[],
+            Self::Gated(_) | Self::Constrained(_) => &[],
             Self::Alternating(ends) => ends,
         }
     }
@@ -112,6 +144,13 @@ impl ShardLoader<'_> {
             StreamRule::Alternating => {
                 LayerStreams::Alternating(Box::new(self.alternation(layer)?))
             }
+            StreamRule::Constrained(_) => {
+                let lens = ((2 + of.count) * of.count, 3);
+                LayerStreams::Constrained(Box::new([
+                    self.constrained_mix(|part| role(LayerRole::AttentionStreams(part)), lens)?,
+                    self.constrained_mix(|part| role(LayerRole::FfnStreams(part)), lens)?,
+                ]))
+            }
         }))
     }
 
@@ -127,6 +166,11 @@ impl ShardLoader<'_> {
             StreamRule::Alternating => {
                 HeadStreams::Alternating(self.stream_ends(StreamPart::Collapse)?)
             }
+            StreamRule::Constrained(constraint) => {
+                let mix = || self.constrained_mix(Role::Streams, (of.count, 1));
+                let mix = constraint.weighs_head.then(mix).transpose()?;
+                HeadStreams::Constrained(mix.map(Box::new))
+            }
         }))
     }
 
@@ -139,6 +183,20 @@ impl ShardLoader<'_> {
             }
             _ => Ok(Vec::new()),
         }
+    }
+
+    /// `rows` weights of `kinds` kinds.
+    fn constrained_mix(
+        &self,
+        role: impl Fn(StreamPart) -> Role,
+        (rows, kinds): (usize, usize),
+    ) -> Result<ConstrainedMix, Error> {
+        let shape = [rows, self.config.residual_width()];
+        Ok(ConstrainedMix {
+            matrix: self.whole(role(StreamPart::Weigh), shape, true)?,
+            base: self.names.finite(role(StreamPart::WeighBias), rows)?,
+            scale: self.names.finite(role(StreamPart::WeighScale), kinds)?,
+        })
     }
 
     fn stream_mix(

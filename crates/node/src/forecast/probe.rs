@@ -233,6 +233,13 @@ impl Probe {
                 .window
                 .map_or(positions, |window| window.min(positions))
                 as f64,
+            LayerCache::Compressed(of) => {
+                let runs = of.runs.map_or(0, |runs| {
+                    let most = runs.indexer.map_or(usize::MAX, |own| own.choice.top_k);
+                    (positions / runs.len).min(most)
+                });
+                (of.window.min(positions) + runs) as f64
+            }
             LayerCache::Delta(_) | LayerCache::State(_) | LayerCache::Conv(_) => 0.0,
         });
         mean_layer(&self.stands, keys)

@@ -74,7 +74,11 @@ impl Runs {
     /// Index of the page that has an entry, and its first element there.
     const fn place(self, entry: usize) -> (usize, usize) {
         let last = (entry + 1) * self.len - 1;
-        let slot = if self.len < PAGE { last % PAGE / self.len } else { 0 };
+        let slot = if self.len < PAGE {
+            last % PAGE / self.len
+        } else {
+            0
+        };
         (last / PAGE, slot * self.entry())
     }
 }
@@ -206,7 +210,10 @@ impl RunScratch {
 
     /// Entries that a layer's indexer chooses; all in layers without one.
     fn top_k(&self, runs: Option<Runs>) -> usize {
-        let own = self.index.as_ref().filter(|_| runs.is_some_and(|of| of.index_dim > 0));
+        let own = self
+            .index
+            .as_ref()
+            .filter(|_| runs.is_some_and(|of| of.index_dim > 0));
         own.map_or(usize::MAX, |own| own.sparse.choice().top_k)
     }
 }
@@ -330,7 +337,9 @@ impl Kernels {
         let mut first = 0;
         for sequence in step.sequences[1] {
             let before = sequence.position + 1;
-            let dense = ((top_k + 1) * runs.len).saturating_sub(before).min(sequence.rows);
+            let dense = ((top_k + 1) * runs.len)
+                .saturating_sub(before)
+                .min(sequence.rows);
             let entries = (sequence.position + sequence.rows) / runs.len;
             if dense < sequence.rows {
                 self.gather_index(cache, (step.layers[1], runs), sequence, entries, own);

@@ -14,10 +14,12 @@ const READ: &str = "\
     activation_sparsity_pattern altup_active_idx altup_correct_scale altup_num_inputs \
     attention_bias attention_k_eq_v attention_multiplier attn_config attn_logit_softcapping \
     attn_output_gate attn_type_list block_auto_adjust_ff_dim block_dim block_ff_dim \
-    block_ffn_dim_multiplier block_multiple_of clip_qkv conv_L_cache conv_bias conv_kernel d_model \
+    block_ffn_dim_multiplier block_multiple_of clip_qkv compress_rate_csa compress_rate_hca \
+    compress_rates compress_ratios compress_rope_theta conv_L_cache conv_bias conv_kernel d_model \
     decoder_sparse_step dense_intermediate_size embedding_multiplier enable_moe_block expand \
     experts_per_token ffn_config final_logit_softcapping first_k_dense_replace \
-    full_attention_interval full_attn_idxs global_head_dim hc_count hc_lowrank head_dim \
+    full_attention_interval full_attn_idxs global_head_dim hc_count hc_eps hc_lowrank hc_mult \
+    hc_sinkhorn_iters head_dim \
     heads_per_ngram hidden_act hidden_activation hidden_size hidden_size_per_layer_input \
     hybrid_override_pattern index_block_size index_head_dim index_local_blocks index_n_heads \
     index_skip_topk_offset index_topk index_topk_blocks index_topk_freq index_topk_pattern \
@@ -34,9 +36,9 @@ const READ: &str = "\
     n_layers n_routed_experts n_shared_experts ngram_size ngram_vocab_size_base \
     no_rope_layer_interval no_rope_layers norm_eps norm_topk_prob num_attention_heads \
     num_dense_layers num_expert_group num_experts num_experts_per_tok num_experts_per_token \
-    num_global_key_value_heads num_hidden_layers num_key_value_heads num_kv_shared_layers \
+    num_global_key_value_heads num_hash_layers num_hidden_layers num_key_value_heads num_kv_shared_layers \
     num_local_experts num_nextn_predict_layers num_shared_experts original_max_position_embeddings \
-    output_gate_type partial_rotary_factor per_layer_config ple_conv_kernel_size ple_embed_dim \
+    o_groups o_lora_rank output_gate_type partial_rotary_factor per_layer_config ple_conv_kernel_size ple_embed_dim \
     ple_layer_ids q_lora_rank qk_head_dim qk_nope_head_dim qk_norm_type qk_rope_head_dim qkv_bias \
     query_pre_attn_scalar residual_multiplier rms_norm_eps rope_interleave rope_local_base_freq \
     rope_parameters rope_scaling rope_theta rotary_dim routed_scaling_factor \

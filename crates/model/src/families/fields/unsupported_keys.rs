@@ -233,6 +233,7 @@ impl ConfigFields<'_> {
             Gating::Softmax => (1, "1 (softmax)"),
             Gating::Sigmoid => (2, "2 (sigmoid)"),
             Gating::OfChosen => (3, "3 (softmax of those chosen)"),
+            Gating::SqrtSoftplus | Gating::OfToken => return Ok(()), // no files of the family
         };
         let said = self.opt_size("expert_gating_func", "", 0, u64::MAX)?;
         if let Some(other) = said.filter(|said| ![0, number].contains(said)) {

@@ -1,0 +1,181 @@
+//! Manifold-constrained hyper-connections: a half of a layer reads a weighted sum of the residual
+//! streams. Its output goes to every stream with a weight, and the streams themselves through a
+//! matrix whose rows and columns sum to 1.
+//!
+//! ```text
+//! residual (T, S, C) -> n (T, S C) = x / rms(x)      z (T, 2 S + S S) = fn n, in f32
+//! before (T, S) = sigmoid(a z + b) + eps             x (T, C) = sum of before[s] * residual[s]
+//! after (T, S) = 2 sigmoid(a z + b)                  mix (T, S, S) = sinkhorn(softmax(a z + b))
+//! residual[d] = after[d] * delta (T, C) + sum over s of mix[s][d] * residual[s]
+//! ```
+//!
+//! Every rank of a stage has the whole residual and computes all of it, so a split changes no bits.
+
+use paceline_comm::RegisteredMemory;
+use paceline_tensor::pool::DisjointMut;
+use paceline_tensor::{Activations, Kernels};
+
+use super::rows::{activations, whole};
+use crate::config::{Constraint, MAX_STREAMS, StreamRule};
+use crate::model::Model;
+use crate::weights::{ConstrainedMix, HeadStreams};
+
+/// Values per call of the exponential kernel, and channels that are mixed together.
+const RUN: usize = 64;
+
+/// Buffers of the mixes; all mixes of a model have equal sizes.
+#[derive(Debug)]
+pub(super) struct ConstrainedRows {
+    count: usize,
+    of: Constraint,
+    /// `(S C,)`: ones.
+    ones: Vec<f32>,
+    /// `(T, S C)`, after the norm.
+    normed: Activations,
+    /// `(T, 2 S + S S)`, or `(T, S)` before the output head: products, then weights.
+    weights: RegisteredMemory<f32>,
+}
+
+impl ConstrainedRows {
+    /// For steps of up to `rows` rows; `None` for models without such streams.
+    pub(super) fn new(model: &Model, rows: usize) -> Option<Self> {
+        let streams = model.config().streams?;
+        let StreamRule::Constrained(of) = streams.rule else {
+            return None;
+        };
+        let (count, all) = (streams.count, model.config().residual_width());
+        let layers = model.layers().iter().flat_map(|layer| &layer.streams);
+        let mixes = layers.flat_map(|streams| streams.constrained());
+        let mixes = mixes.chain(model.head_streams().and_then(HeadStreams::constrained));
+        Some(Self {
+            normed: activations(model, rows, all, mixes.map(|mix| &mix.matrix)),
+            weights: RegisteredMemory::new(None, rows * (2 + count) * count),
+            ones: vec![1.0; all],
+            count,
+            of,
+        })
+    }
+
+    /// Weights of `x.rows()` rows, `row(t)` `(S, C)` each, and the norm of their weighted sum in
+    /// `x`. Without a mix, as before the output head of GLM 5.3, the sum is the mean.
+    pub(super) fn mix<'r>(
+        &mut self,
+        (kernels, eps): (&Kernels, f32),
+        (mix, norm): (Option<&ConstrainedMix>, &[f32]),
+        row: impl Fn(usize) -> &'r [f32] + Sync,
+        x: &mut Activations,
+    ) {
+        let each = mix.map_or(self.count, |mix| mix.base.len());
+        match mix {
+            Some(mix) => self.weigh((kernels, eps), mix, &row, x.rows()),
+            None => self.weights[..x.rows() * each].fill(1.0 / self.count as f32),
+        }
+        let (weights, count) = (&self.weights, self.count);
+        kernels.fill_rows(x, |t, out| {
+            let streams = row(t).chunks_exact(out.len());
+            let weights = &weights[t * each..][..count];
+            out.fill(0.0);
+            for (stream, weight) in streams.zip(weights) {
+                let pairs = out.iter_mut().zip(stream);
+                pairs.for_each(|(out, x)| *out += weight * x);
+            }
+            kernels.rms_norm_in_place(out, norm, eps);
+        });
+    }
+
+    /// Weights of `rows` rows.
+    fn weigh<'r>(
+        &mut self,
+        (kernels, eps): (&Kernels, f32),
+        mix: &ConstrainedMix,
+        row: &(impl Fn(usize) -> &'r [f32] + Sync),
+        rows: usize,
+    ) {
+        let (normed, ones) = (&mut self.normed, &self.ones);
+        normed.resize(rows);
+        kernels.fill_rows(normed, |t, out| kernels.rms_norm(row(t), ones, eps, out));
+        kernels.products(normed, [whole(&mix.matrix, &mut self.weights, rows)]);
+        let (count, of, each) = (self.count, self.of, mix.base.len());
+        let weights = DisjointMut::new(&mut self.weights[..rows * each], each);
+        kernels.for_rows(rows, |t| {
+            // SAFETY: each row is visited once.
+            let weights = unsafe { weights.part(t) };
+            for (i, (weight, base)) in weights.iter_mut().zip(&mix.base).enumerate() {
+                *weight = *weight * mix.scale[(i / count).min(2)] + base;
+            }
+            let (before, behind) = weights.split_at_mut(count);
+            sigmoid(kernels, before);
+            before.iter_mut().for_each(|weight| *weight += of.eps);
+            if let Some((after, mix)) = behind.split_at_mut_checked(count) {
+                sigmoid(kernels, after);
+                after.iter_mut().for_each(|weight| *weight *= 2.0);
+                constrain(kernels, of, count, mix);
+            }
+        });
+    }
+
+    /// Mixes the streams of `residual` `(T, S, C)` and adds `delta` `(T, C)` to each.
+    pub(super) fn add(&self, kernels: &Kernels, delta: &[f32], residual: &mut [f32]) {
+        let count = self.count;
+        let (width, each) = (self.ones.len() / count, (2 + count) * count);
+        let parts = DisjointMut::new(residual, count * width);
+        kernels.for_rows(parts.len(), |t| {
+            // SAFETY: each row is visited once.
+            let row = unsafe { parts.part(t) };
+            let delta = &delta[t * width..(t + 1) * width];
+            let (after, mix) = self.weights[t * each..][count..each].split_at(count);
+            for first in (0..width).step_by(RUN) {
+                let n = RUN.min(width - first);
+                let mut streams = [[0.0; RUN]; MAX_STREAMS];
+                for (s, stream) in streams[..count].iter_mut().enumerate() {
+                    stream[..n].copy_from_slice(&row[s * width + first..][..n]);
+                }
+                for (d, after) in after.iter().enumerate() {
+                    let out = &mut row[d * width + first..][..n];
+                    let delta = &delta[first..first + n];
+                    let pairs = out.iter_mut().zip(delta);
+                    pairs.for_each(|(out, delta)| *out = after * delta);
+                    for (s, stream) in streams[..count].iter().enumerate() {
+                        let weight = mix[s * count + d];
+                        let pairs = out.iter_mut().zip(stream);
+                        pairs.for_each(|(out, x)| *out += weight * x);
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// Softmax of each row of `mix` `(S, S)`; then its columns and rows are divided by their sums in
+/// turn (Sinkhorn and Knopp 1967), columns last.
+fn constrain(kernels: &Kernels, of: Constraint, count: usize, mix: &mut [f32]) {
+    for row in mix.chunks_exact_mut(count) {
+        let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut exp = [0.0; MAX_STREAMS];
+        kernels.exp_scaled(row, largest, 1.0, &mut exp[..count]);
+        let sum: f32 = exp[..count].iter().sum();
+        let pairs = row.iter_mut().zip(exp);
+        pairs.for_each(|(weight, exp)| *weight = exp / sum + of.eps);
+    }
+    let mut divide = |step: usize, next: usize| {
+        for line in 0..count {
+            let at = |i: usize| line * next + i * step;
+            let sum = (0..count).map(|i| mix[at(i)]).sum::<f32>() + of.eps;
+            (0..count).for_each(|i| mix[at(i)] /= sum);
+        }
+    };
+    divide(count, 1);
+    for _ in 1..of.rounds {
+        divide(1, count);
+        divide(count, 1);
+    }
+}
+
+/// `x = 1 / (1 + exp(-x))`
+fn sigmoid(kernels: &Kernels, x: &mut [f32]) {
+    let mut exp = [0.0; MAX_STREAMS];
+    let exp = &mut exp[..x.len()];
+    kernels.exp_scaled(x, 0.0, -1.0, exp);
+    let pairs = x.iter_mut().zip(exp);
+    pairs.for_each(|(x, exp)| *x = 1.0 / (1.0 + *exp));
+}
