@@ -63,6 +63,16 @@ impl Array {
         })
     }
 
+    /// Has this handle stand for `other`, and lets go of what it was. Clones stay what they were.
+    ///
+    /// # Safety
+    /// No borrow of its bytes is in use.
+    pub unsafe fn become_array(&self, other: &Self) {
+        let mut own = self.handle;
+        // SAFETY: live handles. A handle that is not null keeps its place.
+        unsafe { (self.library.table().array_set)(&raw mut own, other.handle) };
+    }
+
     /// Sizes, outermost first.
     pub fn shape(&self) -> Vec<i32> {
         let table = self.library.table();

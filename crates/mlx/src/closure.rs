@@ -24,11 +24,11 @@ pub type Differentiable<'a> = dyn Fn(&[Array]) -> Result<Vec<Array>, Error> + 'a
 type StreamFunction = dyn Fn(&Stream, &[Array]) -> Result<Arrays, Error>;
 
 /// A vector of arrays, given back at the end.
-struct ArrayVector<'a>(ObjectHandle, &'a Library);
+pub(crate) struct ArrayVector<'a>(pub(crate) ObjectHandle, &'a Library);
 
 impl<'a> ArrayVector<'a> {
     /// A handle of nothing, for a call to write to.
-    const fn empty(library: &'a Library) -> Self {
+    pub(crate) const fn empty(library: &'a Library) -> Self {
         Self(ObjectHandle::NONE, library)
     }
 
@@ -40,7 +40,7 @@ impl<'a> ArrayVector<'a> {
         Self(handle, library)
     }
 
-    fn arrays(&self) -> Result<Arrays, Error> {
+    pub(crate) fn arrays(&self) -> Result<Arrays, Error> {
         arrays(self.1, self.0)
     }
 }

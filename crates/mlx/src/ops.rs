@@ -3,7 +3,8 @@
 
 use std::ffi::{CStr, c_int};
 
-use crate::library::failed;
+use crate::closure::ArrayVector;
+use crate::library::{done, failed};
 use crate::table::{ObjectHandle, OptionalDtype, OptionalFloat, OptionalInt};
 use crate::{Array, Dtype, Error, Stream};
 
@@ -248,6 +249,25 @@ impl Stream {
         self.op("mlx_astype", |out| unsafe {
             f(out, a.handle, dtype.number(), self.handle)
         })
+    }
+
+    /// The values `(.., n)` as `bits` bits each, in groups of `group` along the last axis: packed
+    /// values `(.., n bits / 32)`, scales and biases `(.., n / group)` in the type of `a`.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add).
+    pub fn quantise(&self, a: &Array, group: i32, bits: i32) -> Result<[Array; 3], Error> {
+        let (f, mode) = (self.library.table().quantize, QuantisedMode::Affine.name());
+        let mut all = ArrayVector::empty(&self.library);
+        let (out, none) = (&raw mut all.0, ObjectHandle::NONE);
+        // SAFETY: see above.
+        let code = unsafe {
+            let mode = mode.as_ptr();
+            f(out, a.handle, int(group), int(bits), mode, none, self.handle)
+        };
+        done("mlx_quantize", code)?;
+        let parts = all.arrays()?;
+        Ok(parts.try_into().expect("affine groups have three parts"))
     }
 
     /// `arrays` one after the other along `axis`.

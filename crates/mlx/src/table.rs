@@ -198,6 +198,9 @@ table! {
     put_along_axis: fn(
         Out, ObjectHandle, ObjectHandle, ObjectHandle, c_int, ObjectHandle
     ) -> c_int;
+    quantize: fn(
+        Out, ObjectHandle, OptionalInt, OptionalInt, *const c_char, ObjectHandle, ObjectHandle
+    ) -> c_int;
     quantized_matmul: fn(
         Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, OptionalInt, OptionalInt,
         *const c_char, ObjectHandle
