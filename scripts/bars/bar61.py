@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """Issue 61: a draft head trained here, its acceptance, its speed, equal answers. PACELINE names the binary.
 
-    bar61.py [BAR..]         without names all but stages; --out keeps prompts, the head and answers (/tmp/drafter-61)
+    bar61.py [BAR..]         without names all but stages, failover and machines; --out keeps prompts, the head and answers (/tmp/drafter-61)
     train   [--minutes 90]   trains a head for SmolLM2 on one narrow kind of text, or continues; reports accepted drafts
     speed   [--runs 20]      one node: decode of held-out prompts over plain, by what was accepted
     random  [--runs 6]       text that the head does not know: decode over plain
     stages  [--runs 6]       four stages with 25 ms one way (root, TAP: delay_net.py; --ms): decode over plain
     equal   [--requests 500] random requests, several at once: greedy, sampled, grammars, stop texts, penalties, logprobs
+    failover                 answers with a head go on after `kill -9` of the machine that drafts, and of one behind it (root)
     machines                 a small head trained here, then over two machines (root): the same bytes, also with a worker killed
     mlx     [--requests 100] greedy requests on MLX (--kernels): equal tokens but where two logits are within 1e-3, twice the same
 
 The kind of text: a Python class with three fields. Prompts of train and of the others differ.
 """
-import random
+import random, signal
 import common31
 import chosen
 from common32 import *
@@ -126,13 +127,31 @@ def random_text():
     [server.end() for server in servers.values()]
 
 
+def asked(host, body, after=None):
+    """The answer to a chat that a client in this namespace streams; `after` is called at its tenth event."""
+    program = ("import json, sys\nsys.path.insert(0, sys.argv[1])\nimport common32\n"
+               "def told(n): print('event', file=sys.stderr, flush=True)\n"
+               "f = common32.stream(52415, json.loads(sys.stdin.read()), path='/v1/chat/completions', on_event=told, timeout=170)\n"
+               "print(json.dumps({n: f[n] for n in ('rate', 'text', 'usage')}))")
+    child = subprocess.Popen(["ip", "netns", "exec", host, sys.executable, "-c", program, os.path.dirname(os.path.abspath(__file__))],
+                             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdin.write(json.dumps(body))
+    child.stdin.close()
+    said, events = [], 0
+    for line in child.stderr:
+        events += line == "event\n"
+        said += [line] if line != "event\n" else []
+        if events == 10 and after:
+            after = after()
+    if child.wait() or after:
+        sys.exit(f"{body['model']}: {events} events, then {''.join(said)[-600:]}")
+    return json.loads(child.stdout.read())
+
+
 def stages():
     from delay_net import DelayNet
     here, net, machines = folder(), DelayNet(4, a.ms), []
     ways = {"plain": ["--drafts", 0], "head": ["--drafter", head()]}
-    program = ("import json, sys\nsys.path.insert(0, sys.argv[1])\nimport common32\n"
-               "f = common32.stream(52415, json.loads(sys.stdin.read()), path='/v1/chat/completions', timeout=170)\n"
-               "print(json.dumps({n: f[n] for n in ('rate', 'text', 'usage')}))")
     try:
         machines = [common31.Machine(BINARY, net, n) for n in range(4)]
         [machine.up() for machine in machines]
@@ -146,11 +165,7 @@ def stages():
 
         def ask(way, text):
             model = next(i for i in listed if i.endswith(f"/{way}.gguf"))
-            command = ["ip", "netns", "exec", net.hosts[0], sys.executable, "-c", program, os.path.dirname(os.path.abspath(__file__))]
-            child = subprocess.run(command, input=json.dumps({"model": model, **chat(text)}), text=True, capture_output=True, timeout=180)
-            if child.returncode:
-                sys.exit(f"{way}: {child.stderr[-600:]}")
-            return json.loads(child.stdout)
+            return asked(net.hosts[0], {"model": model, **chat(text)})
         rates(ways, ask, held_out(2))
         found, equal = rates(ways, ask, held_out(2 + (a.runs or 6))[2:])
         told("stages, accepted drafts a step", [accepted(one["head"]["usage"]) for one in found])
@@ -240,6 +255,48 @@ def machines():
         net.end()
 
 
+def failover():
+    from delay_net import DelayNet
+    here, net, machines, texts = folder(), DelayNet(3, 1.0), [], held_out(4)
+    plain = Up(SMOLLM2, "--threads", a.threads, "--context", 2048, "--drafts", 0)
+    expected = [plain.call("POST", "/v1/chat/completions", {"model": plain.model, **chat(text)}) for text in texts]
+    plain.end()
+    try:
+        machines = [common31.Machine(BINARY, net, n) for n in range(3)]
+        [machine.up() for machine in machines]
+        common31.form(machines)
+        differ, right = 0, 0
+        # The machine that drafts, then one behind it.
+        for lost, nodes in ((0, "1"), (1, "n2,n1")):
+            another_name(SMOLLM2, f"{here}/lost{lost}.gguf")
+            machines[2 * lost].told("load", f"{here}/lost{lost}.gguf", "--nodes", nodes, "--threads", 1, "--parallel", 2, "--context", 2048,
+                       "--drafter", head())
+            asking = machines[2]
+
+            def is_ready(name=f"lost{lost}.gguf"):
+                return any(m["id"].endswith(name) for m in asking.get("/v1/models")["data"])
+            until("the model is known", is_ready, 120)
+            if not lost:
+                until("another machine has the model", lambda: "has all of" in machines[0].said(), 120)
+            model = next(m["id"] for m in asking.get("/v1/models")["data"] if m["id"].endswith(f"lost{lost}.gguf"))
+            for n, (text, of) in enumerate(zip(texts, expected)):
+                def fell():
+                    pids = subprocess.run(["ip", "netns", "pids", net.hosts[lost]], capture_output=True, text=True).stdout.split()
+                    [os.kill(int(pid), signal.SIGKILL) for pid in pids]
+                answer = asked(net.hosts[2], {"model": model, **chat(text)}, fell if n == 1 else None)
+                right += answer["usage"]["completion_tokens_details"].get("accepted_prediction_tokens", 0)
+                differ += answer["text"] != of["choices"][0]["message"]["content"]
+            print("  " + machines[2].told("ps").replace("\n", "\n  "), flush=True)
+            machines[2].told("unload", model)
+            machines[lost].child.wait()
+            machines[lost].up()
+        told("failover, accepted drafts", right)
+        bar("failover, answers that differ", differ, "", 0, at_least=False)
+    finally:
+        [machine.end() for machine in machines]
+        net.end()
+
+
 def first_difference(one, other):
     """How far apart the two likeliest tokens were where two answers part; None for equal ones."""
     for of, there in zip(*[answer["choices"][0]["logprobs"]["content"] for answer in (one, other)]):
@@ -272,7 +329,7 @@ def mlx():
 
 
 BARS = {"train": (train, 5500), "speed": (speed, 900), "random": (random_text, 900), "stages": (stages, 1800), "equal": (equal, 1800),
-        "mlx": (mlx, 1800), "machines": (machines, 3600)}
+        "mlx": (mlx, 1800), "failover": (failover, 900), "machines": (machines, 3600)}
 parser = arguments(__doc__, runs=0, ms=25.0, tokens=0, requests=0, kernels="mlx-f32", minutes=90.0, steps=150, threads=2, out="/tmp/drafter-61")
-a = chosen.parsed(parser, BARS, ["stages", "machines"])
+a = chosen.parsed(parser, BARS, ["stages", "failover", "machines"])
 chosen.play(a.bars, BARS)
