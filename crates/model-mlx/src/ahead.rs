@@ -198,9 +198,7 @@ impl<'a> NextStep<'a> {
                 ..row.of
             })
             .collect();
-        run(&Batch {
-            sequences: &sequences,
-        })
+        run(&Batch::new(&sequences))
     }
 
     /// The leader's plan of the step with these tokens, if it names pages that begin `page`.

@@ -68,14 +68,12 @@ struct Sequence {
 impl Sequence {
     fn in_batch(&self) -> BatchSequence<'_> {
         let end = self.position + self.pending.len();
-        BatchSequence {
-            tokens: &self.pending,
-            position: self.position,
-            pages: &self.pages[..end.div_ceil(PAGE)],
-            windows: &[],
-            adapter: 0,
-            logits: self.logits,
-        }
+        BatchSequence::plain(
+            &self.pending,
+            self.position,
+            &self.pages[..end.div_ceil(PAGE)],
+            self.logits,
+        )
     }
 
     /// Appends a token.
@@ -99,7 +97,7 @@ const DRAWN: Logits = Logits::Drawn(TokenDraw {
 /// A step of all sequences: the token of each, with the bits of its logit.
 fn forward(compute: &mut dyn Compute, sequences: &mut [Sequence]) -> Vec<(u32, u32)> {
     let batch: Vec<_> = sequences.iter().map(Sequence::in_batch).collect();
-    let rows = compute.forward(&Batch { sequences: &batch }).unwrap();
+    let rows = compute.forward(&Batch::new(&batch)).unwrap();
     let best = (0..rows).map(|i| largest(compute.logits_mut(i)));
     let best: Vec<(u32, u32)> = best.collect();
     let each = sequences.iter_mut().zip(&best);
@@ -349,18 +347,9 @@ fn waits(model: &Arc<MlxModel>, logits: Logits) -> String {
     let mut compute = reserve(model);
     let mut token = 7;
     for position in 0..STEPS {
-        let sequence = BatchSequence {
-            tokens: &[token],
-            position,
-            pages: &[0],
-            windows: &[],
-            adapter: 0,
-            logits,
-        };
+        let sequence = BatchSequence::plain(&[token], position, &[0], logits);
         let sequences = [sequence];
-        let batch = Batch {
-            sequences: &sequences,
-        };
+        let batch = Batch::new(&sequences);
         compute.forward(&batch).unwrap();
         token = largest(compute.logits_mut(0)).0;
     }

@@ -73,9 +73,7 @@ impl Interleaved {
             )
         };
         let sequences: Vec<_> = rows.iter().map(part).collect();
-        let batch = Batch {
-            sequences: &sequences,
-        };
+        let batch = Batch::new(&sequences);
         assert_eq!(self.compute.forward(&batch).unwrap(), rows.len());
         let far = rows.iter().enumerate().map(|(i, (s, rows))| {
             let expected = &self.expected[*s][rows.end - 1];

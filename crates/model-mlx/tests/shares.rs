@@ -45,9 +45,7 @@ struct Run {
 fn step(compute: &mut dyn Compute, position: usize) {
     let sequence = BatchSequence::plain(&[7], position, &[0], Logits::Last);
     let sequences = [sequence];
-    let batch = Batch {
-        sequences: &sequences,
-    };
+    let batch = Batch::new(&sequences);
     assert_eq!(compute.forward(&batch).unwrap(), 1);
 }
 

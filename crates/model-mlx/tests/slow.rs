@@ -34,20 +34,16 @@ const ROWS: usize = 4;
 
 fn with_chunk<T>(tokens: &[u32], chunk: usize, run: impl FnOnce(&Batch<'_>) -> T) -> T {
     let rows = chunk * ROWS..(chunk + 1) * ROWS;
-    let sequence = BatchSequence {
-        tokens: &tokens[rows.clone()],
-        position: rows.start,
-        pages: &[0],
-        windows: &[],
-        adapter: 0,
-        logits: match chunk + 1 == CHUNKS {
+    let sequence = BatchSequence::plain(
+        &tokens[rows.clone()],
+        rows.start,
+        &[0],
+        match chunk + 1 == CHUNKS {
             true => Logits::Last,
             false => Logits::None,
         },
-    };
-    run(&Batch {
-        sequences: &[sequence],
-    })
+    );
+    run(&Batch::new(&[sequence]))
 }
 
 /// Reads the prompt with as many announced chunks as the model has stages; its logits.

@@ -235,16 +235,11 @@ impl DraftHeadCompute for NextTokenCompute {
             out: &mut self.workspace.residual_mut()[..tokens.len() * c],
         };
         kernels.products(&self.input, [mixed]);
-        let rows = sequences.iter().map(|s| BatchSequence {
-            tokens: s.tokens,
-            position: s.position,
-            pages: s.pages,
-            windows: &[],
-            adapter: 0,
-            logits: Logits::Last,
-        });
+        let rows = sequences
+            .iter()
+            .map(|s| BatchSequence::plain(s.tokens, s.position, s.pages, Logits::Last));
         let rows: Vec<BatchSequence<'_>> = rows.collect();
-        let batch = Batch { sequences: &rows };
+        let batch = Batch::new(&rows);
         model.forward(&batch, &mut self.workspace, &mut self.cache)?;
         let mut end = 0;
         for (s, out) in sequences.iter().zip(self.outputs.chunks_exact_mut(c)) {

@@ -150,7 +150,7 @@ impl StepPlan {
     fn check(&self, words: &[u32], limits: &PlanLimits<'_>) -> Result<(), Error> {
         let windows: Vec<WindowPages<'_>> = self.windows(words).collect();
         let batch: Vec<BatchSequence<'_>> = self.batch(words, &windows).collect();
-        let batch = Batch { sequences: &batch };
+        let batch = Batch::new(&batch);
         at_most("rows", batch.rows(), limits.rows)?;
         at_most("rows of logits", batch.logit_rows(), limits.logit_rows)?;
         for s in batch.sequences {

@@ -8,7 +8,7 @@ use paceline_tensor::storage::random::random_row;
 use paceline_weights::gguf::testing::GgufWriter;
 
 use crate::candidates::{self, LogitExtent};
-use crate::{BatchSequence, Logits, TopLogits};
+use crate::TopLogits;
 
 /// Parses `words` as a plan of the leader; must never panic. An accepted plan has at most this
 /// rank's maximum of rows.
@@ -24,25 +24,6 @@ pub fn parse_plan(words: &[u32]) {
 /// If the parts are not within the row.
 pub fn gathered(row: &[f32], parts: &[Range<usize>], top: TopLogits) -> Vec<f32> {
     candidates::gathered(row, parts, LogitExtent::Top(top))
-}
-
-impl<'a> BatchSequence<'a> {
-    /// Rows of the base model's own weights, in layers that all keep `pages`.
-    pub const fn plain(
-        tokens: &'a [u32],
-        position: usize,
-        pages: &'a [u32],
-        logits: Logits,
-    ) -> Self {
-        Self {
-            tokens,
-            position,
-            pages,
-            windows: &[],
-            adapter: 0,
-            logits,
-        }
-    }
 }
 
 /// Sizes of [`tiny_llama`].

@@ -48,9 +48,7 @@ static ALLOCATOR: Counting = Counting;
 fn step(model: &Model, position: usize, ws: &mut Workspace, cache: &mut KvCache) {
     let pages = [[0u32, 1, 2, 3], [7, 6, 5, 4]];
     let sequences = [0, 1].map(|s| BatchSequence::plain(&[1], position, &pages[s], Logits::Last));
-    let batch = Batch {
-        sequences: &sequences,
-    };
+    let batch = Batch::new(&sequences);
     assert_eq!(model.forward(&batch, ws, cache).unwrap(), 2);
 }
 

@@ -172,9 +172,7 @@ impl Case<'_> {
                 logits: wanted[s],
             };
             let sequences: Vec<_> = (0..2).filter(|s| step[*s] > 0).map(sequence).collect();
-            let batch = Batch {
-                sequences: &sequences,
-            };
+            let batch = Batch::new(&sequences);
             let rows = model.forward(&batch, &mut ws, &mut cache)?;
             let vocab = model.config().vocab;
             all.push(

@@ -95,9 +95,8 @@ fn step(model: &Model) -> Result<(), Error> {
     };
     let mut cache = model.new_cache(size, 64)?;
     let sequence = BatchSequence::plain(&[1], 0, &[0], Logits::Last);
-    let batch = Batch {
-        sequences: &[sequence],
-    };
+    let batch = [sequence];
+    let batch = Batch::new(&batch);
     let mut workspace = Workspace::new(model, size);
     model.forward(&batch, &mut workspace, &mut cache).map(drop)
 }

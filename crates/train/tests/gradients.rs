@@ -261,9 +261,8 @@ pub(crate) fn served(model: &str, adapter: &Adapter, tokens: &[u32]) -> Vec<Vec<
         adapter: 1,
         logits: Logits::All,
     };
-    let batch = Batch {
-        sequences: &[sequence],
-    };
+    let batch = [sequence];
+    let batch = Batch::new(&batch);
     assert_eq!(model.forward(&batch, &mut ws, &mut cache).unwrap(), rows);
     let vocab = model.config().vocab;
     (0..rows)

@@ -91,9 +91,7 @@ fn run(model: &Model, tokens: &[u32]) -> (Vec<Vec<u32>>, Vec<(u64, u64)>) {
                 &pages,
                 Logits::Last,
             )];
-            let batch = Batch {
-                sequences: &sequences,
-            };
+            let batch = Batch::new(&sequences);
             assert_eq!(model.forward(&batch, &mut ws, &mut cache).unwrap(), 1);
             let logits = ws.logits_mut(0, model.config().vocab);
             all.push(logits.iter().map(|logit| logit.to_bits()).collect());
@@ -210,9 +208,7 @@ fn copied_by_mlx(model: MlxModel, tokens: &[u32]) -> CopyStats {
             &pages,
             Logits::Last,
         )];
-        let batch = Batch {
-            sequences: &sequences,
-        };
+        let batch = Batch::new(&sequences);
         assert_eq!(compute.forward(&batch).unwrap(), 1);
     } else {
         assert_eq!(compute.follow().unwrap(), FollowOutcome::Step);

@@ -169,9 +169,7 @@ impl Network {
             logits,
         });
         let sequences: Vec<BatchSequence<'_>> = rows.collect();
-        let batch = Batch {
-            sequences: &sequences,
-        };
+        let batch = Batch::new(&sequences);
         compute.forward(&batch)?;
         Ok(())
     }

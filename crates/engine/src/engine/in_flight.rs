@@ -95,9 +95,7 @@ fn as_batch<T>(rows: &[SequenceRows], run: impl FnOnce(&Batch<'_>) -> T) -> T {
     let windows: Vec<Vec<WindowPages<'_>>> = rows.iter().map(SequenceRows::windows).collect();
     let sequences = rows.iter().zip(&windows);
     let sequences: Vec<BatchSequence<'_>> = sequences.map(|(r, w)| r.of_batch(w)).collect();
-    run(&Batch {
-        sequences: &sequences,
-    })
+    run(&Batch::new(&sequences))
 }
 
 impl Engine {

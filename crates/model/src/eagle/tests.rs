@@ -159,9 +159,8 @@ pub(crate) fn captured_by(source: &ModelSource, tokens: &[u32], layers: &[usize]
         adapter: 0,
         logits: Logits::Last,
     };
-    let batch = Batch {
-        sequences: &[sequence],
-    };
+    let batch = [sequence];
+    let batch = Batch::new(&batch);
     model.forward(&batch, &mut ws, &mut cache).unwrap();
     ws.captured().to_vec()
 }

@@ -146,9 +146,7 @@ impl Decoder {
             let sequences: Vec<BatchSequence<'_>> = parts
                 .map(|(text, pages)| part_of((text, pages), first..first + chunk, wanted))
                 .collect();
-            let batch = Batch {
-                sequences: &sequences,
-            };
+            let batch = Batch::new(&sequences);
             self.model.forward(&batch, &mut workspace, &mut cache)?;
         }
         let mut next = 0;
@@ -190,17 +188,15 @@ fn part_of<'a>(
 ) -> BatchSequence<'a> {
     let first = positions.start;
     let end = text.len().min(positions.end);
-    BatchSequence {
-        tokens: &text[first..end],
-        position: first,
+    BatchSequence::plain(
+        &text[first..end],
+        first,
         pages,
-        windows: &[],
-        adapter: 0,
-        logits: match end == text.len() {
+        match end == text.len() {
             true => wanted,
             false => Logits::None,
         },
-    }
+    )
 }
 
 /// Pages of each text.

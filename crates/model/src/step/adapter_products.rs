@@ -267,9 +267,7 @@ mod tests {
             sequence(2, 1),
         ];
         let run = |rows, adapter| AdapterRows { rows, adapter };
-        let sequences = Batch {
-            sequences: &sequences,
-        };
+        let sequences = Batch::new(&sequences);
         assert_eq!(
             runs(&sequences),
             [run(2..6, 1), run(6..7, 0), run(8..10, 0)]

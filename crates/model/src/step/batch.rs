@@ -184,6 +184,23 @@ pub struct WindowPages<'a> {
 }
 
 impl<'a> BatchSequence<'a> {
+    /// Rows of the base model's own weights, in layers that all keep `pages`.
+    pub const fn plain(
+        tokens: &'a [u32],
+        position: usize,
+        pages: &'a [u32],
+        logits: Logits,
+    ) -> Self {
+        Self {
+            tokens,
+            position,
+            pages,
+            windows: &[],
+            adapter: 0,
+            logits,
+        }
+    }
+
     /// Its rows for the attention of one kind of layers.
     pub fn rows_of(&self, kind: usize) -> AttentionRows<'a> {
         let all = WindowPages {
@@ -214,7 +231,11 @@ pub struct Batch<'a> {
     pub sequences: &'a [BatchSequence<'a>],
 }
 
-impl Batch<'_> {
+impl<'a> Batch<'a> {
+    pub const fn new(sequences: &'a [BatchSequence<'a>]) -> Self {
+        Self { sequences }
+    }
+
     pub fn rows(&self) -> usize {
         self.sequences.iter().map(|s| s.tokens.len()).sum()
     }

@@ -183,21 +183,13 @@ mod tests {
     #[test]
     fn sequences_are_cut_where_the_first_half_ends() {
         let tokens: Vec<u32> = (0..300).collect();
-        let sequence = |tokens, position, logits| BatchSequence {
-            tokens,
-            position,
-            pages: &[],
-            windows: &[],
-            adapter: 0,
-            logits,
-        };
+        let sequence =
+            |tokens, position, logits| BatchSequence::plain(tokens, position, &[], logits);
         let sequences = [
             sequence(&tokens[..100], 7, Logits::Last),
             sequence(&tokens[100..], 1000, Logits::Last),
         ];
-        let batch = Batch {
-            sequences: &sequences,
-        };
+        let batch = Batch::new(&sequences);
         let told = cut(&batch).map(|half| -> Vec<_> {
             let told = |s: &BatchSequence<'_>| (s.tokens[0], s.tokens.len(), s.position, s.logits);
             half.iter().map(told).collect()

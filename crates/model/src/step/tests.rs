@@ -73,9 +73,8 @@ fn check_folder(folder: &str) {
         &[0, 1, 2][..tokens.len().div_ceil(PAGE)],
         Logits::None,
     );
-    let batch = Batch {
-        sequences: &[sequence],
-    };
+    let batch = [sequence];
+    let batch = Batch::new(&batch);
     let cache = Mutex::new(&mut cache);
     let mut step = ForwardStep::new(&model, &batch, &mut ws, &cache, None).unwrap();
     check(&golden, "hidden.0", step.residual(), folder);
@@ -105,9 +104,8 @@ fn last_logits(model: &Model, tokens: &[u32], behind: &mut dyn FnMut()) -> Vec<u
     let mut cache = model.whole_cache(tokens.len()).unwrap();
     let mut ws = Workspace::new(model, BatchSize::single(tokens.len(), tokens.len()));
     let sequence = BatchSequence::plain(tokens, 0, &[0], Logits::Last);
-    let batch = Batch {
-        sequences: &[sequence],
-    };
+    let batch = [sequence];
+    let batch = Batch::new(&batch);
     let ran = model.forward_observed(&batch, &mut ws, &mut cache, behind);
     assert_eq!(ran.unwrap(), 1);
     let logits = ws.logits_mut(0, model.config().vocab);

@@ -90,9 +90,8 @@ impl Runner {
 
     fn step(&mut self, tokens: &[u32], position: usize, logits: Logits) -> Vec<Vec<f32>> {
         let sequence = BatchSequence::plain(tokens, position, &self.pages, logits);
-        let batch = Batch {
-            sequences: &[sequence],
-        };
+        let batch = [sequence];
+        let batch = Batch::new(&batch);
         let rows = self.compute.forward(&batch).unwrap();
         (0..rows)
             .map(|i| self.compute.logits_mut(i).to_vec())

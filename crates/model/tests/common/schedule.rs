@@ -190,7 +190,7 @@ impl<'a> Schedule<'a> {
             .collect();
         let rows = self
             .model
-            .forward(&Batch { sequences: &batch }, &mut self.ws, &mut self.cache)
+            .forward(&Batch::new(&batch), &mut self.ws, &mut self.cache)
             .unwrap();
         self.check(parts, rows, title);
     }

@@ -216,18 +216,14 @@ impl Answering {
         let pages: Vec<u32> = (0..(STREAMS * self.pages) as u32).collect();
         let mut sequences: Vec<BatchSequence<'_>> = Vec::with_capacity(rows.len());
         for (stream, tokens, position) in rows {
-            sequences.push(BatchSequence {
+            sequences.push(BatchSequence::plain(
                 tokens,
-                position: *position,
-                pages: &pages[stream * self.pages..(stream + 1) * self.pages],
-                windows: &[],
-                adapter: 0,
+                *position,
+                &pages[stream * self.pages..(stream + 1) * self.pages],
                 logits,
-            });
+            ));
         }
-        self.compute.forward(&Batch {
-            sequences: &sequences,
-        })?;
+        self.compute.forward(&Batch::new(&sequences))?;
         Ok(())
     }
 

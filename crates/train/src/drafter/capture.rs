@@ -40,18 +40,9 @@ impl Captures {
     pub(super) fn rows(&mut self, tokens: &[u32]) -> Result<Vec<f32>, Error> {
         let mut rows = Vec::new();
         for (i, part) in tokens.chunks(ROWS).enumerate() {
-            let sequence = BatchSequence {
-                tokens: part,
-                position: i * ROWS,
-                pages: &self.pages,
-                windows: &[],
-                adapter: 0,
-                logits: Logits::None,
-            };
+            let sequence = BatchSequence::plain(part, i * ROWS, &self.pages, Logits::None);
             let sequences = [sequence];
-            self.compute.forward(&Batch {
-                sequences: &sequences,
-            })?;
+            self.compute.forward(&Batch::new(&sequences))?;
             rows.extend_from_slice(self.compute.captured());
         }
         Ok(rows)

@@ -49,7 +49,7 @@ impl Compute for Interrupting {
         let wrong: Vec<BatchSequence<'_>> = { wrong }
             .map(|(s, tokens)| BatchSequence { tokens, ..*s })
             .collect();
-        self.inner.forward(&Batch { sequences: &wrong })?;
+        self.inner.forward(&Batch::new(&wrong))?;
         Err(interrupted())
     }
 

@@ -63,9 +63,8 @@ pub(super) fn logits_of(model: &TinyModel, tokens: &[u32]) -> Vec<Vec<f32>> {
         },
     );
     let sequence = BatchSequence::plain(tokens, 0, &pages, Logits::All);
-    let batch = Batch {
-        sequences: &[sequence],
-    };
+    let batch = [sequence];
+    let batch = Batch::new(&batch);
     let rows = model
         .model
         .forward(&batch, &mut workspace, &mut cache)
