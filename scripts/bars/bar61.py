@@ -257,7 +257,7 @@ def machines():
 
 def failover():
     from delay_net import DelayNet
-    here, net, machines, texts = folder(), DelayNet(3, 1.0), [], held_out(4)
+    here, net, machines, texts = folder(), DelayNet(3, a.ms), [], held_out(6)
     plain = Up(SMOLLM2, "--threads", a.threads, "--context", 2048, "--drafts", 0)
     expected = [plain.call("POST", "/v1/chat/completions", {"model": plain.model, **chat(text)}) for text in texts]
     plain.end()
@@ -265,9 +265,9 @@ def failover():
         machines = [common31.Machine(BINARY, net, n) for n in range(3)]
         [machine.up() for machine in machines]
         common31.form(machines)
-        differ, right = 0, 0
         # The machine that drafts, then one behind it.
-        for lost, nodes in ((0, "1"), (1, "n2,n1")):
+        for lost, nodes in ((0, "2"), (1, "n2,n1")):
+            differ, right = 0, []
             another_name(SMOLLM2, f"{here}/lost{lost}.gguf")
             machines[2 * lost].told("load", f"{here}/lost{lost}.gguf", "--nodes", nodes, "--threads", 1, "--parallel", 2, "--context", 2048,
                        "--drafter", head())
@@ -276,22 +276,21 @@ def failover():
             def is_ready(name=f"lost{lost}.gguf"):
                 return any(m["id"].endswith(name) for m in asking.get("/v1/models")["data"])
             until("the model is known", is_ready, 120)
-            if not lost:
-                until("another machine has the model", lambda: "has all of" in machines[0].said(), 120)
             model = next(m["id"] for m in asking.get("/v1/models")["data"] if m["id"].endswith(f"lost{lost}.gguf"))
             for n, (text, of) in enumerate(zip(texts, expected)):
                 def fell():
                     pids = subprocess.run(["ip", "netns", "pids", net.hosts[lost]], capture_output=True, text=True).stdout.split()
                     [os.kill(int(pid), signal.SIGKILL) for pid in pids]
                 answer = asked(net.hosts[2], {"model": model, **chat(text)}, fell if n == 1 else None)
-                right += answer["usage"]["completion_tokens_details"].get("accepted_prediction_tokens", 0)
+                right.append(accepted(answer["usage"]))
                 differ += answer["text"] != of["choices"][0]["message"]["content"]
             print("  " + machines[2].told("ps").replace("\n", "\n  "), flush=True)
+            bar(f"failover, n{lost} lost: answers that differ", differ, "", 0, at_least=False)
+            told(f"failover, n{lost} lost: accepted drafts a step in answers after it", right[2:])
+            bar(f"failover, n{lost} lost: the most of them", max(right[2:]), "", 0.1)  # steps are timed anew
             machines[2].told("unload", model)
             machines[lost].child.wait()
             machines[lost].up()
-        told("failover, accepted drafts", right)
-        bar("failover, answers that differ", differ, "", 0, at_least=False)
     finally:
         [machine.end() for machine in machines]
         net.end()
