@@ -52,7 +52,6 @@ impl PageKey {
     }
 }
 
-/// Contents of a cached page.
 #[derive(Clone, Debug)]
 struct CachedContents {
     /// Unique, so that nothing follows an evicted page.
@@ -78,7 +77,6 @@ struct PageSlot {
     known: Option<CachedContents>,
 }
 
-/// The pages of a sequence.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SequencePages {
     /// In order of position.
@@ -89,7 +87,6 @@ pub(crate) struct SequencePages {
     last_known: u64,
     /// Root of its first page. Sequences with different roots share no pages.
     root: u64,
-    /// Pages of each window.
     windows: Vec<SequenceWindow>,
 }
 

@@ -192,7 +192,6 @@ impl PrefillBudget {
         (row * PAGE as f64 * 1e9) as u64 // saturates
     }
 
-    /// Records the duration of a step.
     pub(crate) fn record(&mut self, step: Composition, duration: Duration) {
         let seconds = duration.as_secs_f64();
         match (step.prompt, step.decoding) {

@@ -30,7 +30,6 @@ pub(crate) struct DraftPart {
 /// A step without prompts that may verify drafts.
 #[derive(Debug)]
 pub(crate) struct DraftStep<'a> {
-    /// All running sequences.
     pub(crate) running: &'a mut [Sequence],
     /// The sequences of the step, in order.
     pub(crate) parts: &'a [DraftPart],
@@ -41,7 +40,6 @@ pub(crate) struct DraftStep<'a> {
     pub(crate) pipeline: Option<Pipeline<'a>>,
 }
 
-/// Draft tokens of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Drafts {
     /// Expected speed-up over a step without drafts.

@@ -40,7 +40,6 @@ pub struct SchedulingParams {
 /// prompt gets none. With 4 slots and answers of 200 tokens of 20 ms this is a minute.
 pub(crate) const PASSED_MAX: u32 = 64;
 
-/// Scheduling key of a queued request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueueKey {
     /// How often others preceded it.

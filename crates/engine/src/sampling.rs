@@ -258,7 +258,6 @@ impl TryFrom<State> for Sampler {
     }
 }
 
-/// A candidate token of the draw.
 #[derive(Clone, Copy, Debug)]
 struct TokenCandidate {
     token: u32,
@@ -503,7 +502,6 @@ impl Sampler {
         }
     }
 
-    /// Draws a token by weight.
     fn draw(&mut self, weights: &[f32]) -> usize {
         // Only a forged count reaches the end of the range.
         self.draws = self.draws.wrapping_add(1);

@@ -130,7 +130,6 @@ pub(super) struct NextStep<'a> {
     sequences: Vec<NextRow<'a>>,
 }
 
-/// The next row of a sequence.
 struct NextRow<'a> {
     /// Without the row's token.
     of: BatchSequence<'a>,
@@ -208,7 +207,6 @@ impl<'a> NextStep<'a> {
         words
     }
 
-    /// Rows of the step.
     pub(super) const fn rows(&self) -> usize {
         self.sequences.len()
     }

@@ -228,7 +228,6 @@ impl Gates {
         Ok(self.gate.apply(stream, gate, up)?)
     }
 
-    /// The same of an expert.
     pub(super) fn of_expert(
         &self,
         stream: &Stream,

@@ -86,7 +86,6 @@ impl Sequence {
     }
 }
 
-/// A request for drawn tokens.
 const DRAWN: Logits = Logits::Drawn(TokenDraw {
     temperature: 1.5,
     top_k: 20,

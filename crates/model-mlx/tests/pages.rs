@@ -48,7 +48,6 @@ impl PageStore for Shelf {
     }
 }
 
-/// The first pages of a sequence in all pools.
 fn first_pages(sequence: &Windowed, count: usize) -> Vec<PersistedPage> {
     let windows = sequence
         .kinds

@@ -75,7 +75,6 @@ struct Keeper {
     value: Option<PackedMatrix>,
 }
 
-/// A layer of the assistant.
 #[derive(Debug)]
 struct AssistantLayer {
     /// Index in [`AssistantHead::keepers`].

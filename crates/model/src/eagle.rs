@@ -292,7 +292,6 @@ impl<'a> HeadReader<'a> {
     }
 }
 
-/// Packs a matrix of a head.
 pub(crate) fn pack(
     tensor: Tensor,
     (class, kernels): (KernelClass, &Kernels),

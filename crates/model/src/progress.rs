@@ -160,7 +160,6 @@ impl StepProgress {
     }
 }
 
-/// The activity that a word encodes.
 const fn doing(word: u64) -> StepActivity {
     let exchanges = word & FIELD;
     let halves = (word / HALF) & FIELD;
@@ -194,7 +193,6 @@ impl Drop for ProgressGuard<'_> {
     }
 }
 
-/// Guard of a running step.
 #[derive(Debug)]
 pub(crate) struct StepGuard<'p> {
     open: ProgressGuard<'p>,

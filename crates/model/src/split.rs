@@ -405,7 +405,6 @@ fn leaf_counts(config: &Config, layers: &Range<usize>) -> BTreeSet<usize> {
     sums.chain(rows).collect()
 }
 
-/// Ranks of a stage.
 fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Error> {
     match kind {
         SplitKind::Tensor | SplitKind::Experts => Ok(ranks),

@@ -118,7 +118,6 @@ pub struct Workspace {
     experts: Option<ExpertBuffers>,
     /// `(T, C)`: output of the dense feed-forward in layers with parallel experts; otherwise empty.
     aside: RegisteredMemory<f32>,
-    /// For per-layer embeddings.
     per_layer: Option<PerLayerRows>,
     /// [`Config::ropes`](crate::Config::ropes) for the context of `size`.
     ropes: Vec<Rope>,
@@ -188,9 +187,7 @@ pub(crate) struct ForwardStep<'m, 'b> {
     /// The sequences of the batch, for each kind of layers.
     sequences: Vec<AttentionRows<'b>>,
     rows: usize,
-    /// Rows with adapters.
     adapted: Vec<AdapterRows>,
-    /// Turn of this half, if the step has halves.
     turn: Option<HalfTurn<'b>>,
     /// Current layer of the model.
     index: usize,

@@ -66,7 +66,6 @@ impl DraftState {
     }
 }
 
-/// A draft in progress for one sequence.
 pub(super) struct SequenceDraft {
     /// Index among the requests.
     pub(super) place: usize,
@@ -94,7 +93,6 @@ impl SequenceDraft {
     }
 }
 
-/// Rows of a sequence in a draft pass.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassPart<'a> {
     pub(super) id: SequenceId,

@@ -38,7 +38,6 @@ pub(super) enum StepTiming {
     Nothing,
 }
 
-/// An in-flight batch.
 #[derive(Clone, Debug, Default)]
 pub(super) struct InFlightBatch {
     /// Sequences and their planned rows, in order of admission.

@@ -130,7 +130,6 @@ fn a_client_saves_nothing_up() {
     assert_eq!((shares.of(1), shares.of(3)), (0, 1010), "forgotten");
 }
 
-/// A request of the simulation.
 #[derive(Clone, Copy, Debug)]
 struct SimulatedRequest {
     order: SchedulingParams,

@@ -28,7 +28,6 @@ pub(super) trait Core: Send + 'static {
     fn load(&self) -> EngineLoad;
 }
 
-/// Limits for checking a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RequestLimits {
     /// Vocabulary size.

@@ -25,7 +25,6 @@ fn request(prompt: Vec<u32>, max_tokens: usize) -> GenerationRequest {
 /// The replies to one request.
 struct Replies(Receiver<Reply>);
 
-/// A sink, with the receiver of its replies.
 fn sink() -> (Sink, Replies) {
     let (sender, receiver) = channel();
     // The test may have stopped receiving.

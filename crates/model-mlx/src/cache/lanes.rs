@@ -48,7 +48,6 @@ pub(crate) struct LaneLimits {
     /// The rings of each layer, if it has some.
     pub(crate) rings: Vec<Option<Ring>>,
     pub(crate) lanes: usize,
-    /// Bytes of all lanes.
     pub(crate) bytes: u64,
 }
 
@@ -304,7 +303,6 @@ impl Cache {
         self.rebuild(stream, &all, (n, rows)).map(|()| true)
     }
 
-    /// Bytes of a row of a lane.
     fn lane_bytes(&self) -> u64 {
         let arrays = self
             .with_lanes()

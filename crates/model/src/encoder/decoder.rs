@@ -199,7 +199,6 @@ fn part_of<'a>(
     )
 }
 
-/// Pages of each text.
 fn pages_of(texts: &[&[u32]]) -> Vec<Vec<u32>> {
     let mut next = 0;
     let pages = |text: &&[u32]| {

@@ -17,7 +17,6 @@ pub(crate) struct Blocks {
     pub(crate) feed_forward: Option<bool>,
 }
 
-/// Kind of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BlockKind {
     Mamba,

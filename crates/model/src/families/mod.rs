@@ -273,7 +273,6 @@ impl ModelFamily {
         )
     }
 
-    /// Whether some or all layers have experts.
     pub(crate) const fn has_experts(self) -> bool {
         !matches!(
             self,

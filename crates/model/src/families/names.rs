@@ -28,7 +28,6 @@ pub(crate) struct FileNames {
     pub(crate) stacks: ExpertLayout,
     /// Names of its own in the Hugging Face layout, behind the prefix of the model or of a layer.
     pub(crate) hf_own: fn(Role) -> Option<&'static str>,
-    /// The same in GGUF files.
     pub(crate) gguf_own: fn(Role) -> Option<&'static str>,
 }
 

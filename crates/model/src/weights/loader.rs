@@ -85,7 +85,6 @@ impl ShardLoader<'_> {
         }))
     }
 
-    /// Feed-forward part of a layer.
     fn feed_forward(&self, layer: usize) -> Result<FeedForward, Error> {
         let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
         if !shape.has_feed_forward() {
@@ -122,7 +121,6 @@ impl ShardLoader<'_> {
         self.output_rows(tied, self.shard.vocab())
     }
 
-    /// Some rows of the output head.
     pub(crate) fn output_rows(&self, tied: bool, rows: Range<usize>) -> Result<Linear, Error> {
         let role = if tied {
             Role::TokenEmbedding

@@ -34,7 +34,6 @@ pub(crate) fn golden(path: &str) -> PathBuf {
     from_package(env!("CARGO_MANIFEST_DIR"), "../../tests-data/golden").join(path)
 }
 
-/// A golden file in JSON.
 pub(crate) fn golden_json(path: &str) -> Value {
     let path = golden(path);
     let text = std::fs::read_to_string(&path)

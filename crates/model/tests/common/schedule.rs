@@ -9,7 +9,6 @@ use paceline_tensor::{KvCache, PAGE};
 /// Bits of the logits after each token of a sequence.
 pub(crate) type Expected = Vec<Vec<u32>>;
 
-/// Bits of a row of logits.
 pub(crate) fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|x| x.to_bits()).collect()
 }

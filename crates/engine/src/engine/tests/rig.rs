@@ -68,7 +68,6 @@ pub(super) const fn id_of(event: &Event) -> SequenceId {
     }
 }
 
-/// An engine, and the outcomes of its sequences.
 #[derive(Debug)]
 pub(super) struct Rig {
     pub(super) engine: Engine,

@@ -43,7 +43,6 @@ pub(crate) struct RingRow<'a> {
 }
 
 impl Cache {
-    /// The rings of layers of a kind.
     pub(crate) fn ring_of(&self, kind: usize) -> Option<Ring> {
         let mut rings = self.lanes.limits.rings.iter().flatten();
         rings.find(|ring| ring.kind == kind).copied()
@@ -55,7 +54,6 @@ impl Cache {
         rings.filter_map(|(layer, ring)| Some((layer, ring?)))
     }
 
-    /// Bytes of the rings of a lane.
     pub(super) fn ring_bytes(&self) -> u64 {
         let bytes = self.with_rings().map(|(layer, ring)| {
             let arrays = self.layers[layer].rows().iter();

@@ -139,7 +139,6 @@ impl ConfigFields<'_> {
         }
     }
 
-    /// The layers that use other layers' caches.
     pub(crate) fn shared_caches(&self, layers: usize) -> Result<SharedCaches, Error> {
         let (gguf, hf) = ("attention.shared_kv_layers", "num_kv_shared_layers");
         let count = self.opt_size(gguf, hf, 0, layers as u64)?;
