@@ -23,6 +23,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
@@ -147,20 +148,50 @@ pub struct Forecast {
 }
 
 /// Facts that reads of weights while steps compute depend on.
-#[derive(Clone, Copy, Debug)]
-pub struct StreamFacts {
-    /// Memory of each rank.
-    pub memory: Bytes,
+#[derive(Clone, Debug)]
+struct StreamFacts {
+    /// Memory of each machine.
+    memory: Bytes,
     /// Bytes a second that the disk reads.
-    pub disk: f64,
+    disk: f64,
+    /// Key of the model without a limit of memory.
+    model: String,
+    /// Its reuse of experts ([`paceline_plan::EXPERT_REUSE`]), once an answer showed it.
+    reuse: Option<f64>,
+}
+
+/// Reuse of experts that an answer may show: with 0.05 a twentieth of them in memory has 0.86 of
+/// those that are chosen, with 2 few.
+const REUSE: [f64; 2] = [0.05, 2.0];
+
+/// Measures the disk with the model at `path`, and stores its rate in `home` for
+/// [`Forecast::stream`]. Blocks for a tenth of a second on an NVMe disk. Does nothing for a small
+/// or unreadable model.
+pub fn measure_disk(home: &Path, path: &Path) {
+    let began = Instant::now();
+    if let Some(read) = paceline_model::read_sample(path) {
+        let mut facts = FactsStore::load(home);
+        facts.set_disk(read as f64 / began.elapsed().as_secs_f64());
+        facts.save();
+    }
 }
 
 impl Forecast {
-    /// Predicts speeds of ranks that read what does not fit into memory.
-    /// Measured answers correct these alone.
-    pub fn stream(&mut self, facts: StreamFacts) {
-        self.key += &format!(", within {}", facts.memory.0);
-        self.stream = Some(facts);
+    /// Predicts speeds on machines that have `memory` each for the model, and read what does not
+    /// fit from disks as fast as this machine's. Nothing changes before that was
+    /// [measured](measure_disk). Measured answers correct these predictions alone.
+    pub fn stream(&mut self, memory: Bytes) {
+        let Some(disk) = self.facts.disk() else {
+            return;
+        };
+        let model = self.key.clone();
+        self.key += &format!(", within {}", memory.0);
+        self.stream = Some(StreamFacts {
+            memory,
+            disk,
+            reuse: self.facts.reuse(&model),
+            model,
+        });
     }
 
     /// The placement of a split whose ranks stream; `None` without a limit of memory.
@@ -171,22 +202,36 @@ impl Forecast {
             concurrency: 1,
             context: KEYS + 1,
         };
-        self.stream?;
-        Some(self.placement(config, &cut.split, &workload))
+        self.stream.as_ref()?;
+        let memory = self.memory_of(cut.split.ranks());
+        Some(self.placement(config, &cut.split, &workload, |_| memory))
     }
 
-    /// The placement of `split`, with the layers that each rank must stream.
-    fn placement(&self, config: &Config, split: &Split, workload: &Workload) -> Placement {
+    /// Memory of each of `ranks` ranks on this machine. Without a limit memory is not checked.
+    fn memory_of(&self, ranks: u32) -> Bytes {
+        let all = self.stream.as_ref().map(|stream| stream.memory.0);
+        Bytes(all.map_or(1 << 44, |all| all / u64::from(ranks)))
+    }
+
+    /// The placement of `split`, with the layers that each rank must stream for its `memory`.
+    fn placement(
+        &self,
+        config: &Config,
+        split: &Split,
+        workload: &Workload,
+        memory: impl Fn(usize) -> Bytes,
+    ) -> Placement {
         let mut pipeline = pipeline(config, split);
-        let Some(StreamFacts { memory, .. }) = self.stream else {
+        if self.stream.is_none() {
             return Placement::single(pipeline);
-        };
+        }
         let last = pipeline.stages.len().saturating_sub(1);
         for (place, stage) in pipeline.stages.iter_mut().enumerate() {
             let (first, last) = (place == 0, place == last);
-            let limit = (Ends { first, last }, memory.0 as f64);
-            let of =
-                |member: &StageMember| least_streamed(&self.shape, workload, stage, member, limit);
+            let of = |member: &StageMember| {
+                let limit = (Ends { first, last }, memory(member.node).0 as f64);
+                least_streamed(&self.shape, workload, stage, member, limit)
+            };
             let streamed: Vec<u32> = stage.members.iter().map(of).collect();
             for (member, streamed) in stage.members.iter_mut().zip(streamed) {
                 member.streamed = streamed;
@@ -338,6 +383,7 @@ impl Forecast {
 
     /// Stores the speed of a run with `keys` in the cache.
     pub fn learn(&mut self, config: &Config, split: &Split, (keys, decode_tok_s): (u32, f64)) {
+        self.learn_reuse(decode_tok_s, |own| own.facts_at(config, split, keys));
         let said = |keys| self.facts_at(config, split, keys);
         let (Ok(said), Ok(base)) = (said(keys), said(KEYS)) else {
             return;
@@ -348,6 +394,33 @@ impl Forecast {
                 .learn((&self.key, &run), decode_tok_s, (said, base));
             self.facts.save();
         }
+    }
+
+    /// Stores the reuse of experts with which `said`, the prediction of a run, comes nearest to its
+    /// `measured` speed: predictions within other limits of memory then have it too.
+    fn learn_reuse(&mut self, measured: f64, said: impl Fn(&Self) -> Result<f64>) {
+        let mut with = |own: &mut Self, reuse: Option<f64>| {
+            own.stream.as_mut()?.reuse = reuse;
+            said(own).ok()
+        };
+        let before = self.stream.as_ref().and_then(|stream| stream.reuse);
+        let [mut low, mut high] = REUSE;
+        let ends = [low, high].map(|reuse| with(self, Some(reuse)));
+        let depends = matches!(ends, [Some(most), Some(least)] if most > least);
+        for _ in 0..16 {
+            let middle = (low * high).sqrt();
+            match with(self, Some(middle)).is_some_and(|said| said > measured) {
+                true => low = middle,
+                false => high = middle,
+            }
+        }
+        let Some(stream) = &mut self.stream else {
+            return;
+        };
+        stream.reuse = match depends && measured.is_finite() && measured > 0.0 {
+            true => Some(self.facts.learn_reuse(&stream.model, (low * high).sqrt())),
+            false => before,
+        };
     }
 
     /// The splits of a model over `nodes`, each once, with corrected decode tokens a second; tensor

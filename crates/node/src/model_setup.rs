@@ -12,7 +12,7 @@ mod starting;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
@@ -27,7 +27,7 @@ use paceline_text::tokenizer::Tokenizer;
 
 use crate::classes::Classes;
 use crate::forecast::machines::exchanges;
-use crate::forecast::{Forecast, Setting, StreamFacts};
+use crate::forecast::{Forecast, Setting, measure_disk};
 use crate::instance::SpeedObserver;
 use crate::prefill::UNDER_WAY_MAX;
 use crate::sharding::asked;
@@ -488,11 +488,14 @@ impl PreparedModel {
         if !self.options.classes.on_cpu() {
             return;
         }
+        if let Some(packed) = self.packed.as_ref().filter(|_| self.memory.is_some()) {
+            measure_disk(home, &packed.model);
+        }
         let setting = self.setting(self.options.probed);
         let forecast = Forecast::new(home, setting, nodes, kernels).ok();
         let forecast = forecast.map(|mut forecast| {
-            if let Some(facts) = self.stream() {
-                forecast.stream(facts);
+            if let Some(memory) = self.memory {
+                forecast.stream(memory);
             }
             forecast
         });
@@ -501,16 +504,6 @@ impl PreparedModel {
         let cuts = self.cuts();
         self.cut = cuts[best(&cuts)].clone();
         self.steers &= self.draft.is_none() && !self.follows;
-    }
-
-    /// The memory of each rank, all on this machine, and the rate of the disk with the model.
-    fn stream(&self) -> Option<StreamFacts> {
-        let (Bytes(all), began) = (self.memory?, Instant::now());
-        let read = paceline_model::read_sample(&self.packed.as_ref()?.model)?;
-        Some(StreamFacts {
-            memory: Bytes(all / u64::from(self.options.nodes.max(1))),
-            disk: read as f64 / began.elapsed().as_secs_f64(),
-        })
     }
 
     /// Replaces the initial split by another of `predicted` where answers show that it is slower.

@@ -15,6 +15,9 @@ use crate::{Backend, ClusterNode, Error, LinkTransport, ModelShape, Rates};
 /// The constants in the tree.
 const BUILTIN: &str = include_str!("../data/calibration.toml");
 
+/// Name of the constant of [`Calibration::expert_reuse`].
+pub const EXPERT_REUSE: &str = "experts.reuse";
+
 /// A constant with its prior.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
@@ -263,6 +266,11 @@ impl Calibration {
     pub fn boundary(&self, engine: &EngineProfile) -> Option<f64> {
         let name = engine.boundary.as_ref()?;
         Some(self.value(&format!("boundary.{name}"), 0.0))
+    }
+
+    /// Power of the share of experts in memory that a step finds there, as a share of its own.
+    pub fn expert_reuse(&self) -> f64 {
+        self.value(EXPERT_REUSE, 1.0)
     }
 
     /// Seconds that each layer on another node than the first costs besides.

@@ -58,7 +58,7 @@ pub mod split_selection;
 pub mod validate;
 mod workload;
 
-pub use calibration::Calibration;
+pub use calibration::{Calibration, EXPERT_REUSE};
 pub use catalogue::Catalogue;
 pub use cluster::{Backend, Cluster, ClusterNode, LinkTransport, NodeLink, Rates};
 pub use cost::Costs;

@@ -153,7 +153,8 @@ impl Inner {
         let all: Vec<NodeId> = all.into_iter().collect();
         self.measure_unknown(&all);
         let threads = usize::from(wanted.threads.max(1));
-        let forecast = self.forecast(&source, &config, threads);
+        let of = (threads, wanted.options.memory);
+        let forecast = self.forecast(&source, &config, of);
         let forecast = forecast.map_err(|error| error.to_string())?;
         let machines = self.machines(&all);
         let kind = wanted.split.parse().unwrap_or(SplitKind::Auto);

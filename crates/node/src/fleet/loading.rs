@@ -162,6 +162,7 @@ impl Inner {
         record: &mut InstanceSpec,
     ) -> Result<(), Error> {
         let engines = self.engine_choice(ask, &record.nodes)?;
+        self.measure_disk(ask, path);
         let opened = open_model(path).ok(); // an encoder has no engine to choose
         let model = opened.as_ref().map(|(source, config)| (source, config));
         let planned = model.and_then(|model| self.planned(ask, model, (&*record, &engines)));
@@ -233,7 +234,8 @@ impl Inner {
         (record, engines): (&InstanceSpec, &EngineChoice),
     ) -> Result<Vec<Proposal>, Error> {
         let nodes = &record.nodes;
-        let forecast = self.forecast(source, config, self.threads(ask))?;
+        let of = (self.threads(ask), ask.options.memory);
+        let forecast = self.forecast(source, config, of)?;
         let (wishes, machines) = ((ask.split, engines), self.machines(nodes));
         let model = (source, config, &forecast);
         let (proposals, mut reasons) =

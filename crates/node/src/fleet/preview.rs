@@ -6,6 +6,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,7 +25,7 @@ use super::speed::{self, MeasuredSpeed};
 use super::{Error, Inner, LoadRequest, SPEED};
 use crate::forecast::devices::DeviceSpeed;
 use crate::forecast::machines::{RemoteDevice, RemoteMachine, best_first};
-use crate::forecast::{Forecast, Setting};
+use crate::forecast::{Forecast, Setting, measure_disk};
 use crate::workers::connection::receive_message;
 use paceline_fleet::memory::{mlx_device, usable};
 
@@ -142,7 +143,9 @@ impl Inner {
         let (sets, mut notes) = self.sets(ask)?;
         let largest = sets.last().cloned().unwrap_or_default();
         self.measure_unknown(&largest);
-        let forecast = self.forecast(&source, &config, self.threads(ask))?;
+        self.measure_disk(ask, &path);
+        let of = (self.threads(ask), ask.options.memory);
+        let forecast = self.forecast(&source, &config, of)?;
         let machines = self.machines(&largest);
         let mut placements = Vec::new();
         for set in &sets {
@@ -278,11 +281,19 @@ impl Inner {
         ask.threads.map_or(self.spec.threads, usize::from)
     }
 
+    /// Measures the disk with the model at `path`, where a load may read weights from it.
+    pub(super) fn measure_disk(&self, ask: &LoadRequest, path: &Path) {
+        if ask.options.memory.is_some() {
+            measure_disk(&self.spec.home, path);
+        }
+    }
+
+    /// The forecast of a model, computed by `threads` threads within a limit of memory.
     pub(super) fn forecast(
         &self,
         source: &ModelSource,
         config: &Config,
-        threads: usize,
+        (threads, memory): (usize, Option<u64>),
     ) -> Result<Forecast, Error> {
         let setting = Setting {
             source,
@@ -291,12 +302,12 @@ impl Inner {
             threads,
             backend: Backend::Tcp,
         };
-        Ok(Forecast::new(
-            &self.spec.home,
-            setting,
-            1,
-            &self.spec.kernels,
-        )?)
+        let kernels = &self.spec.kernels;
+        let mut forecast = Forecast::new(&self.spec.home, setting, 1, kernels)?;
+        if let Some(memory) = memory {
+            forecast.stream(Bytes(memory));
+        }
+        Ok(forecast)
     }
 
     /// Memory and speed of each known node; speeds are multiples of this node's.

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::iter::zip;
 use std::sync::Arc;
 
-use paceline_base::KernelClass;
+use paceline_base::{Bytes, KernelClass};
 use paceline_cluster::nodes::NodeId;
 use paceline_cluster::nodes::paths::Path;
 use paceline_comm::Backend;
@@ -195,6 +195,9 @@ impl Inner {
         let Ok(mut forecast) = Forecast::new(&self.spec.home, setting, 1, unknown) else {
             return;
         };
+        if let Some(memory) = wanted.options.memory {
+            forecast.stream(Bytes(memory));
+        }
         let known = self.machines(&wanted.nodes);
         let Ok(mut machines) = self.machines_of(&wanted.nodes, &known) else {
             return;

@@ -120,7 +120,9 @@ impl Inner {
         }
         let source = ModelSource::open(path).map_err(crate::Error::from)?;
         let mut config = Config::read(&source).map_err(crate::Error::from)?;
-        let forecast = self.forecast(&source, &config, self.threads(ask))?;
+        self.measure_disk(ask, path);
+        let of = (self.threads(ask), ask.options.memory);
+        let forecast = self.forecast(&source, &config, of)?;
         config.context = needed_positions(&config, &ask.options);
         Ok((source, config, forecast))
     }

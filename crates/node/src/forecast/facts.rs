@@ -45,6 +45,12 @@ struct FactsFile {
     last: BTreeMap<String, f64>,
     /// Seconds until all nodes were ready, by run.
     load: BTreeMap<String, f64>,
+    /// Bytes a second of the disk with the models.
+    #[serde(default)]
+    disk: Option<f64>,
+    /// Reuse of experts in memory ([`paceline_plan::EXPERT_REUSE`]), by model.
+    #[serde(default)]
+    reuse: BTreeMap<String, f64>,
 }
 
 /// The content of the file, and its path.
@@ -170,6 +176,29 @@ impl FactsStore {
         }
     }
 
+    pub(super) const fn disk(&self) -> Option<f64> {
+        self.file.disk
+    }
+
+    pub(super) const fn set_disk(&mut self, bytes_s: f64) {
+        (self.file.disk, self.changed) = (Some(bytes_s), true);
+    }
+
+    pub(super) fn reuse(&self, model: &str) -> Option<f64> {
+        self.file.reuse.get(model).copied()
+    }
+
+    /// Moves a model's reuse of experts towards that of a run; returns what is stored.
+    pub(super) fn learn_reuse(&mut self, model: &str, reuse: f64) -> f64 {
+        let kept = self.reuse(model).unwrap_or(reuse);
+        let next = kept.powf(1.0 - WEIGHT) * reuse.powf(WEIGHT);
+        if self.file.reuse.len() < MOST {
+            self.file.reuse.insert(model.to_owned(), next);
+            self.changed = true;
+        }
+        next
+    }
+
     /// Stores a run's speed and moves the ratio towards that run. `model` is the part of `key` that
     /// names the model and its setting. `base` is the predicted speed with few keys.
     pub(super) fn learn(
@@ -256,6 +285,11 @@ impl FactsFile {
                 .values()
                 .chain(self.last.values())
                 .all(|&x| good(x))
+            && self
+                .reuse
+                .values()
+                .chain(&self.disk)
+                .all(|&x| good(x) && x > 0.0)
             && self
                 .wire
                 .values()

@@ -2,14 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use paceline_base::Bytes;
 use paceline_model::{Config, Split};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::cost::moe::touched;
 use paceline_plan::split_selection::KEYS;
 use paceline_plan::{
-    Backend as Engine, Calibration, Cluster, ClusterNode, Costs, LinkTransport, NodeLink, Rates,
-    STEPS_MAX, Workload, predict,
+    Backend as Engine, Calibration, Cluster, ClusterNode, Costs, EXPERT_REUSE, LinkTransport,
+    NodeLink, Rates, STEPS_MAX, Workload, predict,
 };
 
 use super::ranks::{GroupCost, LinkCost};
@@ -59,7 +58,8 @@ impl Forecast {
             context: keys + 1,
         };
         let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
-        let placement = self.placement(config, split, &workload);
+        let memory = self.memory_of(split.ranks());
+        let placement = self.placement(config, split, &workload, |_| memory);
         let answers = f64::from(answers);
         let round = answers / predict(&costs, &placement)?.throughput_tok_s;
         // Followers sleep until the leader announces a step. In a pipeline the hop back already
@@ -103,17 +103,28 @@ impl Forecast {
         let mut calibration = Calibration::builtin()?;
         let op = self.op() * crowd;
         calibration.set("op.paceline-cpu", op.max(1e-9));
+        self.set_reuse(&mut calibration);
         let known = known_for(&self.together, split.tensor_ranks() as u32);
         calibration.set("handover.own.tcp", known.map_or(1e-7, GroupCost::exchange));
         let sharing = self.sharing(split, (at_once, crowd));
         let cluster = Cluster {
             name: "this machine".to_owned(),
             nodes: (0..split.ranks())
-                .map(|rank| self.node(rank, (crowd, sharing), row))
+                .map(|rank| ClusterNode {
+                    memory: self.memory_of(split.ranks()),
+                    ..self.node(rank, (crowd, sharing), row)
+                })
                 .collect(),
             links: self.links(split),
         };
         Ok((cluster, calibration))
+    }
+
+    /// Has experts be found in memory as answers of this model showed.
+    pub(super) fn set_reuse(&self, calibration: &mut Calibration) {
+        if let Some(reuse) = self.stream.as_ref().and_then(|stream| stream.reuse) {
+            calibration.set(EXPERT_REUSE, reuse);
+        }
     }
 
     /// Measurements of ranks that compute one after the other, for stages of one rank. Each rank
@@ -174,8 +185,7 @@ impl Forecast {
         ClusterNode {
             name: format!("rank {rank}"),
             kind: "this machine".to_owned(),
-            // Without a limit memory is not checked here.
-            memory: self.stream.map_or(Bytes(1 << 44), |stream| stream.memory),
+            memory: self.memory_of(1),
             usable: 1.0,
             bandwidth: bytes / self.alone() / sharing,
             measured: true,
@@ -184,7 +194,7 @@ impl Forecast {
                 expert: expert / crowd,
                 attention: attention / crowd,
             }),
-            disk: self.stream.map(|stream| stream.disk),
+            disk: self.stream.as_ref().map(|stream| stream.disk),
             idle_w: None,
             load_w: None,
             price_usd: None,

@@ -269,6 +269,9 @@ impl Forecast {
         (split, machines): (&Split, &Machines),
         decode_tok_s: f64,
     ) {
+        self.learn_reuse(decode_tok_s, |own| {
+            Ok(own.uncorrected(config, split, machines)?.decode_tok_s)
+        });
         let Ok(said) = self.uncorrected(config, split, machines) else {
             return;
         };
@@ -326,14 +329,20 @@ impl Forecast {
             links: self.links_across(machines),
         };
         let calibration = self.calibration_across(machines)?;
-        let placement = Placement::single(pipeline(config, split));
+        // Within a limit of memory, a load plans fewer positions.
+        let context = match self.stream {
+            Some(_) => KEYS + ANSWER,
+            None => config.context.try_into().unwrap_or(u32::MAX),
+        };
         let said = |concurrency| {
             let workload = Workload {
                 prompt: KEYS,
                 output: ANSWER,
                 concurrency,
-                context: config.context.try_into().unwrap_or(u32::MAX),
+                context,
             };
+            let memory = |rank: usize| cluster.nodes[rank].memory;
+            let placement = self.placement(config, split, &workload, memory);
             let costs = Costs::new(&cluster, &self.shape, workload, &calibration)?;
             Ok::<_, Error>(predict(&costs, &placement)?)
         };
@@ -357,6 +366,7 @@ impl Forecast {
     fn calibration_across(&self, machines: &Machines) -> Result<Calibration> {
         let mut calibration = Calibration::builtin()?;
         calibration.set("op.paceline-cpu", self.op().max(1e-9));
+        self.set_reuse(&mut calibration);
         for index in 0..machines.all.len() {
             if let Some(RemoteDevice { speed, .. }) = machines.device(index) {
                 let (op, crossing) = (speed.operation_s(), speed.crossing_s());
@@ -395,7 +405,7 @@ impl Forecast {
         });
         ClusterNode {
             name,
-            memory: Bytes((machine.memory.0 as f64 / sharing) as u64),
+            memory: Bytes((machine.memory.min(own.memory).0 as f64 / sharing) as u64),
             bandwidth: own.bandwidth * machine.reads / sharing,
             rates,
             ..own

@@ -355,9 +355,9 @@ impl<'a> Costs<'a> {
     }
 
     /// Bytes of streamed layers that a member reads for a step: without routed experts, and of
-    /// these. In a mixture, memory outside the window keeps the former first, then experts. A step
-    /// finds as large a share of its experts there as fits. It finds more where tokens choose the
-    /// same.
+    /// these. In a mixture, memory outside the window keeps the former first, then experts. Steps
+    /// choose some experts more often than others, so they find more of theirs there than the share
+    /// that fits ([`Calibration::expert_reuse`]).
     fn read_bytes(&self, stage: &PipelineStage, member: &StageMember) -> [f64; 2] {
         let (model, part) = (self.model, memory::part_of(stage, member));
         let [mut common, mut touched, mut all] = [0.0; 3];
@@ -373,7 +373,8 @@ impl<'a> Costs<'a> {
         let spare = self.cluster.nodes[member.node].budget() - need.total();
         let kept = spare.clamp(0.0, common);
         let all = all * memory::shares(part)[1];
-        let hits = ((spare - kept) / all).clamp(0.0, 1.0);
+        let share = ((spare - kept) / all).clamp(0.0, 1.0);
+        let hits = share.powf(self.calibration.expert_reuse());
         [common - kept, touched * (1.0 - hits)]
     }
 
