@@ -152,13 +152,16 @@ impl Model {
         part: (&Split, Rank),
         (options, packed): (LoadOptions, &PackedFile),
         kernels: Arc<Kernels>,
-        progress: impl FnMut(usize, usize),
+        mut progress: impl FnMut(usize, usize),
     ) -> Result<Self, Error> {
-        let config = Config::read(source)?;
-        let options = (options, Some(packed));
-        let model = Self::load_part(source, config, part, options, kernels, progress)?;
-        packed.finish();
-        Ok(model)
+        loop {
+            let (config, options) = (Config::read(source)?, (options, Some(packed)));
+            let kernels = Arc::clone(&kernels);
+            let model = Self::load_part(source, config, part, options, kernels, &mut progress)?;
+            if packed.finish() {
+                return Ok(model);
+            }
+        }
     }
 
     /// As [`load_packed`](Self::load_packed), within `limit`. Layers and experts are read from
@@ -185,7 +188,7 @@ impl Model {
         let loaded = Self::load_part(source, config, part, options, kernels, progress);
         memory::use_huge_pages(true);
         let mut model = loaded?;
-        packed.finish();
+        let _ = packed.finish(); // what failed is its fault
         if let Some(fault) = packed.take_fault() {
             return Err(fault.into());
         }

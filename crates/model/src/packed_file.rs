@@ -3,49 +3,47 @@
 //!
 //! ```text
 //! {folder}/{model}/model            path of the model's file
-//! {folder}/{model}/{shard}.packed   header | record | record | .. | end
+//! {folder}/{model}/{shard}.packed   header | record | record | .. | index | end
 //! {folder}/{model}/{shard}.part     the same while it is written, locked by its writer
 //!
 //! header, record's header, end      4 KiB each: fields, BLAKE3 of these, zeros
 //! record                            header, data, zeros up to a multiple of 4 KiB
+//! index                             fields of all records' headers
 //! ```
 //!
 //! Matrices are loaded in one order, so that a record needs no name. Its header has a hash of the
 //! matrix's type, shape and options, and one of its data. A file belongs to one state of a model's
-//! files, kernel class and shard ([`PackedFile::open`]). Another state, another [`VERSION`] or
-//! [`PACKING`] replaces it.
+//! files, kernel class and shard ([`PackedFile::open`]). A file of another state or revision is
+//! replaced.
+//!
+//! Threads read the data of a complete file while the next matrices are looked up;
+//! [`PackedFile::finish`] waits for them. Nothing is used before its hash fits.
 //!
 //! A killed writer leaves a `.part`. The next start uses its complete records and continues behind
 //! them. A process that finds it locked packs in memory. So does one that cannot write, or finds a
-//! damaged record; it removes the file and reports a [`PackedFault`]. Nothing is used before its
-//! hash fits. Norms, biases and embeddings stay in the model's own files. So do matrices of decoded
-//! types, and those of latent attention that are transposed.
+//! damaged record; it removes the file and reports a [`PackedFault`]. Norms, biases and embeddings
+//! stay in the model's own files. So do matrices of decoded types, and those of latent attention
+//! that are transposed.
+
+mod reads;
+pub(crate) mod records;
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use paceline_base::{Bytes, hex, lock};
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{MatrixMemory, PACKING, PackOptions, PackedMatrix, StoredMatrix, ThreadPool};
+use paceline_tensor::{MatrixMemory, PackOptions, PackedMatrix, StoredMatrix, ThreadPool};
 
-use crate::streaming::StreamUnit;
-
-/// Revision of the files.
-const VERSION: u32 = 1;
-
-const MAGIC: &[u8; 8] = b"plpack\r\n";
-const RECORD_MAGIC: &[u8; 8] = b"plmatrix";
-const END_MAGIC: &[u8; 8] = b"plpacked";
-
-/// Bytes of a header, and what data is a multiple of: the largest sector of usual disks.
-pub(crate) const BLOCK: usize = 4096;
-
-/// Bytes that a task reads and hashes: 128 KiB to 4 MiB read an NVMe disk at the same rate.
-pub(crate) const PIECE: usize = 1 << 20;
+use reads::MatrixReads;
+use records::{
+    BLOCK, Hash, PIECE, RecordHeader, StreamUnit, StreamedMatrix, file_header, is_of, read_index,
+    read_record, write_index,
+};
 
 /// Name of the file that has the model's path.
 const MODEL: &str = "model";
@@ -66,9 +64,6 @@ pub enum PackedFault {
     Busy { path: PathBuf },
 }
 
-/// A hash, or the bytes of one.
-pub(crate) type Hash = [u8; 32];
-
 /// The packed weights of one rank, read or written in the order of loading.
 #[derive(Debug)]
 pub struct PackedFile {
@@ -78,23 +73,16 @@ pub struct PackedFile {
     state: Mutex<State>,
 }
 
-/// A matrix that stays on the disk until a step needs it.
-#[derive(Clone, Debug)]
-pub(crate) struct StreamedMatrix {
-    pub(crate) unit: StreamUnit,
-    pub(crate) memory: MatrixMemory,
-    /// Offset of its data in the file, a multiple of 4 KiB.
-    pub(crate) start: u64,
-    /// Hash of the hashes of its pieces.
-    pub(crate) sum: Hash,
-}
-
 #[derive(Debug)]
 struct State {
     file: Option<File>,
     /// The unit of the next matrices, where they are streamed.
     unit: Option<StreamUnit>,
     streamed: Vec<StreamedMatrix>,
+    /// Of a complete file all, else those that were read or written so far.
+    records: Vec<RecordHeader>,
+    /// Reads of a complete file.
+    reads: Option<MatrixReads>,
     /// Offset of the next record.
     at: u64,
     /// Number of the next record.
@@ -116,17 +104,6 @@ enum Mode {
     Off,
 }
 
-/// Header of a record.
-struct RecordHeader {
-    index: u64,
-    bytes: u64,
-    is_tiny: bool,
-    /// Of type, shape and options.
-    key: Hash,
-    /// Of the hashes of the data's pieces.
-    sum: Hash,
-}
-
 impl PackedFile {
     /// Opens the packed weights of a shard of the model at `model`, below `folder`, or begins them.
     /// `shard` names part and kernel class; `stamp` is another after every change of the model's
@@ -135,20 +112,23 @@ impl PackedFile {
         let own = folder.join(name(model.as_os_str().as_encoded_bytes()));
         let path = own.join(format!("{}.packed", name(shard.as_bytes())));
         let header = file_header(&format!("{stamp}/{shard}"));
-        let (opened, fault) = match open_at(&own, &path, model, &header) {
-            Ok(opened) => (Some(opened), None),
-            Err(fault) => (None, Some(fault)),
-        };
-        let (file, mode) = opened.map_or((None, Mode::Off), |(file, mode)| (Some(file), mode));
-        let state = State {
-            file,
+        let mut state = State {
+            file: None,
             unit: None,
             streamed: Vec::new(),
+            records: Vec::new(),
+            reads: None,
             at: BLOCK as u64,
             index: 0,
-            mode,
-            fault,
+            mode: Mode::Off,
+            fault: None,
         };
+        match open_at(&own, &path, model, &header) {
+            Ok((file, mode, records)) => {
+                (state.file, state.mode, state.records) = (Some(file), mode, records);
+            }
+            Err(fault) => state.fault = Some(fault),
+        }
         Self {
             path,
             streams: false,
@@ -202,7 +182,8 @@ impl PackedFile {
     }
 
     /// The next matrix: from the file, else from `pack`, whose result is appended. `pack` gives
-    /// what [`PackedMatrix::of_columns`] does with these arguments. Reads on all threads of `pool`.
+    /// what [`PackedMatrix::of_columns`] does with these arguments. The data of a complete file are
+    /// there after [`finish`](Self::finish).
     ///
     /// # Errors
     /// Those of `pack`.
@@ -219,13 +200,12 @@ impl PackedFile {
         let mut state = lock(&self.state);
         let key = key_of(&stored, &columns, options);
         if matches!(state.mode, Mode::Read | Mode::Resume) {
-            match state.read(stored, (columns, options), &key, pool)? {
+            match state.read(&self.path, stored, (columns, options), &key)? {
                 Some(matrix) => return Ok(matrix),
                 None if state.mode == Mode::Resume => state.mode = Mode::Write,
                 None => {
-                    let (path, index) = (self.path.clone(), state.index);
-                    let _ = fs::remove_file(&path); // another process may have done it
-                    state.end(PackedFault::Damaged { path, index });
+                    let index = state.index;
+                    self.give_up(&mut state, index);
                 }
             }
         }
@@ -238,10 +218,64 @@ impl PackedFile {
         Ok(matrix)
     }
 
-    /// Gives a file that was written its final name, after the last matrix. Waits until it is on
-    /// the disk.
-    pub(crate) fn finish(&self) {
+    /// The bytes of an array of the last [unit](Self::set_unit), which another engine reads when a
+    /// step needs them. Writes them unless the file has the same ones. Hashes on all threads of
+    /// `pool`.
+    ///
+    /// # Errors
+    /// The file cannot be written, or it is complete and has another array there; it is removed
+    /// then.
+    pub(crate) fn array(
+        &self,
+        bytes: &[u8],
+        pool: &ThreadPool,
+    ) -> Result<MatrixMemory, PackedFault> {
         let mut state = lock(&self.state);
+        let (key, sum) = (*blake3::hash(b"array").as_bytes(), sum_of(bytes, pool));
+        let header = RecordHeader {
+            index: state.index,
+            bytes: bytes.len() as u64,
+            is_tiny: false,
+            key,
+            sum,
+        };
+        let is_there = state.next_record().is_some_and(|own| own == header);
+        match state.mode {
+            Mode::Read if !is_there => {
+                let index = state.index;
+                self.give_up(&mut state, index);
+            }
+            Mode::Resume if is_there => state.records.push(header),
+            Mode::Resume => state.mode = Mode::Write,
+            _ => {}
+        }
+        if state.mode == Mode::Write
+            && let Err(source) = state.write_record(&header, bytes)
+        {
+            self.abandon(&mut state, source);
+        }
+        match state.fault.take() {
+            Some(fault) => Err(fault),
+            None => {
+                let memory = MatrixMemory::on_disk(bytes.len());
+                let start = state.at + BLOCK as u64;
+                state.stream(memory.clone(), start, sum);
+                state.step(header.bytes);
+                Ok(memory)
+            }
+        }
+    }
+
+    /// Ends loading, after the last matrix: waits until the data of all matrices are there. Gives a
+    /// file that was written its final name, and waits until it is on the disk. False if data were
+    /// damaged: then no matrix may be used, and another load packs all in memory.
+    #[must_use]
+    pub(crate) fn finish(&self) -> bool {
+        let mut state = lock(&self.state);
+        if let Some(Err(index)) = state.reads.take().map(MatrixReads::finish) {
+            self.give_up(&mut state, index);
+            return false;
+        }
         if state.mode == Mode::Resume {
             state.mode = Mode::Write; // all records were there, the end was not
         }
@@ -251,6 +285,14 @@ impl PackedFile {
             self.abandon(&mut state, source);
         }
         state.file = None; // unlocks it
+        true
+    }
+
+    /// Removes a file with a damaged record.
+    fn give_up(&self, state: &mut State, index: u64) {
+        let path = self.path.clone();
+        let _ = fs::remove_file(&path); // another process may have done it
+        state.end(PackedFault::Damaged { path, index });
     }
 
     /// Removes a file that cannot be written, so that its part fills no disk.
@@ -274,37 +316,47 @@ impl State {
     /// The next record's matrix; `None` if the record is not whole, or of another matrix.
     fn read(
         &mut self,
+        path: &Path,
         stored: StoredMatrix<'_>,
         (columns, options): (Range<usize>, PackOptions),
         key: &Hash,
-        pool: &ThreadPool,
     ) -> Result<Option<PackedMatrix>, paceline_tensor::Error> {
-        let Some(file) = &self.file else {
-            return Ok(None);
-        };
-        let header = read_record(file, self.at);
+        let is_complete = self.mode == Mode::Read;
         let is_next = |record: &RecordHeader| record.index == self.index && record.key == *key;
-        let Some(record) = header.filter(is_next) else {
+        let Some(record) = self.next_record().filter(is_next) else {
             return Ok(None);
         };
-        let (start, mut whole) = (self.at + BLOCK as u64, false);
-        let is_streamed = self.unit.is_some() && self.mode == Mode::Read;
-        let fill = |data: &mut [u8]| {
-            if is_streamed {
-                whole = data.len() as u64 == record.bytes;
-                return Ok(());
+        let start = self.at + BLOCK as u64;
+        let mut matrix = PackedMatrix::unread(stored, columns, options, record.is_tiny)?;
+        if matrix.bytes().0 != record.bytes {
+            return Ok(None);
+        }
+        if self.unit.is_none() || !is_complete {
+            let path = if is_complete { path } else { &part_of(path) };
+            let mut reads = match self.reads.take() {
+                Some(reads) => reads,
+                None => MatrixReads::start(path),
+            };
+            reads.push(&matrix, start, &record);
+            if is_complete {
+                self.reads = Some(reads);
+            } else if reads.finish().is_err() {
+                return Ok(None);
             }
-            whole = data.len() as u64 == record.bytes
-                && read_pieces(file, start, data, pool).is_ok_and(|sum| sum == record.sum);
-            Ok::<_, paceline_tensor::Error>(())
-        };
-        let mut matrix = PackedMatrix::read_back(stored, columns, options, record.is_tiny, fill)?;
-        if !whole {
-            return Ok(None);
+        }
+        if !is_complete {
+            self.records.push(record);
         }
         self.keep_on_disk(&mut matrix, start, record.sum);
         self.step(record.bytes);
         Ok(Some(matrix))
+    }
+
+    /// The header of the next record, by the index of a complete file, if there is one.
+    fn next_record(&self) -> Option<RecordHeader> {
+        let known = self.records.get(self.index as usize).copied();
+        let file = self.file.as_ref().filter(|_| self.mode != Mode::Read);
+        known.or_else(|| read_record(file?, self.at))
     }
 
     /// Goes behind a record with this many bytes of data.
@@ -319,9 +371,6 @@ impl State {
         key: Hash,
         pool: &ThreadPool,
     ) -> io::Result<()> {
-        let Some(file) = &self.file else {
-            return Ok(());
-        };
         let data = matrix.data();
         let header = RecordHeader {
             index: self.index,
@@ -330,46 +379,50 @@ impl State {
             key,
             sum: sum_of(data, pool),
         };
-        let start = self.at + BLOCK as u64;
-        file.write_all_at(&header.block(), self.at)?;
-        file.write_all_at(data, start)?;
-        let rest = data.len().next_multiple_of(BLOCK) - data.len();
-        file.write_all_at(&[0; BLOCK][..rest], start + data.len() as u64)?;
-        self.keep_on_disk(matrix, start, header.sum);
+        self.write_record(&header, data)?;
+        self.keep_on_disk(matrix, self.at + BLOCK as u64, header.sum);
         self.step(header.bytes);
         Ok(())
     }
 
+    /// Writes a record to the next place.
+    fn write_record(&mut self, header: &RecordHeader, data: &[u8]) -> io::Result<()> {
+        let Some(file) = &self.file else {
+            return Ok(());
+        };
+        self.records.push(*header);
+        let start = self.at + BLOCK as u64;
+        file.write_all_at(&header.block(), self.at)?;
+        file.write_all_at(data, start)?;
+        let rest = data.len().next_multiple_of(BLOCK) - data.len();
+        file.write_all_at(&[0; BLOCK][..rest], start + data.len() as u64)
+    }
+
     /// Drops a matrix's bytes where it is streamed: those in the file are the same.
     fn keep_on_disk(&mut self, matrix: &mut PackedMatrix, start: u64, sum: Hash) {
-        if let Some(unit) = self.unit {
-            let memory = matrix.detach();
-            self.streamed.push(StreamedMatrix {
-                unit,
-                memory,
-                start,
-                sum,
-            });
+        if self.unit.is_some() {
+            self.stream(matrix.detach(), start, sum);
         }
+    }
+
+    /// Notes bytes of the unit that are on the disk, if there is one.
+    fn stream(&mut self, memory: MatrixMemory, start: u64, sum: Hash) {
+        self.streamed.extend(self.unit.map(|unit| StreamedMatrix {
+            unit,
+            memory,
+            start,
+            sum,
+        }));
     }
 
     fn finish(&mut self, path: &Path) -> io::Result<()> {
         let Some(file) = &self.file else {
             return Ok(());
         };
-        let end = block(&[END_MAGIC, &self.index.to_le_bytes()]);
-        file.write_all_at(&end, self.at)?;
-        file.set_len(self.at + BLOCK as u64)?; // a longer part of an earlier writer
+        let end = write_index(file, self.at, &self.records)?;
+        file.set_len(end)?; // a longer part of an earlier writer
         file.sync_all()?;
         fs::rename(part_of(path), path)
-    }
-}
-
-impl RecordHeader {
-    fn block(&self) -> [u8; BLOCK] {
-        let tiny = u64::from(self.is_tiny).to_le_bytes();
-        let (index, bytes) = (self.index.to_le_bytes(), self.bytes.to_le_bytes());
-        block(&[RECORD_MAGIC, &index, &bytes, &tiny, &self.key, &self.sum])
     }
 }
 
@@ -379,10 +432,11 @@ fn open_at(
     path: &Path,
     model: &Path,
     header: &[u8; BLOCK],
-) -> Result<(File, Mode), PackedFault> {
+) -> Result<(File, Mode, Vec<RecordHeader>), PackedFault> {
     let complete = || {
-        let file = File::open(path).ok()?;
-        (is_of(&file, header) && is_ended(&file)).then_some((file, Mode::Read))
+        let file = File::open(path).ok().filter(|file| is_of(file, header))?;
+        let index = read_index(&file)?;
+        Some((file, Mode::Read, index))
     };
     if let Some(complete) = complete() {
         return Ok(complete);
@@ -416,84 +470,15 @@ fn open_at(
         Err(TryLockError::Error(source)) => return Err(failed("lock", &part)(source)),
     }
     if is_of(&file, header) {
-        return Ok((file, Mode::Resume));
+        return Ok((file, Mode::Resume, Vec::new()));
     }
     let begin = || file.set_len(0).and_then(|()| file.write_all_at(header, 0));
     begin().map_err(failed("write", &part))?;
-    Ok((file, Mode::Write))
+    Ok((file, Mode::Write, Vec::new()))
 }
 
 fn part_of(path: &Path) -> PathBuf {
     path.with_extension("part")
-}
-
-fn is_of(file: &File, header: &[u8; BLOCK]) -> bool {
-    let mut own = [0; BLOCK];
-    file.read_exact_at(&mut own, 0).is_ok() && own == *header
-}
-
-/// Whether a file has its last block.
-fn is_ended(file: &File) -> bool {
-    let len = file.metadata().map_or(0, |facts| facts.len());
-    let mut end = [0; BLOCK];
-    len >= 2 * BLOCK as u64
-        && file.read_exact_at(&mut end, len - BLOCK as u64).is_ok()
-        && end == block(&[END_MAGIC, &end[8..16]])
-}
-
-fn file_header(of: &str) -> [u8; BLOCK] {
-    let of = blake3::hash(of.as_bytes());
-    let [version, packing] = [VERSION, PACKING].map(u32::to_le_bytes);
-    block(&[MAGIC, &version, &packing, of.as_bytes()])
-}
-
-/// Fields, their hash, and zeros.
-fn block(fields: &[&[u8]]) -> [u8; BLOCK] {
-    let fields = fields.concat();
-    let mut block = [0; BLOCK];
-    block[..fields.len()].copy_from_slice(&fields);
-    block[fields.len()..fields.len() + 32].copy_from_slice(blake3::hash(&fields).as_bytes());
-    block
-}
-
-/// The header of the record at `at`; `None` if there is none.
-fn read_record(file: &File, at: u64) -> Option<RecordHeader> {
-    let mut own = [0; BLOCK];
-    file.read_exact_at(&mut own, at).ok()?;
-    let number = |at: usize| own[at..].first_chunk().copied().map(u64::from_le_bytes);
-    let hash = |at: usize| own[at..].first_chunk::<32>().copied();
-    let record = RecordHeader {
-        index: number(8)?,
-        bytes: number(16)?,
-        is_tiny: number(24)? == 1,
-        key: hash(32)?,
-        sum: hash(64)?,
-    };
-    (record.block() == own).then_some(record)
-}
-
-/// Reads `data` from `start` on, and gives its [`sum`](sum_of).
-fn read_pieces(file: &File, start: u64, data: &mut [u8], pool: &ThreadPool) -> io::Result<Hash> {
-    let pieces = Mutex::new(data.chunks_mut(PIECE).enumerate());
-    let failed = Mutex::new(None);
-    let sum = hashes(pool, data_pieces(&pieces), |_| {
-        let next = lock(&pieces).next();
-        let (i, piece) = next.expect("one piece for each task");
-        let offset = start + (i * PIECE) as u64;
-        if let Err(error) = file.read_exact_at(piece, offset) {
-            *lock(&failed) = Some(error);
-        }
-        (i, *blake3::hash(piece).as_bytes())
-    });
-    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some(error) => Err(error),
-        None => Ok(sum),
-    }
-}
-
-/// Pieces that are left.
-fn data_pieces<I: ExactSizeIterator>(pieces: &Mutex<I>) -> usize {
-    lock(pieces).len()
 }
 
 /// The hash of the hashes of pieces of `data`.

@@ -21,13 +21,12 @@
 //! damaged read ends the step with an error that names the file, and every later one. The file is
 //! removed then, so that the next load writes another.
 
+mod arrays;
 mod budget;
-mod disk;
+pub(crate) mod disk;
 mod units;
 
 use std::fs::{self, File};
-use std::io;
-use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -35,15 +34,17 @@ use std::time::Duration;
 
 use paceline_base::{Bytes, lock};
 
+pub use arrays::{LayerWriter, StreamedLayers};
 use budget::AHEAD;
 pub(crate) use budget::ProcessMemory;
 pub use budget::{MemoryLimit, StreamCounts};
 pub use disk::read_sample;
 use disk::{READERS, open_direct};
-use units::{Piece, State};
+use units::State;
 
 use crate::Error;
-use crate::packed_file::{BLOCK, Hash, StreamedMatrix};
+pub(crate) use crate::packed_file::records::StreamUnit;
+use crate::packed_file::records::StreamedMatrix;
 
 /// Longest wait for a unit. A slow disk reads 100 MB/s, a layer of 405B in 4 bits has 1.6 GB.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -54,15 +55,6 @@ const MARGIN: u64 = 64;
 
 /// Assumed memory of a process where the system does not report it: the planner's figure.
 const PROGRAM: u64 = 256_000_000;
-
-/// Matrices that are read and dropped together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) enum StreamUnit {
-    /// A layer, without its routed experts.
-    Layer(usize),
-    /// An expert of a layer.
-    Expert(usize, usize),
-}
 
 /// Reads the units of a model within a budget.
 #[derive(Debug)]
@@ -76,7 +68,6 @@ pub(crate) struct Streamer {
 struct Shared {
     file: File,
     path: PathBuf,
-    matrices: Vec<StreamedMatrix>,
     state: Mutex<State>,
     /// There is work for readers.
     work: Condvar,
@@ -90,16 +81,14 @@ impl Streamer {
     /// # Errors
     /// [`Error::Streaming`] if the file cannot be opened, [`Error::Thread`].
     pub(crate) fn new(
-        (mut matrices, path): (Vec<StreamedMatrix>, PathBuf),
+        (matrices, path): (Vec<StreamedMatrix>, PathBuf),
         limit: MemoryLimit,
     ) -> Result<Self, Error> {
         let file = open_direct(&path).map_err(|error| failed(&path, error.to_string()))?;
-        matrices.sort_by_key(|matrix| matrix.unit);
-        let state = State::of(&matrices);
+        let state = State::of(matrices);
         let shared = Arc::new(Shared {
             file,
             path,
-            matrices,
             state: Mutex::new(state),
             work: Condvar::new(),
             arrived: Condvar::new(),
@@ -167,7 +156,7 @@ impl Streamer {
             if !state.is_on_its_way(own) {
                 state.release_passing(); // a step that failed may have left some
             }
-            state.pin(own, &shared.matrices);
+            state.pin(own);
             shared.wake(state);
             let is_there = state.is_there(own);
             is_hit &= is_there;
@@ -179,12 +168,12 @@ impl Streamer {
         for ahead in 0..AHEAD {
             let first = StreamUnit::Layer(index + 1 + ahead); // in the first step only
             if state.units.get(&first).is_some_and(|own| own.stays) {
-                state.pin(first, &shared.matrices);
+                state.pin(first);
             }
             if ahead < n {
                 let layer = StreamUnit::Layer(state.passing[(next + ahead) % n]);
                 if layer != own {
-                    state.pin(layer, &shared.matrices);
+                    state.pin(layer);
                 }
             }
         }
@@ -197,7 +186,7 @@ impl Streamer {
     pub(crate) fn route(&self, layer: usize, experts: &[usize]) -> bool {
         let mut state = lock(&self.shared.state);
         state.end_guesses(layer, experts);
-        state.request(layer, experts, &self.shared.matrices);
+        state.request(layer, experts);
         self.shared.wake(&state);
         state.is_there(StreamUnit::Layer(layer + 1))
     }
@@ -218,7 +207,7 @@ impl Streamer {
         let shared = &*self.shared;
         let mut is_hit = true;
         let (mut state, place) = shared.wait(|state| {
-            state.request(layer, left, &shared.matrices);
+            state.request(layer, left);
             shared.wake(state);
             let is_there = |expert: &usize| state.is_there(StreamUnit::Expert(layer, *expert));
             let there = left.iter().position(is_there);
@@ -288,16 +277,16 @@ impl Shared {
     fn read_on(&self) {
         let mut state = lock(&self.state);
         while !state.closed {
-            let Some(piece) = state.queue.pop_front() else {
+            let Some((unit, piece)) = state.queue.pop_front() else {
                 let waited = self.work.wait(state);
                 state = waited.unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             drop(state);
-            let read = self.read(&piece);
+            let read = piece.read(&self.file);
             state = lock(&self.state);
             let read = read.map_err(|error| error.to_string());
-            match read.and_then(|hash| state.take(&piece, hash, &self.matrices)) {
+            match read.and_then(|hash| state.take((unit, &piece), hash)) {
                 Ok(false) => {}
                 Ok(true) => self.arrived.notify_all(),
                 Err(reason) => {
@@ -308,16 +297,6 @@ impl Shared {
                 }
             }
         }
-    }
-
-    /// Reads a piece and gives its hash.
-    fn read(&self, piece: &Piece) -> io::Result<Hash> {
-        // Direct reads take whole blocks; matrices begin at such in file and memory.
-        let end = piece.to + piece.len.next_multiple_of(BLOCK);
-        // SAFETY: each piece is read by one thread, and no step uses the block yet.
-        let out = unsafe { piece.block.part(piece.to..end) };
-        self.file.read_exact_at(out, piece.from)?;
-        Ok(*blake3::hash(&out[..piece.len]).as_bytes())
     }
 }
 

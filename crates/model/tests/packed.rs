@@ -144,12 +144,12 @@ fn damaged_locked_and_unwritable_files_are_named_and_not_used() {
     let place = Place::new(ModelFamily::Llama, BlockType::Q4_0, KernelClass::Cpu);
     let (expected, _) = place.load("1");
     let whole = fs::read(place.packed()).unwrap();
-    // A bit of the header, of a record's header, of data and of the end.
+    // A bit of the header, of data twice, of the index and of the end.
     for at in [
         9,
-        4096 + 20,
         2 * 4096 + 100,
         whole.len() / 2,
+        whole.len() - 2 * 4096 + 20,
         whole.len() - 4090,
     ] {
         let mut bytes = whole.clone();

@@ -136,6 +136,21 @@ impl HugeMap {
         MatrixMemory { at, len: self.len }
     }
 
+    /// The memory, for a reader of a disk, up to the end of its last small page.
+    ///
+    /// # Panics
+    /// If the bytes are on a disk only.
+    pub(crate) fn block(&self) -> MemoryBlock {
+        let Place::Own(region, start) = &self.place else {
+            panic!("a matrix of {} B is on a disk", self.len);
+        };
+        MemoryBlock {
+            region: Arc::clone(region),
+            start: *start,
+            len: self.len.next_multiple_of(SMALL_PAGE),
+        }
+    }
+
     /// # Panics
     /// If the bytes are on a disk only.
     fn address(&self) -> *mut u8 {
@@ -153,7 +168,9 @@ impl HugeMap {
 /// Memory for packed matrices that are read from a disk together. When others take their place,
 /// these are read into the same pages: pages that the system zeroes cost more than their reads.
 pub struct MemoryBlock {
-    region: Region,
+    region: Arc<Region>,
+    /// Offset of the first byte in the region.
+    start: usize,
     len: usize,
 }
 
@@ -176,8 +193,9 @@ impl MemoryBlock {
     /// # Errors
     /// [`Error::Memory`].
     pub fn new(len: usize) -> Result<Self, Error> {
-        let region = Region::new(len)?;
-        Ok(Self { region, len })
+        let region = Arc::new(Region::new(len)?);
+        let start = region.start;
+        Ok(Self { region, start, len })
     }
 
     /// Bytes of the block.
@@ -198,12 +216,29 @@ impl MemoryBlock {
         // SAFETY: within the mapping, which lives as long as this; alone by the contract.
         unsafe {
             let start = self.region.map.as_mut_ptr();
-            std::slice::from_raw_parts_mut(start.add(self.region.start + part.start), part.len())
+            std::slice::from_raw_parts_mut(start.add(self.start + part.start), part.len())
         }
     }
 }
 
 impl MatrixMemory {
+    /// Of `len` bytes that are on a disk only, for an engine that reads them itself.
+    pub fn on_disk(len: usize) -> Self {
+        let at = Arc::new(AtomicPtr::new(std::ptr::null_mut()));
+        Self { at, len }
+    }
+
+    /// The bytes, where they are in memory.
+    ///
+    /// # Safety
+    /// Until the borrow ends, the block that they were [placed](Self::place) in lives, and nothing
+    /// is written to it.
+    pub unsafe fn bytes(&self) -> Option<&[u8]> {
+        let at = self.at.load(Ordering::Acquire);
+        // SAFETY: `place` checked that as many bytes lie there; the rest is the caller's promise.
+        (!at.is_null()).then(|| unsafe { std::slice::from_raw_parts(at, self.len) })
+    }
+
     /// Bytes of the matrix.
     pub const fn size(&self) -> usize {
         self.len
@@ -220,8 +255,13 @@ impl MatrixMemory {
     pub unsafe fn place(&self, block: &MemoryBlock, start: usize) {
         assert!(start + self.len <= block.len, "{start} in {block:?}");
         let first = block.region.map.as_mut_ptr();
-        let at = first.wrapping_add(block.region.start + start);
+        let at = first.wrapping_add(block.start + start);
         self.at.store(at, Ordering::Release);
+    }
+
+    /// Takes the bytes away: kernels that read the matrix panic until it is placed again.
+    pub fn remove(&self) {
+        self.at.store(std::ptr::null_mut(), Ordering::Release);
     }
 }
 

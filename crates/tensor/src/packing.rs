@@ -14,7 +14,7 @@ use paceline_base::{BlockType, Bytes};
 use crate::error::Error;
 use crate::formats::{self, CRUMB_PLANE, Layout, NIBBLE_PLANE, WORDS, grids};
 use crate::isa::LANES;
-use crate::memory::{HugeMap, MatrixMemory};
+use crate::memory::{HugeMap, MatrixMemory, MemoryBlock};
 use crate::pool::ThreadPool;
 use crate::quantisation::Precision;
 use crate::rounding::is_tiny;
@@ -236,28 +236,34 @@ impl PackedMatrix {
         Ok((packed, cut))
     }
 
-    /// The matrix that [`of_columns`](Self::of_columns) gives with these arguments, from
-    /// [its data](Self::data), which `read` fills in. The stored bytes are not read and may be
-    /// empty.
+    /// The matrix that [`of_columns`](Self::of_columns) gives with these arguments, once a reader
+    /// has put [its data](Self::data) into its [memory](Self::memory). The stored bytes are not
+    /// read and may be empty.
     ///
     /// # Errors
-    /// [`Error::Memory`], and those of `read`.
+    /// [`Error::Memory`].
     ///
     /// # Panics
     /// If [`has_data`](Self::has_data) is false, or the matrix has fewer columns.
-    pub fn read_back<E: From<Error>>(
+    pub fn unread(
         matrix: StoredMatrix<'_>,
         columns: Range<usize>,
         options: PackOptions,
         is_tiny: bool,
-        read: impl FnOnce(&mut [u8]) -> Result<(), E>,
-    ) -> Result<Self, E> {
+    ) -> Result<Self, Error> {
         let has_data = Self::has_data(matrix.block_type, options);
         assert!(has_data && columns.end <= matrix.cols, "{columns:?}");
         let (mut packed, _) = Self::unfilled(matrix, &columns, options)?;
         packed.tiny = is_tiny;
-        read(&mut packed.data)?;
         Ok(packed)
+    }
+
+    /// The memory of the packed bytes, for [`unread`](Self::unread) matrices.
+    ///
+    /// # Panics
+    /// If they are on a disk only.
+    pub fn memory(&self) -> MemoryBlock {
+        self.data.block()
     }
 
     /// Whether the form of packed matrices of a type follows from their shapes: not of decoded
@@ -266,7 +272,7 @@ impl PackedMatrix {
         options.as_f32 || !block_type.is_decoded()
     }
 
-    /// The packed bytes of revision [`PACKING`], for [`read_back`](Self::read_back).
+    /// The packed bytes of revision [`PACKING`].
     pub fn data(&self) -> &[u8] {
         &self.data
     }
@@ -277,7 +283,7 @@ impl PackedMatrix {
     }
 
     /// Whether BF16 weights have values that kernels treat apart: the argument of
-    /// [`read_back`](Self::read_back).
+    /// [`unread`](Self::unread).
     pub const fn is_tiny(&self) -> bool {
         self.tiny
     }

@@ -4,6 +4,8 @@ use std::fs;
 
 use paceline_base::Bytes;
 
+use super::{MARGIN, PROGRAM};
+
 /// Layers read ahead of the one that computes.
 pub(super) const AHEAD: usize = 2;
 
@@ -14,6 +16,27 @@ pub enum MemoryLimit {
     Process(Bytes),
     /// Of the layers and experts alone.
     Units(Bytes),
+}
+
+impl MemoryLimit {
+    /// Bytes that it leaves for weights, caches and steps of this process, which has everything
+    /// else already.
+    pub fn left(self) -> Bytes {
+        match self {
+            Self::Units(bytes) => bytes,
+            Self::Process(bytes) => {
+                let taken = ProcessMemory::now().map_or(PROGRAM, |memory| memory.resident);
+                Bytes(bytes.0.saturating_sub(taken + bytes.0 / MARGIN))
+            }
+        }
+    }
+
+    /// The limit itself.
+    pub const fn bytes(self) -> Bytes {
+        match self {
+            Self::Units(bytes) | Self::Process(bytes) => bytes,
+        }
+    }
 }
 
 /// Counters of a streamed model.

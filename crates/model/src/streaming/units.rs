@@ -6,16 +6,18 @@ use std::sync::Arc;
 
 use paceline_tensor::MemoryBlock;
 
-use super::StreamUnit;
 use super::budget::{Division, StreamCounts};
-use crate::packed_file::{BLOCK, Hash, PIECE, StreamedMatrix};
+use super::disk::Piece;
+use crate::packed_file::records::{BLOCK, Hash, PIECE, StreamUnit, StreamedMatrix};
 
 #[derive(Debug, Default)]
 pub(super) struct State {
     pub(super) units: HashMap<StreamUnit, UnitState>,
     /// Layers that do not stay, in their order.
     pub(super) passing: Vec<usize>,
-    pub(super) queue: VecDeque<Piece>,
+    /// Of `units`, those of a unit one after another.
+    matrices: Vec<StreamedMatrix>,
+    pub(super) queue: VecDeque<(StreamUnit, Piece)>,
     /// Experts that a later layer will probably use, in the order of their requests.
     guesses: VecDeque<StreamUnit>,
     /// Guessed experts that were requested.
@@ -41,8 +43,8 @@ struct Pool {
 
 #[derive(Debug)]
 pub(super) struct UnitState {
-    /// Range in the streamer's matrices.
-    pub(super) matrices: Range<usize>,
+    /// Range in the state's matrices.
+    matrices: Range<usize>,
     bytes: u64,
     pub(super) stays: bool,
     /// A step uses it or will.
@@ -64,26 +66,13 @@ pub(super) enum Place {
     Memory(Arc<MemoryBlock>),
 }
 
-/// A read.
-#[derive(Debug)]
-pub(super) struct Piece {
-    pub(super) unit: StreamUnit,
-    /// Number among the unit's pieces.
-    pub(super) nth: usize,
-    /// Offset in the file.
-    pub(super) from: u64,
-    /// Bytes, without the rest of the last block.
-    pub(super) len: usize,
-    pub(super) block: Arc<MemoryBlock>,
-    /// Offset in the block.
-    pub(super) to: usize,
-}
-
 impl State {
-    /// Of `matrices`, those of a unit one after another, all on the disk.
-    pub(super) fn of(matrices: &[StreamedMatrix]) -> Self {
+    /// Of `matrices`, all on the disk.
+    pub(super) fn of(mut matrices: Vec<StreamedMatrix>) -> Self {
+        matrices.sort_by_key(|matrix| matrix.unit);
         Self {
-            units: units_of(matrices),
+            units: units_of(&matrices),
+            matrices,
             ..Self::default()
         }
     }
@@ -152,7 +141,7 @@ impl State {
     }
 
     /// Pins a unit, and queues its reads if it is on the disk only and there is room.
-    pub(super) fn pin(&mut self, unit: StreamUnit, matrices: &[StreamedMatrix]) {
+    pub(super) fn pin(&mut self, unit: StreamUnit) {
         self.keep(unit);
         let own = self.units.get(&unit);
         let Some(own) = own.filter(|own| matches!(own.at, Place::Disk)) else {
@@ -163,17 +152,17 @@ impl State {
             return;
         };
         let (mut nth, mut start) = (0, 0);
-        for matrix in &matrices[range] {
+        for matrix in &self.matrices[range] {
             let size = matrix.memory.size();
             for at in (0..size).step_by(PIECE) {
-                self.queue.push_back(Piece {
-                    unit,
+                let piece = Piece {
                     nth,
                     from: matrix.start + at as u64,
                     len: PIECE.min(size - at),
                     block: Arc::clone(&block),
                     to: start + at,
-                });
+                };
+                self.queue.push_back((unit, piece));
                 nth += 1;
             }
             start += size.next_multiple_of(BLOCK);
@@ -190,19 +179,19 @@ impl State {
     }
 
     /// Has a layer's chosen `experts` read, as far as there is room, and then the guesses.
-    pub(super) fn request(&mut self, layer: usize, experts: &[usize], matrices: &[StreamedMatrix]) {
+    pub(super) fn request(&mut self, layer: usize, experts: &[usize]) {
         let units = || experts.iter().map(|e| StreamUnit::Expert(layer, *e));
         // Experts in memory must not make room for those on disk.
         units().for_each(|unit| self.keep(unit));
         for unit in units() {
-            self.pin(unit, matrices);
+            self.pin(unit);
             if !self.is_on_its_way(unit) {
                 return;
             }
         }
         while let Some(unit) = self.guesses.pop_front() {
             let was_there = self.is_there(unit);
-            self.pin(unit, matrices);
+            self.pin(unit);
             if !self.is_on_its_way(unit) {
                 self.guesses.clear(); // no room
                 return;
@@ -231,14 +220,14 @@ impl State {
 
     /// Takes the reads of a unit back, if none of them began.
     fn cancel(&mut self, unit: StreamUnit) {
-        let queued = self.queue.iter().filter(|piece| piece.unit == unit).count();
+        let queued = self.queue.iter().filter(|(of, _)| *of == unit).count();
         let Some(own) = self.units.get_mut(&unit) else {
             return;
         };
         match &own.at {
             Place::Reading { left, hashes, .. } if *left == queued && queued == hashes.len() => {
                 let at = std::mem::replace(&mut own.at, Place::Disk);
-                self.queue.retain(|piece| piece.unit != unit);
+                self.queue.retain(|(of, _)| *of != unit);
                 if let Place::Reading { block, .. } = at {
                     self.pool(unit).idle.push(block);
                 }
@@ -287,6 +276,8 @@ impl State {
             return;
         };
         let (last, at) = (own.last, std::mem::replace(&mut own.at, Place::Disk));
+        let matrices = &self.matrices[own.matrices.clone()];
+        matrices.iter().for_each(|matrix| matrix.memory.remove());
         let pool = self.pool(unit);
         pool.free.remove(&last);
         if let Place::Memory(block) = at {
@@ -301,12 +292,11 @@ impl State {
     /// The reason why the unit is not as it was written.
     pub(super) fn take(
         &mut self,
-        piece: &Piece,
+        (unit, piece): (StreamUnit, &Piece),
         hash: Hash,
-        matrices: &[StreamedMatrix],
     ) -> Result<bool, String> {
         self.counts.read += piece.len as u64;
-        let Some(own) = self.units.get_mut(&piece.unit) else {
+        let Some(own) = self.units.get_mut(&unit) else {
             return Ok(false);
         };
         let Place::Reading {
@@ -323,11 +313,10 @@ impl State {
             return Ok(false);
         }
         let (mut first, mut start) = (0, 0);
-        for matrix in &matrices[own.matrices.clone()] {
+        for matrix in &self.matrices[own.matrices.clone()] {
             let n = matrix.memory.size().div_ceil(PIECE);
             let sum = blake3::hash(hashes[first..first + n].as_flattened());
             if *sum.as_bytes() != matrix.sum {
-                let unit = piece.unit;
                 return Err(format!("{unit:?} has other bytes than were written"));
             }
             // SAFETY: the bytes were read. The streamer keeps the block while a step uses the unit,
@@ -337,7 +326,7 @@ impl State {
             start += matrix.memory.size().next_multiple_of(BLOCK);
         }
         own.at = Place::Memory(Arc::clone(block));
-        self.set_free(piece.unit);
+        self.set_free(unit);
         Ok(true)
     }
 
