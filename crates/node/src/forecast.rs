@@ -399,7 +399,7 @@ impl Forecast {
     /// Stores the reuse of experts with which `said`, the prediction of a run, comes nearest to its
     /// `measured` speed: predictions within other limits of memory then have it too.
     fn learn_reuse(&mut self, measured: f64, said: impl Fn(&Self) -> Result<f64>) {
-        let mut with = |own: &mut Self, reuse: Option<f64>| {
+        let with = |own: &mut Self, reuse: Option<f64>| {
             own.stream.as_mut()?.reuse = reuse;
             said(own).ok()
         };

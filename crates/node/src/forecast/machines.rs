@@ -12,12 +12,12 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_model::{Config, Split, SplitKind, StageKind};
 use paceline_plan::cost::kernels::operations;
 use paceline_plan::{
-    Backend, Calibration, Cluster, ClusterNode, Costs, LinkTransport, NodeLink, Placement,
-    Prediction, Rates, Workload, predict,
+    Backend, Calibration, Cluster, ClusterNode, Costs, LinkTransport, NodeLink, Prediction, Rates,
+    Workload, predict,
 };
 
 use super::devices::{DeviceSpeed, WeightBits};
-use super::{Forecast, KEYS, Result, pipeline};
+use super::{Forecast, KEYS, Result};
 use crate::Error;
 
 /// Answer length in tokens of a prediction.
