@@ -108,6 +108,10 @@ ROWS = {
                                                                       "index_n_heads": 3},
     "gemma3n": golden("gemma3n-bf16"), "gemma3n plain gates": golden("gemma3n-bf16") | {"activation_sparsity_pattern": [0.0] * 5},
     "gemma3n multimodal": golden("gemma3n-bf16") | {"wrap": "gemma3n"},
+    "deepseek_v4": golden("deepseek-v4-bf16"),
+    "deepseek_v4 runs of 128, all keys": golden("deepseek-v4-bf16") | {"compress_rate_hca": 128, "index_topk": 64, "sliding_window": 16},
+    "deepseek_v4 two streams, four groups": golden("deepseek-v4-bf16") | {"hc_mult": 2, "hc_sinkhorn_iters": 3, "o_groups": 4, "num_hash_layers": 0,
+                                                                           "compress_ratios": [128, 128, 4, 128, 0], "rope_scaling": None},
     "smollm3": golden("smollm3-bf16"), "granite": golden("granite-bf16"), "olmo2": golden("olmo2-bf16"),
     "olmo3": golden("olmo3-bf16"), "phi3 partial": golden("phi3-bf16"),
 }
@@ -131,6 +135,11 @@ def draw(model, seed):
             noise = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
             if "e_score_correction_bias" in name:
                 values.copy_(0.1 * noise)
+            elif "tid2eid" in name:
+                order = np.argsort(rng.random((len(values), model.config.n_routed_experts)))
+                values.copy_(torch.from_numpy(order[:, :values.shape[1]]))
+            elif name.endswith(("hc.scale", "hc_scale")):
+                values.copy_(1 + 0.2 * noise)
             elif not isinstance(values, torch.nn.Parameter) or "A_log" in name or "dt_bias" in name:
                 continue
             elif "norm" in name:

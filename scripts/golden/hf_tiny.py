@@ -531,6 +531,23 @@ MODELS |= {
         "text_config": MINIMAX_M3 | {"index_block_size": 4, "index_topk_blocks": 2}},
         torch.bfloat16, 1),
 }
+# As DeepSeek V4: a window, keys of four positions that an indexer chooses, keys of 32 of which rows see all.
+DEEPSEEK_V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_size": 64,
+    "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+    "q_lora_rank": 32, "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 32,
+    "moe_intermediate_size": 32, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "num_hash_layers": 2, "scoring_func": "sqrtsoftplus",
+    "routed_scaling_factor": 1.5, "swiglu_limit": 1.5, "sliding_window": 24,
+    "compress_ratios": [0, 4, 128, 4, 128], "compress_rate_hca": 32, "index_n_heads": 8,
+    "index_head_dim": 32, "index_topk": 8, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0, "rope_scaling": {
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
+        "beta_slow": 1},
+    "dtype": "bfloat16",
+}
+MODELS |= {"deepseek-v4-bf16": (DEEPSEEK_V4, torch.bfloat16, 1)}
 # Folders whose configuration and weights have the text part in a place of its own.
 WITH_PICTURES = ["gemma4-moe-bf16"]
 
@@ -584,7 +601,11 @@ def draw(model, rng):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         values = rng.standard_normal(tuple(weight.shape), dtype=np.float32)
-        if name.endswith("dt_bias"):
+        if name.endswith("tid2eid"):  # as many experts of each token as it uses, all different
+            values = np.argsort(rng.random((len(weight), model.config.n_routed_experts)))[:, :weight.shape[1]]
+        elif "hc" in name and name.endswith("scale"):
+            values = 0.3 * values + 1.0
+        elif name.endswith("dt_bias"):
             values = 0.5 * values - 4.0  # states that outlast a chunk
         elif "conv1d" in name or name.endswith(("A_log", "conv.conv.weight")):
             values *= 0.5
@@ -628,7 +649,8 @@ def write_folder(folder, config, dtype, shards, seed):
     (folder / "config.json").write_text(json.dumps(outer, indent=2) + "\n")
     model = from_config(plain_config(folder))
     draw(model, np.random.default_rng(seed))
-    state = {n: w.detach().to(dtype).contiguous() for n, w in model.state_dict().items()}
+    state = {n: w.detach().to(w.dtype if n.endswith("tid2eid") else dtype).contiguous()
+             for n, w in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     if "quantization_config" in config:
@@ -727,6 +749,10 @@ def as_on_the_hub(name, weight, kind):
         mixtral = not is_dense
     if name.endswith(("e_score_correction_bias", "expert_bias")):
         weight = weight.float()
+    if kind == "deepseek_v4":
+        for part, rows in deepseek_v4_on_the_hub(name, weight):
+            yield part, rows
+        return
     if kind == "nemotron_h":
         name = name.replace("model.", "backbone.", 1)
         split = ".experts." in name
@@ -745,6 +771,35 @@ def as_on_the_hub(name, weight, kind):
         parts = zip(names[:2], matrix.chunk(2)) if joined else [(names[2], matrix)]
         for part, rows in parts:
             yield f"{stem}.{expert}.{part}.weight", rows.clone()
+
+
+def deepseek_v4_on_the_hub(name, weight):
+    """The parts of a weight of DeepSeek V4 under the names of the hub."""
+    name = name.removeprefix("model.")
+    names = [
+        ("embed_tokens", "embed"), ("lm_head", "head"), ("hc_head.hc", "hc_head"), ("attn_hc.", "hc_attn_"),
+        ("ffn_hc.", "hc_ffn_"), ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"),
+        ("self_attn.compressor.indexer", "attn.indexer"), ("self_attn", "attn"), ("mlp.", "ffn."), ("scorer.", ""),
+        ("sinks", "attn_sink"), ("position_bias", "ape"), ("q_a_proj", "wq_a"), ("q_b_proj", "wq_b"),
+        ("o_a_proj", "wo_a"), ("o_b_proj", "wo_b"), ("q_a_norm", "q_norm"), ("gate.e_score_correction_bias", "gate.bias")]
+    for own, other in names:
+        name = name.replace(own, other)
+    if ".experts." in name:
+        stem = name.rsplit(".", 1)[0]
+        for expert, matrix in enumerate(weight):
+            parts = zip(("w1", "w3"), matrix.chunk(2)) if name.endswith("gate_up_proj") else [("w2", matrix)]
+            for part, rows in parts:
+                yield f"{stem}.{expert}.{part}.weight", rows.clone()
+        return
+    for own, other in zip(("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3")):
+        name = name.replace(f"shared_experts.{own}", f"shared_experts.{other}")
+    if "attn." in name:
+        name = name.replace("gate_proj", "wgate").replace("kv_proj", "wkv")
+        if "indexer" in name and "wq_b" not in name and "weights_proj" not in name:
+            name = name.replace("indexer.", "indexer.compressor.")
+        if "compressor" in name:
+            name = name.replace("kv_norm", "norm")
+    yield name, weight
 
 
 def minimax_m3_on_the_hub(name, weight):
@@ -942,7 +997,7 @@ def choose_prompt(model, folder, seed):
     which rounded keys and values turn no router to another expert."""
     rng = np.random.default_rng([seed, 1])
     has_pages = model.config.model_type in DELTA_NETS or folder.name.endswith("sparse-bf16")
-    has_pages = has_pages or model.config.model_type.startswith(("lfm2", "nemotron", "kimi"))
+    has_pages = has_pages or model.config.model_type.startswith(("lfm2", "nemotron", "kimi", "deepseek_v4"))
     length = PAGES_PROMPT if has_pages else PROMPT
     for _ in range(200):
         prompt = [BOS, *rng.integers(3, VOCABULARY, length - 1).tolist()]

@@ -113,9 +113,10 @@ fn distance(name: &str, rows: &[Vec<f32>], tolerance: f64) -> f64 {
     worst_within(name, rows, &golden_logits(name), tolerance)
 }
 
-/// Folders of other recurrent layers than gated delta nets, of several residual streams, or of
-/// dense feed-forwards with a clamp.
-const RECURRENT: [&str; 8] = [
+/// Folders of other recurrent layers than gated delta nets, of several residual streams, of
+/// compressed keys, or of dense feed-forwards with a clamp.
+const RECURRENT: [&str; 9] = [
+    "deepseek-v4-bf16",
     "gemma3n-bf16",
     "minimax-m3-blocks-bf16",
     "qwen4-bf16",

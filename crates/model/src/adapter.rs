@@ -266,7 +266,10 @@ const fn adapter_row(row: usize, head_dim: Option<usize>) -> usize {
 /// Outputs and inputs of a matrix of a layer. `None` where the layer has no such matrix, or
 /// computes it by a path without adapters.
 fn sizes(width: usize, shape: &LayerShape, part: LayerRole) -> Option<[usize; 2]> {
-    let has_heads = !matches!(shape.cache, LayerCache::Delta(_) | LayerCache::Conv(_));
+    let has_heads = matches!(
+        shape.cache,
+        LayerCache::Rows | LayerCache::Of(_) | LayerCache::State(_)
+    );
     let is_plain = shape.latent.is_none() && !shape.gated && has_heads;
     let of = |there: bool, out: usize, inputs: usize| there.then_some([out, inputs]);
     let (heads, kv) = (shape.heads, shape.kv_heads);

@@ -72,7 +72,10 @@ impl UnlikePrefill {
         kv: Option<KvType>,
         config: &Config,
     ) -> Result<Option<Self>, Error> {
-        let is_state = |cache| matches!(cache, LayerCache::State(_) | LayerCache::Delta(_));
+        let is_state = |cache| {
+            use LayerCache::{Compressed, Delta, State};
+            matches!(cache, State(_) | Delta(_) | Compressed(_))
+        };
         let has_states = config.layers.iter().any(|layer| is_state(layer.cache));
         if has_states && (from != to || to.is_mlx()) {
             return Err(Error::PromptStates { from, to });

@@ -15,7 +15,7 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels};
 
-use super::rows::{activations, whole};
+use super::rows::{activations, sigmoid, whole};
 use crate::config::{Constraint, MAX_STREAMS, StreamRule};
 use crate::model::Model;
 use crate::weights::{ConstrainedMix, HeadStreams};
@@ -104,11 +104,14 @@ impl ConstrainedRows {
                 *weight = *weight * mix.scale[(i / count).min(2)] + base;
             }
             let (before, behind) = weights.split_at_mut(count);
-            sigmoid(kernels, before);
-            before.iter_mut().for_each(|weight| *weight += of.eps);
+            let mut each = [0.0; MAX_STREAMS];
+            sigmoid(kernels, before, 1.0, &mut each[..count]);
+            let pairs = before.iter_mut().zip(each);
+            pairs.for_each(|(weight, x)| *weight = x + of.eps);
             if let Some((after, mix)) = behind.split_at_mut_checked(count) {
-                sigmoid(kernels, after);
-                after.iter_mut().for_each(|weight| *weight *= 2.0);
+                sigmoid(kernels, after, 1.0, &mut each[..count]);
+                let pairs = after.iter_mut().zip(each);
+                pairs.for_each(|(weight, x)| *weight = 2.0 * x);
                 constrain(kernels, of, count, mix);
             }
         });
@@ -169,13 +172,4 @@ fn constrain(kernels: &Kernels, of: Constraint, count: usize, mix: &mut [f32]) {
         divide(1, count);
         divide(count, 1);
     }
-}
-
-/// `x = 1 / (1 + exp(-x))`
-fn sigmoid(kernels: &Kernels, x: &mut [f32]) {
-    let mut exp = [0.0; MAX_STREAMS];
-    let exp = &mut exp[..x.len()];
-    kernels.exp_scaled(x, 0.0, -1.0, exp);
-    let pairs = x.iter_mut().zip(exp);
-    pairs.for_each(|(x, exp)| *x = 1.0 / (1.0 + *exp));
 }

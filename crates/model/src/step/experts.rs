@@ -18,7 +18,7 @@ use paceline_tensor::{Activations, Kernels, vector};
 
 use super::Batch;
 use super::adapter_products::{AdapterProducts, AdapterRows, runs_of};
-use super::rows::{activations, add_bias, norm_row, whole};
+use super::rows::{activations, add_bias, norm_row, sigmoid, whole};
 use crate::config::{
     self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,
 };
@@ -296,7 +296,7 @@ impl ExpertBuffers {
             if let Some(last) = choices.get_mut(of.used) {
                 let mut weight = [1.0];
                 if of.shared_gate {
-                    sigmoid(kernels, &shared[t..=t], &mut weight);
+                    sigmoid(kernels, &shared[t..=t], 1.0, &mut weight);
                 }
                 *last = ExpertRoute {
                     expert: of.count,
@@ -489,17 +489,11 @@ fn relu_squared(x: &[f32], out: &mut [f32]) {
     }
 }
 
-/// `out = 1 / (1 + exp(-x))`
-fn sigmoid(kernels: &Kernels, x: &[f32], out: &mut [f32]) {
-    kernels.exp_scaled(x, 0.0, -1.0, out);
-    out.iter_mut().for_each(|e| *e = 1.0 / (1.0 + *e));
-}
-
 /// Converts scores to weights, `(experts,)` each.
 fn weigh(kernels: &Kernels, gating: Gating, scores: &[f32], weights: &mut [f32]) {
     match gating {
         Gating::OfChosen => weights.copy_from_slice(scores),
-        Gating::Sigmoid => sigmoid(kernels, scores, weights),
+        Gating::Sigmoid => sigmoid(kernels, scores, 1.0, weights),
         Gating::SqrtSoftplus | Gating::OfToken => {
             for (weight, score) in weights.iter_mut().zip(scores) {
                 let softplus = libm::log1p(libm::exp(f64::from(*score)));

@@ -2,7 +2,7 @@
 
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{Activations, PackedMatrix, Product, vector};
+use paceline_tensor::{Activations, Kernels, PackedMatrix, Product, vector};
 
 use crate::model::Model;
 use crate::weights::Linear;
@@ -22,6 +22,12 @@ pub(super) fn activations<'a>(
 /// devices transfer it without a copy.
 pub(super) fn exchanged(model: &Model, len: usize) -> RegisteredMemory<f32> {
     RegisteredMemory::new(model.links().map(|links| &*links.world), len)
+}
+
+/// `out = 1 / (1 + exp(-scale * x))`
+pub(super) fn sigmoid(kernels: &Kernels, x: &[f32], scale: f32, out: &mut [f32]) {
+    kernels.exp_scaled(x, 0.0, -scale, out);
+    out.iter_mut().for_each(|e| *e = 1.0 / (1.0 + *e));
 }
 
 /// `x *= y`; as many as `x` has.

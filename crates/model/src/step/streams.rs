@@ -13,7 +13,7 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels};
 
-use super::rows::{activations, whole};
+use super::rows::{activations, sigmoid, whole};
 use crate::config::{StreamRule, Streams};
 use crate::model::Model;
 use crate::weights::{HeadStreams, StreamMix};
@@ -137,10 +137,4 @@ fn summed<'s>(
             triples.for_each(|((out, x), factor)| *out += x * factor);
         }
     }
-}
-
-/// `out = sigmoid(scale * x)`
-fn sigmoid(kernels: &Kernels, x: &[f32], scale: f32, out: &mut [f32]) {
-    kernels.exp_scaled(x, 0.0, -scale, out);
-    out.iter_mut().for_each(|e| *e = 1.0 / (1.0 + *e));
 }

@@ -30,7 +30,8 @@ pub(crate) const DELTA_FOLDERS: [&str; 4] = [
 ];
 
 /// Folders with experts and folders of Gemma 3n and Gemma 4.
-pub(crate) const EXPERT_FOLDERS: [&str; 25] = [
+pub(crate) const EXPERT_FOLDERS: [&str; 26] = [
+    "deepseek-v4-bf16",
     "gemma3n-bf16",
     "minimax-m3-blocks-bf16",
     "kimi-linear-bf16",

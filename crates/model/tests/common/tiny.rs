@@ -81,6 +81,7 @@ impl Tiny {
             | ModelFamily::Qwen4Exp
             | ModelFamily::KimiLinear
             | ModelFamily::MiniMaxM3
+            | ModelFamily::DeepSeek4
             | ModelFamily::Gemma3n => (4, 2, 64, 4),
             ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => (8, 2, 32, 3),
             ModelFamily::NemotronH => (8, 2, 32, NEMOTRON.len()),

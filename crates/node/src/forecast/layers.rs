@@ -8,8 +8,8 @@ use std::ops::Range;
 
 use paceline_base::{KernelClass, Rank};
 use paceline_model::{
-    Config, Experts, Latent, LayerCache, LayerRole, LayerShape, LeafCut, ModelSample, Nth, Role,
-    Shard, Split, shape,
+    Compressed, Config, Experts, Latent, LayerCache, LayerRole, LayerShape, LeafCut, ModelSample,
+    Nth, Role, Shard, Split, shape,
 };
 use paceline_plan::ModelShape;
 use paceline_tensor::{Kernels, PackOptions, PackedMatrix, StoredMatrix};
@@ -291,6 +291,7 @@ impl Packing<'_> {
         let inputs = match (layer.cache, layer.latent) {
             (LayerCache::Delta(_), _) => self.delta(index)?,
             (_, Some(latent)) => self.latent(index, latent)?,
+            (LayerCache::Compressed(of), _) => self.compressed(index, of)?,
             _ => self.heads(index)?,
         };
         let output = self.summed(Role::Layer(index, layer.output_role()), &cut.attention)?;
@@ -323,6 +324,37 @@ impl Packing<'_> {
             }
         }
         Ok(all)
+    }
+
+    /// The projections of attention to compressed keys, with queries and outputs of this rank's
+    /// heads.
+    fn compressed(&self, index: usize, of: Compressed) -> Result<Vec<PackedMatrix>> {
+        let (layer, heads) = (
+            &self.setting.config.layers[index],
+            &self.shard.layer(index).heads,
+        );
+        let (dim, each) = (layer.head_dim, layer.heads / of.groups);
+        let groups = heads.start / each * of.group_rank..heads.end / each * of.group_rank;
+        let mut parts = vec![
+            (LayerRole::QueryDown, 0..of.query_rank),
+            (LayerRole::QueryUp, heads.start * dim..heads.end * dim),
+            (LayerRole::Key, 0..dim),
+            (LayerRole::GroupOutput, groups),
+        ];
+        if let Some(runs) = of.runs {
+            let series = if runs.overlaps { 2 } else { 1 };
+            let mut add = |is_index, dim: usize| {
+                let both = [LayerRole::RunInput(is_index), LayerRole::RunGate(is_index)];
+                parts.extend(both.map(|part| (part, 0..series * dim)));
+            };
+            add(false, dim);
+            if let Some(own) = runs.indexer {
+                add(true, own.dim);
+                parts.push((LayerRole::IndexerQuery, 0..own.heads * own.dim));
+            }
+        }
+        let rows = |(part, rows)| self.rows(Role::Layer(index, part), rows);
+        parts.into_iter().map(rows).collect()
     }
 
     /// The projections of latent attention, and the expansions of this rank's heads.
