@@ -194,6 +194,7 @@ impl Gates {
             Activation::Silu => Function::Silu,
             Activation::GeluTanh => Function::Gelu(Gelu::new(stream, dtype)?),
             Activation::ReluSquared => unreachable!("models with it have Mamba: refused at load"),
+            Activation::Situ { .. } => unreachable!("models with it have states: refused at load"),
         };
         let experts = config.experts();
         let limit = experts.and_then(|experts| experts.clamp);

@@ -15,7 +15,7 @@ use crate::rope::Rope;
 use crate::{Error, LayerRole, ModelSource, Role};
 
 pub use compressed::{Compressed, KeyRuns};
-pub use experts::{CLAMP_SLOPE, ExpertGroups, Experts, Gating, LEAST_SUM};
+pub use experts::{CLAMP_SLOPE, CompressedExperts, ExpertGroups, Experts, Gating, LEAST_SUM};
 pub(crate) use experts::{MAX_GROUPS, MAX_USED};
 pub use latent::{Indexer, Latent, PoolIndexer, PositionScaling, Selection};
 pub(crate) use layer::MAX_TAPS;
@@ -24,9 +24,10 @@ pub use layer::{Activation, DeltaNet, HeadOrder, LayerCache, LayerShape, entries
 /// Residual streams of a position.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Streams {
-    /// Number of streams (S): 2 to [`MAX_STREAMS`].
+    /// Number of streams (S): 2 to [`MAX_STREAMS`], or [`MAX_BLOCKS`] where these are blocks.
     pub count: usize,
-    /// Rank of the matrices that weigh the mix, or of the path parallel to attention (R).
+    /// Rank of the matrices that weigh the mix, or of the path parallel to attention (R); 0 without
+    /// these.
     pub rank: usize,
     pub rule: StreamRule,
 }
@@ -48,6 +49,14 @@ pub enum StreamRule {
     /// Source: Xie et al. 2026 (Manifold-Constrained Hyper-Connections);
     /// `DeepseekV4HyperConnection` of transformers.
     Constrained(Constraint),
+    /// The first stream is the sum since the current block of layers began; the others are the sums
+    /// of the blocks before. Each half attends to all of them.
+    ///
+    /// Source: `kimi_k3.py` of mlx-lm 0.32.
+    Attended {
+        /// Layers of a block.
+        block: usize,
+    },
 }
 
 /// How mixes of residual streams are constrained.
@@ -63,6 +72,9 @@ pub struct Constraint {
 
 /// Maximum residual streams: twice those of published models.
 pub(crate) const MAX_STREAMS: usize = 8;
+
+/// Maximum streams where these are blocks of layers: several times those of published models.
+pub(crate) const MAX_BLOCKS: usize = 64;
 
 /// The shape of a model. Every number is checked to be computable.
 #[derive(Clone, Debug, PartialEq)]
@@ -409,6 +421,7 @@ impl Config {
                 let head = if constraint.weighs_head { of.count } else { 0 };
                 (2 * layers * (2 + of.count) * of.count + head) * all
             }
+            StreamRule::Attended { .. } => (2 * layers + 1) * self.width,
         }
     }
 
@@ -571,7 +584,9 @@ const fn ffn_leaf(ffn: usize, block_len: usize) -> usize {
 /// loaded.
 fn longest_down_block(source: &ModelSource, config: &Config) -> usize {
     let len = |layer| {
-        let down = source.block_len(config.family, Role::Layer(layer, LayerRole::Down));
+        let shape: &LayerShape = &config.layers[layer];
+        let [.., role] = shape.dense_roles();
+        let down = source.block_len(config.family, Role::Layer(layer, role));
         down.unwrap_or(1)
     };
     (0..config.layers.len()).map(len).max().unwrap_or(1)

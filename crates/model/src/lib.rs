@@ -61,9 +61,9 @@ pub use assistant::AssistantHead;
 pub use block_head::{BlockConfig, BlockHead};
 pub use compute::{Compute, ExchangeBytes, LoadedModel};
 pub use config::{
-    Activation, CLAMP_SLOPE, Compressed, Config, Constraint, DeltaNet, ExpertGroups, Experts,
-    Gating, HeadOrder, Indexer, KeyRuns, LEAST_SUM, Latent, LayerCache, LayerShape, PoolIndexer,
-    PositionScaling, Selection, Streams,
+    Activation, CLAMP_SLOPE, Compressed, CompressedExperts, Config, Constraint, DeltaNet,
+    ExpertGroups, Experts, Gating, HeadOrder, Indexer, KeyRuns, LEAST_SUM, Latent, LayerCache,
+    LayerShape, PoolIndexer, PositionScaling, Selection, Streams,
 };
 pub use draft_head::{
     DraftBlock, DraftHead, DraftHeadCompute, DraftPlace, HeadRows, PassKind, draft_captures,

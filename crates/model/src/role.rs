@@ -53,6 +53,10 @@ pub enum StreamPart {
     Expand(usize),
     /// `(C, C)`: from stream i + 1 to the output.
     Collapse(usize),
+    /// `(1, C)`, of attended streams, like the next: scores.
+    Scores,
+    /// `(C,)`: norm of the input of these.
+    ScoreNorm,
     /// `(2 S + S S, S C)`, of constrained streams, like all variants that follow: weights of the
     /// half's input and output in the streams, and of the mix; `(S, S C)` before the output head.
     Weigh,
@@ -93,6 +97,8 @@ pub enum LayerRole {
     Value,
     /// `(C, H D)`
     AttentionOutput,
+    /// `(H E, C)`: gates of the attention output, in a matrix of their own (Kimi K3).
+    AttentionGate,
     /// `(D,)`, per head; `(H D,)` over all heads (MiniMax).
     QueryNorm,
     /// `(D,)`, per head; `(K D,)` over all heads (MiniMax).
@@ -129,6 +135,12 @@ pub enum LayerRole {
     SharedUp,
     /// `(C, shared F)`
     SharedDown,
+    /// `(L, C)`: input of routed experts of width L (Kimi K3).
+    ExpertsDown,
+    /// `(L,)`: norm of their sum.
+    ExpertsNorm,
+    /// `(C, L)`: output of their sum.
+    ExpertsUp,
     /// `(compressed, C)`: compression of queries.
     QueryDown,
     /// `(compressed,)`

@@ -11,12 +11,14 @@ use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, AttentionRows, AttentionScratch, Kernels, KvCache};
 
+use crate::families::Half;
 use crate::model::Model;
 use crate::weights::{Alternation, HeadStreams, LayerShard, Linear};
 use crate::{Error, LayerCut, LayerShape, Rope};
 
 mod adapter_products;
 mod alternating;
+mod attended;
 mod attention;
 mod batch;
 mod blocks;
@@ -47,6 +49,7 @@ pub use draw::{ForbiddenTokens, TokenDraw};
 
 use adapter_products::AdapterRows;
 use alternating::AlternatingRows;
+use attended::AttendedRows;
 use blocks::BlockBuffers;
 use compressed::CompressedRows;
 use constrained::ConstrainedRows;
@@ -96,6 +99,8 @@ pub struct Workspace {
     streams: Option<StreamRows>,
     /// For constrained residual streams.
     constrained: Option<ConstrainedRows>,
+    /// For attention to residuals.
+    attended_streams: Option<AttendedRows>,
     /// For alternating residual streams.
     alternating: Option<AlternatingRows>,
     /// For gates that are cut.
@@ -305,6 +310,25 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
         kind * n..(kind + 1) * n
     }
 
+    /// residual (T, S, C) -> x (T, C), the input of a half, by attention to all streams
+    fn attend_streams(&mut self, w: &LayerShard, streams: AttendedRows, half: Half) {
+        let which = usize::from(half != Half::Attention);
+        let scores = w.streams.as_ref().expect("loaded for this family").scores();
+        let norm = [&w.attention_norm, &w.ffn_norm][which].as_deref();
+        let norm = norm.expect("loaded for this family");
+        let (config, kernels) = (self.model.config(), self.model.kernels());
+        let (all, ws) = (config.residual_width(), &mut *self.ws);
+        let residual = &ws.residual;
+        let row = |t: usize| &residual[t * all..(t + 1) * all];
+        let begun = streams.begun(self.index, half);
+        let weights = (&*scores[which], norm);
+        streams.mix((kernels, config.norm_eps), weights, begun, row, &mut ws.x);
+        if half == Half::Attention {
+            let residual = &mut ws.residual[..self.rows * all];
+            streams.begin(kernels, self.index, residual);
+        }
+    }
+
     /// Runs `compute` on the alternating streams, the residual and x.
     fn alternate(
         &mut self,
@@ -429,6 +453,11 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
                 let streams = ws.constrained.as_mut().expect("made for these streams");
                 let place = (kernels, model.config().norm_eps);
                 streams.mix(place, (mix.as_deref(), norm), row, &mut ws.head_x);
+            }
+            Some(HeadStreams::Attended(scores)) => {
+                let streams = ws.attended_streams.expect("made for these streams");
+                let place = (kernels, model.config().norm_eps);
+                streams.mix(place, (scores, norm), usize::MAX, row, &mut ws.head_x);
             }
             Some(HeadStreams::Alternating(ends)) => {
                 ws.x.resize(rows);

@@ -171,10 +171,23 @@ pub(crate) struct Experts {
     pub(crate) scales: Option<Vec<f32>>,
     /// `(1, C)`, in f32: gate of the shared expert, if this rank has both.
     pub(crate) shared_router: Option<PackedMatrix>,
+    /// To compressed rows and back; whole on every rank.
+    pub(crate) compression: Option<Box<ExpertCompression>>,
     /// Index of this rank's first expert.
     pub(crate) first: usize,
     /// This rank's experts, the shared one last.
     pub(crate) experts: Vec<Arc<Expert>>,
+}
+
+/// Matrices around experts of compressed rows.
+#[derive(Debug)]
+pub(crate) struct ExpertCompression {
+    /// `(L, C)`
+    pub(crate) down: PackedMatrix,
+    /// `(L,)`: norm of the sum over experts.
+    pub(crate) norm: Option<Vec<f32>>,
+    /// `(C, L)`
+    pub(crate) up: PackedMatrix,
 }
 
 /// Matrices of an expert.
@@ -202,10 +215,12 @@ impl Experts {
 
     /// Matrices whose input is a normed row.
     fn of_normed(&self) -> impl Iterator<Item = &PackedMatrix> {
-        let experts = self.experts.iter();
+        let compression = self.compression.as_ref().map(|own| &own.down);
+        let experts = self.experts.iter().filter(move |_| compression.is_none());
         let experts = experts.flat_map(|expert| of_both(&expert.gate, expert.up.as_ref()));
-        let routers = [Some(&self.router.matrix), self.shared_router.as_ref()];
-        experts.chain(routers.into_iter().flatten())
+        let router = Some(&self.router.matrix);
+        let others = [router, self.shared_router.as_ref(), compression];
+        experts.chain(others.into_iter().flatten())
     }
 }
 
@@ -218,11 +233,17 @@ impl FeedForward {
         dense.chain(experts).collect()
     }
 
-    /// Bytes of the down projections.
+    /// Bytes of the down projections, and of what else reads no normed row.
     fn down_bytes(&self) -> u64 {
-        let experts = self.experts().into_iter().flat_map(|own| &own.experts);
-        let experts: u64 = experts.map(|expert| expert.down.matrix.bytes().0).sum();
-        self.down().map_or(0, Summed::bytes) + experts
+        let own = self.experts();
+        let compression = own.and_then(|own| own.compression.as_ref());
+        let experts = own.into_iter().flat_map(|own| &own.experts);
+        let inner = experts.clone().filter(|_| compression.is_some());
+        let inner = inner.flat_map(|expert| of_both(&expert.gate, expert.up.as_ref()));
+        let downs = experts.map(|expert| &expert.down.matrix);
+        let more = downs.chain(inner).chain(compression.map(|own| &own.up));
+        let more: u64 = more.map(|matrix| matrix.bytes().0).sum();
+        self.down().map_or(0, Summed::bytes) + more
     }
 
     /// The dense down projection, if there is one.
@@ -312,7 +333,9 @@ impl LayerShard {
         };
         let runs = runs.iter().flat_map(|own| own.of_width());
         let down = latent.as_ref().map(|latent| &latent.down);
-        let more = [key.as_ref(), value.as_ref(), down].into_iter().flatten();
+        let gates = latent.as_ref().and_then(|latent| latent.gate.as_ref());
+        let more = [key.as_ref(), value.as_ref(), down, gates];
+        let more = more.into_iter().flatten();
         let linears = query.into_iter().chain(more).map(|linear| &linear.matrix);
         let net = delta_net.iter().flat_map(|net| net.matrices());
         let index = latent.iter().flat_map(|latent| &latent.indexer);

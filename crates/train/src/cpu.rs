@@ -329,6 +329,7 @@ impl Cpu<'_> {
             Activation::Silu => Gate::Silu,
             Activation::GeluTanh => Gate::GeluTanh,
             Activation::ReluSquared => unreachable!("no family with gradients has it"),
+            Activation::Situ { .. } => unreachable!("no family with gradients has it"),
         }
     }
 

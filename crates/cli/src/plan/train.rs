@@ -225,6 +225,7 @@ fn experts(entry: &ModelEntry) -> Experts {
         clamp: None,
         groups: None,
         scaled: false,
+        compressed: None,
     }
 }
 
@@ -238,5 +239,6 @@ fn latent(entry: &ModelEntry) -> Latent {
         norm_eps: 0.0,
         growth: None,
         selection: Selection::All,
+        gated: false,
     }
 }

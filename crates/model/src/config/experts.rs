@@ -53,6 +53,18 @@ pub struct Experts {
     pub groups: Option<ExpertGroups>,
     /// Whether the router has its own norm, and each expert a weight factor (Gemma 4).
     pub scaled: bool,
+    /// Routed experts read and write compressed rows (Kimi K3). The shared expert is then a dense
+    /// feed-forward in parallel, and `shared` is 0.
+    pub compressed: Option<CompressedExperts>,
+}
+
+/// Rows that routed experts read and write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CompressedExperts {
+    /// Elements of a row (L), a multiple of 32 and at most the model's width.
+    pub width: usize,
+    /// Whether the sum over experts has a norm.
+    pub normed: bool,
 }
 
 /// Equally large groups of consecutive experts.
@@ -83,6 +95,14 @@ impl ExpertGroups {
 }
 
 impl Experts {
+    /// Elements of the rows that routed experts read and write, in a model of this width.
+    pub const fn row_width(&self, width: usize) -> usize {
+        match self.compressed {
+            Some(of) => of.width,
+            None => width,
+        }
+    }
+
     /// Leaves of the sum: the experts, and behind them the shared one.
     pub(crate) fn leaves(&self) -> usize {
         self.count + usize::from(self.shared > 0)

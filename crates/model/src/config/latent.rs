@@ -24,6 +24,8 @@ pub struct Latent {
     pub growth: Option<PositionScaling>,
     /// Positions that a row attends to; of the model, those of layers with an indexer.
     pub selection: Selection,
+    /// Whether the sigmoid of a gate multiplies each value of the attention output.
+    pub gated: bool,
 }
 
 /// Positions that a row attends to, among those up to its own.

@@ -9,7 +9,7 @@ use super::{Compressed, Experts, Latent, PoolIndexer, Selection};
 use crate::LayerRole;
 
 /// Activation function of the feed-forward's gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// `g / (1 + exp(-g))`
     Silu,
@@ -17,6 +17,13 @@ pub enum Activation {
     GeluTanh,
     /// The square of what is above 0, without a gate.
     ReluSquared,
+    /// `sigmoid(g) gate tanh(g / gate)` times `up tanh(u / up)`, or times u without `up` (Kimi K3).
+    Situ {
+        /// Bound of the gate.
+        gate: f32,
+        /// Bound of what it multiplies.
+        up: Option<f32>,
+    },
 }
 
 /// Contents of a layer's cache.
@@ -39,7 +46,7 @@ pub enum LayerCache {
 
 /// A gated delta net in place of attention. The layer's `heads` are its value heads, its `kv_heads`
 /// the heads of queries and keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeltaNet {
     /// Taps of the convolution, the newest input included: 1 to [`MAX_TAPS`].
     pub taps: usize,
@@ -47,6 +54,10 @@ pub struct DeltaNet {
     pub order: HeadOrder,
     /// The rule of the state: [`StateRule::Sum`] for Mamba 2.
     pub rule: StateRule,
+    /// Smallest logarithm of a decay, below 0, where decays are this times a sigmoid.
+    pub least_decay: Option<f32>,
+    /// Whether the matrix of output gates is a product of two; with [`StateRule::Channels`] only.
+    pub low_rank_gates: bool,
 }
 
 /// Mapping of H value heads to K key heads.
@@ -139,6 +150,21 @@ impl LayerShape {
         }
     }
 
+    /// Roles of gate, up and down of the dense feed-forward, which may be the shared expert.
+    pub const fn dense_roles(&self) -> [LayerRole; 3] {
+        match self.experts {
+            Some(Experts {
+                compressed: Some(_),
+                ..
+            }) => [
+                LayerRole::SharedGate,
+                LayerRole::SharedUp,
+                LayerRole::SharedDown,
+            ],
+            _ => [LayerRole::Gate, LayerRole::Up, LayerRole::Down],
+        }
+    }
+
     /// Role of the matrix that projects the attention output, or what the layer has instead.
     pub const fn output_role(&self) -> LayerRole {
         match self.cache {
@@ -204,9 +230,7 @@ impl LayerShape {
                 let values = self.heads * (3 * self.value_dim + 2);
                 width * (2 * self.kv_heads * self.head_dim + values)
             }
-            (LayerCache::Compressed(of), _) => {
-                of.parameters((self.heads, self.head_dim), width)
-            }
+            (LayerCache::Compressed(of), _) => of.parameters((self.heads, self.head_dim), width),
             (_, Some(latent)) => self.latent_parameters(latent, width),
             _ => {
                 let queries = (1 + usize::from(self.gated)) * self.heads;
@@ -216,11 +240,14 @@ impl LayerShape {
             }
         };
         let experts = self.experts.map_or(0, |experts| {
+            let row = experts.row_width(width);
+            let ends = if row == width { 0 } else { 2 * row };
             let gate = usize::from(experts.shared > 0 && experts.shared_gate);
-            3 * (experts.count * experts.width + experts.shared) + experts.count + gate
+            let outside = 3 * experts.shared + experts.count + gate + ends;
+            outside * width + 3 * experts.count * experts.width * row
         });
         let ffn = if self.has_dense() { 3 * self.ffn } else { 0 };
-        attention as u64 + width as u64 * (ffn + experts) as u64
+        attention as u64 + (width * ffn + experts) as u64
     }
 
     /// Weights of latent attention, without norms.

@@ -164,6 +164,11 @@ impl<'a> ConfigFields<'a> {
         matches!(self, Self::Hf(_)) && self.model_type().is_ok_and(|own| own == name)
     }
 
+    /// Whether it is Kimi Linear or Kimi K3.
+    fn is_kimi(&self) -> bool {
+        self.is_type("kimi_linear") || self.is_type("kimi_k3")
+    }
+
     /// An integer in `low..=high`.
     pub(crate) fn size(
         &self,
@@ -352,10 +357,12 @@ impl<'a> ConfigFields<'a> {
             Activation::Silu => (&["silu", "swish"], "silu"),
             Activation::GeluTanh => (&["gelu_pytorch_tanh"], "gelu_pytorch_tanh"),
             Activation::ReluSquared => (&["relu2"], "relu2"),
+            Activation::Situ { .. } => (&[latent::SITU], latent::SITU),
         };
         for key in ["hidden_act", "hidden_activation", "mlp_hidden_act"] {
             match self.hf(key, "a string", Value::as_str)? {
                 Some("swigluoai") if self.is_type("minimax_m3_vl_text") => {}
+                Some(latent::SITU) if self.is_kimi() => {}
                 Some(name) if !names.contains(&name) => {
                     return Err(wrong_value(key, name, expected));
                 }

@@ -26,13 +26,14 @@ pub trait LayerStep {
     fn norm(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
 
     /// residual (T, S, C) -> x (T, C), by the mix before a half, with its norm, and weights (T, S)
-    /// for its output; of constrained streams also their next mix (T, S, S).
-    /// Never on a backend without several streams.
+    /// for its output; of constrained streams also their next mix (T, S, S). As `norm` where the
+    /// residual is one stream. Never on a backend without several streams.
     fn mix_streams(&mut self, _: &Self::Layer, _: Half) -> Result<(), Error> {
         unreachable!("the residual is one stream")
     }
 
-    /// residual (T, S, C) += weights (T, S) * delta (T, C), after the mix if there is one
+    /// residual (T, S, C) += weights (T, S) * delta (T, C), after the mix if there is one; as
+    /// `add_delta` for one stream
     fn add_to_streams(&mut self) -> Result<(), Error> {
         unreachable!("the residual is one stream")
     }
@@ -155,11 +156,17 @@ pub trait LayerStep {
     /// Whether the layer has experts instead of a feed-forward.
     fn has_experts(&self, w: &Self::Layer) -> bool;
 
+    /// Whether a dense feed-forward runs in parallel to the experts; only some families ask.
+    fn has_dense_beside(&self, _: &Self::Layer) -> bool {
+        false
+    }
+
     /// x (T, C) -> delta (T, C), by the routed experts of each row, summed over the ranks of the
     /// stage
     fn experts(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// delta (T, C) -> aside (T, C), by the norm after a dense feed-forward with parallel experts.
+    /// delta (T, C) -> aside (T, C), by the norm after a dense feed-forward with parallel experts, if
+    /// it has one.
     fn set_aside(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
     /// delta (T, C) += aside (T, C)

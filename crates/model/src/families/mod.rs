@@ -114,7 +114,7 @@ pub enum ModelFamily {
     Qwen35Moe,
     /// Qwen4-Exp, text only: gated delta nets and experts, several residual streams.
     Qwen4Exp,
-    /// Kimi Linear: Kimi delta attention, latent attention and experts.
+    /// Kimi Linear and Kimi K3: Kimi delta attention, latent attention and experts.
     KimiLinear,
     /// LFM2: short convolutions and attention.
     Lfm2,
@@ -236,6 +236,7 @@ impl ModelFamily {
             Self::Olmo2 => &["olmo3"],
             Self::Qwen3 => &["qwen3vl", "qwen3_vl_text"],
             Self::Qwen3Moe => &["qwen3vlmoe", "qwen3_vl_moe_text"],
+            Self::KimiLinear => &["kimi_k3"],
             Self::NemotronH => &["nemotron_h_moe"],
             Self::Gemma4 => &["gemma4_unified_text"],
             Self::DeepSeek => &[

@@ -23,9 +23,4 @@ pub const UNCOMPUTED: &[UncomputedFamily] = &[
         models: "GLM 5.3 Flash",
         lacks: "constrained residual streams",
     },
-    UncomputedFamily {
-        names: &["kimi_k3"],
-        models: "Kimi K3",
-        lacks: "attention to residuals of earlier layers",
-    },
 ];

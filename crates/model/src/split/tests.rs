@@ -73,6 +73,7 @@ const EXPERTS: Experts = Experts {
     clamp: None,
     groups: None,
     scaled: false,
+    compressed: None,
 };
 
 /// SmolLM2 with 8 experts in all layers but the first; each row uses 2.

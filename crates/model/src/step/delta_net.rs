@@ -40,8 +40,8 @@ pub(super) struct Mixer {
     pub(super) steps: RegisteredMemory<f32>,
     /// `(T, H)`; `(T, H D)` where each element of a key has a decay.
     pub(super) decays: RegisteredMemory<f32>,
-    /// `(T, D)` each: inputs of gates and of decays, where these are products.
-    lows: Option<[(RegisteredMemory<f32>, Activations); 2]>,
+    /// `(T, D)`: inputs of gates and of decays, where these are products.
+    lows: [Option<(RegisteredMemory<f32>, Activations)>; 2],
 }
 
 impl Mixer {
@@ -71,7 +71,7 @@ impl Mixer {
             }),
             steps: most(heads),
             decays: most(decays),
-            lows: lows(model, rows),
+            lows: [0, 1].map(|of| low(model, of, rows)),
         })
     }
 
@@ -104,12 +104,13 @@ impl Mixer {
         net: &'a DeltaNet,
         rows: usize,
     ) -> impl Iterator<Item = Product<'a>> {
-        let outs = match &mut self.lows {
-            Some([gate, decay]) if net.downs.is_some() => {
-                [&mut gate.0, &mut self.steps, &mut decay.0]
-            }
-            _ => [&mut self.wide, &mut self.steps, &mut self.decays],
+        let of = |low: &'a mut Option<_>, whole, down: &Option<_>| match (low, down) {
+            (Some((low, _)), Some(_)) => low,
+            _ => whole,
         };
+        let ([gate, decay], [gates, decays]) = (&mut self.lows, &net.downs);
+        let gate: &mut RegisteredMemory<f32> = of(gate, &mut self.wide, gates);
+        let outs = [gate, &mut self.steps, of(decay, &mut self.decays, decays)];
         let products = net.matrices().zip(outs);
         products.map(move |(weights, out)| Product {
             weights,
@@ -141,18 +142,23 @@ impl Mixer {
             // SAFETY: each row is visited once.
             let row = unsafe { decays.part(t) };
             for (i, (x, bias)) in row.iter_mut().zip(&net.bias).enumerate() {
-                *x = net.scale[i / each] * softplus(*x + bias);
+                let (sum, scale) = (*x + bias, net.scale[i / each]);
+                *x = match net.least_decay {
+                    Some(least) => bounded(least, scale * sum),
+                    None => scale * softplus(sum),
+                };
             }
         });
     }
 
     /// Gates and decays, where their inputs are products.
     fn expand(&mut self, kernels: &Kernels, net: &DeltaNet, rows: usize) {
-        let (Some(lows), Some(matrices)) = (&mut self.lows, net.of_downs()) else {
-            return;
-        };
         let outs = [&mut self.wide, &mut self.decays];
-        for ((low, x), (weights, out)) in lows.iter_mut().zip(matrices.into_iter().zip(outs)) {
+        let lows = self.lows.iter_mut().zip(net.of_downs()).zip(outs);
+        for ((low, weights), out) in lows {
+            let (Some((low, x)), Some(weights)) = (low, weights) else {
+                continue;
+            };
             let n = weights.cols();
             x.resize(rows);
             kernels.fill_rows(x, |t, row| row.copy_from_slice(&low[t * n..][..n]));
@@ -245,7 +251,7 @@ impl Mixer {
 }
 
 /// `x *= sigmoid(gate)`
-fn times_sigmoid(kernels: &Kernels, x: &mut [f32], gates: &[f32]) {
+pub(super) fn times_sigmoid(kernels: &Kernels, x: &mut [f32], gates: &[f32]) {
     for (x, gate) in x.chunks_mut(RUN).zip(gates.chunks(RUN)) {
         let mut exp = [0.0; RUN];
         let exp = &mut exp[..x.len()];
@@ -254,20 +260,18 @@ fn times_sigmoid(kernels: &Kernels, x: &mut [f32], gates: &[f32]) {
     }
 }
 
-/// Buffers for the inputs of gates and of decays; `None` where no layer has such.
-fn lows(model: &Model, rows: usize) -> Option<[(RegisteredMemory<f32>, Activations); 2]> {
-    let nets = || {
-        model
-            .layers()
-            .iter()
-            .filter_map(|layer| layer.delta_net.as_ref()?.of_downs())
-    };
-    let cols = nets().next()?[0].cols();
-    Some([0, 1].map(|of| {
-        let matrices = nets().map(|both| both[of]);
-        let x = activations(model, rows, cols, matrices);
-        (RegisteredMemory::new(None, rows * cols), x)
-    }))
+/// Buffers for the inputs of gates, or of decays; `None` where no layer has such.
+fn low(model: &Model, of: usize, rows: usize) -> Option<(RegisteredMemory<f32>, Activations)> {
+    let layers = model.layers().iter();
+    let matrices = layers.filter_map(|layer| layer.delta_net.as_ref()?.of_downs()[of]);
+    let cols = matrices.clone().next()?.cols();
+    let x = activations(model, rows, cols, matrices);
+    Some((RegisteredMemory::new(None, rows * cols), x))
+}
+
+/// `least * sigmoid(-x)`
+fn bounded(least: f32, x: f32) -> f32 {
+    (f64::from(least) / (1.0 + libm::exp(f64::from(x)))) as f32
 }
 
 /// `ln(1 + exp(x))`; from 20 on x itself, as in transformers and llama.cpp.

@@ -19,6 +19,7 @@ use paceline_tensor::{Activations, Kernels, vector};
 use super::Batch;
 use super::adapter_products::{AdapterProducts, AdapterRows, runs_of};
 use super::rows::{activations, add_bias, norm_row, sigmoid, whole};
+use super::softcap;
 use crate::config::{
     self, Activation, CLAMP_SLOPE, ExpertGroups, Gating, LEAST_SUM, MAX_GROUPS, MAX_USED,
 };
@@ -91,12 +92,43 @@ pub(super) struct ExpertBuffers {
     hidden: [Activations; 2],
     /// `(T (k + 1), C)`: results, expert by expert.
     results: RegisteredMemory<f32>,
+    /// Where routed experts have rows of their own, in place of C elsewhere.
+    compressed: Option<CompressedRows>,
+}
+
+/// Rows of L elements that routed experts read and write.
+#[derive(Debug)]
+struct CompressedRows {
+    /// `(T, L)`
+    low: RegisteredMemory<f32>,
+    /// `(T, L)`: input of the experts.
+    x: Activations,
+    /// `(T, L)`: the sum over experts, after its norm.
+    sum: Activations,
+}
+
+impl CompressedRows {
+    fn new(model: &Model, of: config::Experts, rows: usize) -> Option<Self> {
+        let width = of.compressed?.width;
+        let layers = model.layers().iter();
+        let layers = layers.filter_map(|layer| layer.feed_forward.experts());
+        let own = layers.clone().flat_map(|layer| &layer.experts);
+        let inputs = own.flat_map(|expert| of_both(&expert.gate, expert.up.as_ref()));
+        let ups = layers
+            .flat_map(|layer| &layer.compression)
+            .map(|own| &own.up);
+        Some(Self {
+            low: RegisteredMemory::new(None, rows * width),
+            x: activations(model, rows, width, inputs),
+            sum: activations(model, rows, width, ups),
+        })
+    }
 }
 
 impl ExpertBuffers {
     /// For steps of up to `rows` rows.
     pub(super) fn new(model: &Model, of: config::Experts, rows: usize) -> Self {
-        let width = model.config().width;
+        let (width, row) = (model.config().width, of.row_width(model.config().width));
         let layers = || {
             model
                 .layers()
@@ -129,11 +161,12 @@ impl ExpertBuffers {
             tokens: Vec::new(),
             members: Vec::with_capacity(rows),
             adapted: Vec::new(),
-            x: activations(model, rows, width, inputs),
+            x: activations(model, rows, row, inputs),
             gate: memory(rows * wide),
             up: memory(rows * wide),
             hidden: [of.width, of.shared].map(|ffn| activations(model, rows, ffn, downs(ffn))),
-            results: memory(rows * each * width),
+            results: memory(rows * each * row),
+            compressed: CompressedRows::new(model, of, rows),
             of,
         }
     }
@@ -156,8 +189,9 @@ impl ExpertBuffers {
         });
     }
 
-    /// x (T, C) -> this rank's roots of the sum over experts, `(T, C)` each, at the start of `out`.
-    /// `residual` (T, C) is that of `x`, and `adapted` its rows with adapters.
+    /// x (T, C) -> this rank's roots of the sum over experts, `(T, C)` each, at the start of `out`;
+    /// `(T, L)` each before [`expand`](Self::expand). `residual` (T, C) is that of `x`, and
+    /// `adapted` its rows with adapters.
     pub(super) fn compute(
         &mut self,
         (model, index, adapted): (&Model, usize, &[AdapterRows]),
@@ -185,6 +219,8 @@ impl ExpertBuffers {
             let own = next.0.own();
             streamer.guess(index + 1, own.filter(|expert| self.is_chosen[*expert]));
         }
+        let compressed = self.compress(kernels, weights, x);
+        let x = compressed.as_ref().map_or(x, |own| &own.x);
         let computed = kernels.meter().experts(|| {
             let mut slot = 0;
             while !left.is_empty() {
@@ -204,11 +240,11 @@ impl ExpertBuffers {
             }
             Ok::<_, Error>(())
         });
-        self.left = left;
+        let (rows, width) = (x.rows(), x.cols());
+        (self.left, self.compressed) = (left, compressed);
         computed?;
-        let n = x.rows() * x.cols();
-        for (root, out) in cut.own_roots().zip(out.chunks_exact_mut(n)) {
-            self.sum(kernels, root.leaves(cut.leaves), x.cols(), out);
+        for (root, out) in cut.own_roots().zip(out.chunks_exact_mut(rows * width)) {
+            self.sum(kernels, root.leaves(cut.leaves), width, out);
         }
         Ok(())
     }
@@ -220,6 +256,46 @@ impl ExpertBuffers {
             let tokens = batch.sequences.iter().flat_map(|sequence| sequence.tokens);
             self.tokens.extend(tokens);
         }
+    }
+
+    /// x (T, C) -> the rows that experts read, which the caller gives back; `None` for x itself.
+    fn compress(
+        &mut self,
+        kernels: &Kernels,
+        weights: &Experts,
+        x: &Activations,
+    ) -> Option<CompressedRows> {
+        let mut own = self.compressed.take()?;
+        let down = &weights.compression.as_ref()?.down;
+        let (n, CompressedRows { low, x: out, .. }) = (down.rows(), &mut own);
+        kernels.products(x, [whole(down, low, x.rows())]);
+        out.resize(x.rows());
+        kernels.fill_rows(out, |t, row| row.copy_from_slice(&low[t * n..(t + 1) * n]));
+        Some(own)
+    }
+
+    /// The sum over experts `(T, L)` at the start of `delta` -> delta (T, C); nothing where experts
+    /// write whole rows.
+    pub(super) fn expand(
+        &mut self,
+        (kernels, eps): (&Kernels, f32),
+        weights: &Experts,
+        rows: usize,
+        delta: &mut [f32],
+    ) {
+        let (Some(own), Some(w)) = (&mut self.compressed, &weights.compression) else {
+            return;
+        };
+        own.sum.resize(rows);
+        let (n, sums) = (w.up.cols(), &*delta);
+        kernels.fill_rows(&mut own.sum, |t, out| {
+            let sum = &sums[t * n..(t + 1) * n];
+            match &w.norm {
+                Some(norm) => kernels.rms_norm(sum, norm, eps, out),
+                None => out.copy_from_slice(sum),
+            }
+        });
+        kernels.products(&own.sum, [whole(&w.up, delta, rows)]);
     }
 
     /// Sets which experts the router of the next layer chooses for the input of this one's. A layer
@@ -447,6 +523,13 @@ pub(super) fn activate(
         (None, Activation::Silu) => kernels.silu_mul(gate, up, out),
         (None, Activation::GeluTanh) => kernels.gelu_mul(gate, up, out),
         (None, Activation::ReluSquared) => relu_squared(gate, out),
+        (
+            None,
+            Activation::Situ {
+                gate: most,
+                up: limit,
+            },
+        ) => situ(kernels, (most, limit), [gate, up], out),
     }
 }
 
@@ -481,6 +564,29 @@ fn clamped_silu(kernels: &Kernels, limit: f32, [gate, up]: [&[f32]; 2], out: &mu
     }
 }
 
+/// `out = sigmoid(g) most tanh(g / most) * limit tanh(u / limit)`; u itself without `limit`.
+fn situ(
+    kernels: &Kernels,
+    (most, limit): (f32, Option<f32>),
+    [gate, up]: [&[f32]; 2],
+    out: &mut [f32],
+) {
+    let (mut g, mut u, mut factor) = ([0.0; RUN], [0.0; RUN], [0.0; RUN]);
+    let runs = gate.chunks(RUN).zip(up.chunks(RUN));
+    for (out, (gate, up)) in out.chunks_mut(RUN).zip(runs) {
+        let n = gate.len();
+        g[..n].copy_from_slice(gate);
+        u[..n].copy_from_slice(up);
+        softcap::bound(kernels, most, &mut g[..n]);
+        if let Some(limit) = limit {
+            softcap::bound(kernels, limit, &mut u[..n]);
+        }
+        sigmoid(kernels, gate, 1.0, &mut factor[..n]);
+        let triples = out.iter_mut().zip(factor).zip(g.iter().zip(&u));
+        triples.for_each(|((out, factor), (g, u))| *out = factor * g * u);
+    }
+}
+
 /// `out = max(x, 0)^2`
 fn relu_squared(x: &[f32], out: &mut [f32]) {
     for (out, x) in out.iter_mut().zip(x) {
@@ -497,7 +603,11 @@ fn weigh(kernels: &Kernels, gating: Gating, scores: &[f32], weights: &mut [f32])
         Gating::SqrtSoftplus | Gating::OfToken => {
             for (weight, score) in weights.iter_mut().zip(scores) {
                 let softplus = libm::log1p(libm::exp(f64::from(*score)));
-                let softplus = if *score > 40.0 { f64::from(*score) } else { softplus };
+                let softplus = if *score > 40.0 {
+                    f64::from(*score)
+                } else {
+                    softplus
+                };
                 *weight = libm::sqrt(softplus) as f32;
             }
         }

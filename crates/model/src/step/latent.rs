@@ -18,6 +18,7 @@ use paceline_tensor::pool::DisjointMut;
 use paceline_tensor::{Activations, Kernels, MAX_PRODUCTS, PackedMatrix, Product};
 
 use super::Batch;
+use super::delta_net::times_sigmoid;
 use super::rows::{activations, add_bias, product};
 use crate::config::Latent;
 use crate::model::Model;
@@ -43,6 +44,8 @@ pub(super) struct LatentBuffers {
     by_head: RegisteredMemory<f32>,
     /// `(T,)`: factors of queries.
     factors: Vec<f32>,
+    /// `(T, H, V)`: gates of the attention output; empty where it has none.
+    gates: RegisteredMemory<f32>,
 }
 
 /// Layer and rows of a step.
@@ -87,6 +90,7 @@ impl LatentBuffers {
             ),
             by_head: memory(heads * of.rank.max(of.value_dim)),
             factors: Vec::with_capacity(rows),
+            gates: memory(if of.gated { heads * of.value_dim } else { 0 }),
             heads,
             of,
         })
@@ -103,6 +107,10 @@ impl LatentBuffers {
         let own = w.latent.as_deref().expect("loaded for this family");
         self.make_factors(place);
         self.make_queries(place.kernels, (w, own), x, k);
+        if let Some(gate) = &own.gate {
+            let gates = product(&mut self.gates, gate, x.rows());
+            place.kernels.products(x, [gates]);
+        }
         self.finish_keys(place, own, &mut k[..x.rows() * self.of.key_dim()]);
         let (of, heads, queries) = (self.of, self.heads, &self.queries);
         self.plain.resize(x.rows());
@@ -208,20 +216,24 @@ impl LatentBuffers {
         self.read.values_mut()
     }
 
-    /// Expands the attention output to attended `(T, H, V)`.
+    /// Expands the attention output to attended `(T, H, V)`, times the sigmoid of its gates.
     pub(super) fn expand(&mut self, kernels: &Kernels, w: &LayerShard, attended: &mut [f32]) {
         let own = w.latent.as_deref().expect("loaded for this family");
         kernels.quantise(&mut self.read);
         let (rows, dim) = (self.read.rows(), self.of.value_dim);
         let by_head = &mut self.by_head[..rows * self.heads * dim];
         of_each_head(kernels, &own.values, &self.read, by_head);
-        let by_head = &*by_head;
-        let attended = DisjointMut::new(attended, self.heads * dim);
+        let (by_head, all) = (&*by_head, self.heads * dim);
+        let gates = own.gate.is_some().then_some(&self.gates);
+        let attended = DisjointMut::new(attended, all);
         kernels.for_rows(rows, |t| {
             // SAFETY: each row is visited once.
-            let own = unsafe { attended.part(t) }.chunks_exact_mut(dim);
-            for (head, out) in own.enumerate() {
+            let row = unsafe { attended.part(t) };
+            for (head, out) in row.chunks_exact_mut(dim).enumerate() {
                 out.copy_from_slice(&by_head[(head * rows + t) * dim..][..dim]);
+            }
+            if let Some(gates) = gates {
+                times_sigmoid(kernels, row, &gates[t * all..(t + 1) * all]);
             }
         });
     }

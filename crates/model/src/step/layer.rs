@@ -34,7 +34,13 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
     }
 
     fn mix_streams(&mut self, w: &LayerShard, half: Half) -> Result<(), Error> {
-        let own = w.streams.as_ref().expect("loaded for this family");
+        let Some(own) = &w.streams else {
+            return self.norm(w, half);
+        };
+        if let Some(streams) = self.ws.attended_streams {
+            self.attend_streams(w, streams, half);
+            return Ok(());
+        }
         let which = usize::from(half != Half::Attention);
         let (config, ws) = (self.model.config(), &mut *self.ws);
         let (width, residual) = (config.residual_width(), &ws.residual);
@@ -54,13 +60,17 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
 
     fn add_to_streams(&mut self) -> Result<(), Error> {
         let (config, ws) = (self.model.config(), &mut *self.ws);
+        if config.streams.is_none() {
+            return self.add_delta();
+        }
         let delta = &ws.sums.delta[..self.rows * config.width];
         let residual = &mut ws.residual[..self.rows * config.residual_width()];
         let kernels = self.model.kernels();
-        match (&ws.constrained, &ws.streams) {
-            (Some(streams), _) => streams.add(kernels, delta, residual),
-            (None, Some(streams)) => streams.add(kernels, delta, residual),
-            (None, None) => unreachable!("the residual is one stream"),
+        match (ws.attended_streams, &ws.constrained, &ws.streams) {
+            (Some(streams), _, _) => streams.add(kernels, delta, residual),
+            (None, Some(streams), _) => streams.add(kernels, delta, residual),
+            (None, None, Some(streams)) => streams.add(kernels, delta, residual),
+            (None, None, None) => unreachable!("the residual is one stream"),
         }
         Ok(())
     }
@@ -434,22 +444,30 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         w.feed_forward.experts().is_some()
     }
 
+    fn has_dense_beside(&self, w: &LayerShard) -> bool {
+        matches!(w.feed_forward, weights::FeedForward::Both(..))
+    }
+
     fn experts(&mut self, w: &LayerShard) -> Result<(), Error> {
         let weights = w.feed_forward.experts().expect("the family asked");
-        let cut = &self.layer().1.feed_forward;
+        let (shape, cut) = self.layer();
+        let (of, cut) = (shape.experts.expect("the family asked"), &cut.feed_forward);
         let (rows, ws) = (self.rows, &mut *self.ws);
         let routed = ws.experts.as_mut().expect("the model has experts");
         let width = self.model.config().width;
         routed.norm(self.model, weights, &ws.residual[..rows * width]);
         let first = self.model.links().map_or(0, |_| cut.roots_before());
-        let n = self.rows * self.model.config().width;
+        let n = rows * of.row_width(width);
         let delta = &mut ws.sums.delta[first * n..];
         let place = (self.model, self.index);
         let x = (&ws.x, &ws.residual[..rows * width]);
         routed.take_tokens(weights, self.batch);
         let routed_place = (place.0, place.1, &*self.adapted);
         routed.compute(routed_place, (weights, cut), x, delta)?;
-        ws.sums.exchange(place, cut, n, self.turn.as_mut())
+        ws.sums.exchange(place, cut, n, self.turn.as_mut())?;
+        let eps = (self.model.kernels(), self.model.config().norm_eps);
+        routed.expand(eps, weights, rows, &mut ws.sums.delta);
+        Ok(())
     }
 
     fn activate(&mut self) -> Result<(), Error> {
@@ -487,11 +505,12 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
     }
 
     fn set_aside(&mut self, w: &LayerShard) -> Result<(), Error> {
-        let weight = &beside(w).dense;
-        let n = self.rows * weight.len();
+        let n = self.rows * self.model.config().width;
         let ws = &mut *self.ws;
         ws.aside[..n].copy_from_slice(&ws.sums.delta[..n]);
-        norm_in_place(self.model, &mut ws.aside[..n], weight);
+        if let Some(norms) = &w.beside {
+            norm_in_place(self.model, &mut ws.aside[..n], &norms.dense);
+        }
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! Soft cap of the logits (Gemma 4).
+//! Soft caps: of the logits (Gemma 4), and of gates (Kimi K3).
 
 use paceline_tensor::Kernels;
 use paceline_tensor::pool::DisjointMut;
@@ -13,12 +13,13 @@ pub(super) fn softcap(kernels: &Kernels, cap: f32, logits: &mut [f32]) {
     let parts = DisjointMut::new(whole, RUN);
     kernels.for_rows(n / RUN, |i| {
         // SAFETY: each run is visited once.
-        run(kernels, cap, unsafe { parts.part(i) });
+        bound(kernels, cap, unsafe { parts.part(i) });
     });
-    run(kernels, cap, rest);
+    bound(kernels, cap, rest);
 }
 
-fn run(kernels: &Kernels, cap: f32, logits: &mut [f32]) {
+/// As [`softcap`], by one thread.
+pub(super) fn bound(kernels: &Kernels, cap: f32, logits: &mut [f32]) {
     const LANES: usize = 64;
     let (mut size, mut exp) = ([0.0; LANES], [0.0; LANES]);
     for part in logits.chunks_mut(LANES) {

@@ -3,6 +3,7 @@
 use paceline_comm::RegisteredMemory;
 
 use super::alternating::AlternatingRows;
+use super::attended::AttendedRows;
 use super::blocks::BlockBuffers;
 use super::compressed::CompressedRows;
 use super::constrained::ConstrainedRows;
@@ -137,6 +138,7 @@ impl Workspace {
             hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
             streams: StreamRows::new(model, size.rows),
             constrained: ConstrainedRows::new(model, size.rows),
+            attended_streams: AttendedRows::new(model),
             alternating: AlternatingRows::new(model, size.rows),
             cutoffs: GateCutoffs::new(model, size.rows),
             projections: Projections::new(model, size.rows),

@@ -73,7 +73,7 @@ impl ShardLoader<'_> {
     }
 
     /// A small matrix as floats, row by row.
-    fn floats(&self, role: Role, [rows, cols]: [usize; 2]) -> Result<Vec<f32>, Error> {
+    pub(super) fn floats(&self, role: Role, [rows, cols]: [usize; 2]) -> Result<Vec<f32>, Error> {
         let stored = self.names.as_stored(role, [rows, cols])?;
         let mut out = vec![0.0; rows * cols];
         let each = out.chunks_exact_mut(cols).zip(0..);

@@ -26,9 +26,11 @@ pub(crate) struct DeltaNet {
     pub(crate) conv_bias: Vec<f32>,
     /// `(H,)`: factors of values in results of Mamba 2; otherwise empty.
     pub(crate) skip: Vec<f32>,
-    /// `(D, C)` each: inputs of gates and of decays, whose matrices have D columns (Kimi); `None`
-    /// where these have C.
-    pub(crate) downs: Option<[PackedMatrix; 2]>,
+    /// `(D, C)`: inputs of gates and of decays, whose matrices have D columns (Kimi); `None` where
+    /// these have C.
+    pub(crate) downs: [Option<PackedMatrix>; 2],
+    /// As in the configuration.
+    pub(crate) least_decay: Option<f32>,
     /// `(H,)`; `(H D,)` where each element of a key has a decay.
     pub(crate) bias: Vec<f32>,
     /// `(H,)`, below 0.
@@ -43,17 +45,17 @@ impl DeltaNet {
     /// Matrices whose input is a normed row: of gates, steps and decays, or of what gates and
     /// decays are made from.
     pub(crate) fn matrices(&self) -> impl Iterator<Item = &PackedMatrix> {
-        let (gate, decay) = match &self.downs {
-            Some([gate, decay]) => (gate, Some(decay)),
-            None => (&self.gate, self.decay.as_ref()),
-        };
+        let [gate, decay] = &self.downs;
+        let gate = gate.as_ref().unwrap_or(&self.gate);
+        let decay = decay.as_ref().or(self.decay.as_ref());
         [gate, &self.step].into_iter().chain(decay)
     }
 
     /// Gates and decays, where their input is a product.
-    pub(crate) fn of_downs(&self) -> Option<[&PackedMatrix; 2]> {
-        let decay = self.decay.as_ref()?;
-        self.downs.is_some().then_some([&self.gate, decay])
+    pub(crate) fn of_downs(&self) -> [Option<&PackedMatrix>; 2] {
+        let [gate, decay] = &self.downs;
+        let decay = decay.as_ref().and(self.decay.as_ref());
+        [gate.as_ref().map(|_| &self.gate), decay]
     }
 }
 
@@ -237,7 +239,8 @@ impl ShardLoader<'_> {
                 .conv(role(LayerRole::DeltaConv), places, net.taps)?,
             conv_bias: Vec::new(),
             skip: Vec::new(),
-            downs: None,
+            downs: [None, None],
+            least_decay: net.least_decay,
             bias: of_heads(bias?),
             scale: of_heads(self.names.decay_factors(scale?)),
             norm: self.names.delta_norm(layer)?,
@@ -281,7 +284,8 @@ impl ShardLoader<'_> {
             conv: self.names.taps_of(conv, [all, net.taps], &channels)?,
             conv_bias: channels.iter().map(|channel| bias[*channel]).collect(),
             skip: of_heads(LayerRole::MambaSkip)?,
-            downs: None,
+            downs: [None, None],
+            least_decay: net.least_decay,
             bias: of_heads(LayerRole::DeltaBias)?,
             scale: self.names.decay_factors(of_heads(LayerRole::DeltaScale)?),
             norm: norm[heads.start * e..heads.end * e].to_vec(),
@@ -326,21 +330,27 @@ impl ShardLoader<'_> {
             linear(LayerRole::Key, keys, d)?,
             linear(LayerRole::Value, values, e)?,
         ];
+        let gate_down = || matrix(LayerRole::DeltaGateDown, [d, c], 0..d, false);
         let downs = [
-            matrix(LayerRole::DeltaGateDown, [d, c], 0..d, false)?,
-            matrix(LayerRole::DeltaDecayDown, [d, c], 0..d, true)?,
+            net.low_rank_gates.then(gate_down).transpose()?,
+            Some(matrix(LayerRole::DeltaDecayDown, [d, c], 0..d, true)?),
         ];
+        let (gate, gate_cols) = match net.low_rank_gates {
+            true => (LayerRole::DeltaGate, d),
+            false => (LayerRole::AttentionGate, c),
+        };
         let flat = |part, n| self.names.finite_flat(role(part), [1, n]);
         let scale = flat(LayerRole::DeltaScale, places.shape.heads)?;
         let net = DeltaNet {
-            gate: matrix(LayerRole::DeltaGate, [values, d], own(e), false)?,
+            gate: matrix(gate, [values, gate_cols], own(e), false)?,
             step: matrix(LayerRole::DeltaStep, [places.shape.heads, c], own(1), true)?,
             decay: Some(matrix(LayerRole::DeltaDecay, [keys, d], own(d), true)?),
             rule: net.rule,
             conv: self.kimi_taps(layer, places, net.taps)?,
             conv_bias: Vec::new(),
             skip: Vec::new(),
-            downs: Some(downs),
+            downs,
+            least_decay: net.least_decay,
             bias: flat(LayerRole::DeltaBias, keys)?[own(d)].to_vec(),
             scale: self.names.decay_factors(scale)[heads.clone()].to_vec(),
             norm: self.names.delta_norm(layer)?,

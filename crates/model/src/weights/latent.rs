@@ -22,6 +22,8 @@ pub(crate) struct Latent {
     pub(crate) values: Vec<PackedMatrix>,
     /// Where the layer has one of its own.
     pub(crate) indexer: Option<Indexer>,
+    /// `(H V, C)`: gates of the attention output, of this rank's heads.
+    pub(crate) gate: Option<Linear>,
 }
 
 impl ShardLoader<'_> {
@@ -50,12 +52,18 @@ impl ShardLoader<'_> {
             self.rows(Role::Layer(layer, part), shape, 0..rows)
         };
         let norm = |part, n| self.names.norm(Role::Layer(layer, part), n);
+        let gate = || {
+            let dim = latent.value_dim;
+            let all = [self.config.layers[layer].heads * dim, self.config.width];
+            let mine = heads.start * dim..heads.end * dim;
+            self.rows(Role::Layer(layer, LayerRole::AttentionGate), all, mine)
+        };
         let query_down = latent.query_rank.map(|rank| {
             let down = rows(LayerRole::QueryDown, rank)?;
             Ok::<_, Error>((down, norm(LayerRole::QueryDownNorm, rank)?))
         });
         let keys = heads.clone().map(|head| self.key_up(layer, latent, head));
-        let values = heads.map(|head| self.value_up(layer, latent, head));
+        let values = heads.clone().map(|head| self.value_up(layer, latent, head));
         Ok(Latent {
             query_down: query_down.transpose()?,
             down: rows(LayerRole::LatentDown, latent.key_dim())?,
@@ -63,6 +71,7 @@ impl ShardLoader<'_> {
             keys: keys.collect::<Result<_, Error>>()?,
             values: values.collect::<Result<_, Error>>()?,
             indexer: self.indexer(layer, latent)?,
+            gate: latent.gated.then(gate).transpose()?,
         })
     }
 

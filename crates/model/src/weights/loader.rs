@@ -9,8 +9,8 @@ use paceline_tensor::ThreadPool;
 use super::reader::WeightReader;
 use super::stored::StoredTensor;
 use super::{
-    Dense, Expert, Experts, FeedForward, LayerShard, Linear, ParallelExpertNorms, PerLayer,
-    PerLayerInputs, sampled_experts,
+    Dense, Expert, ExpertCompression, Experts, FeedForward, LayerShard, Linear,
+    ParallelExpertNorms, PerLayer, PerLayerInputs, sampled_experts,
 };
 use crate::config::{Gating, StreamRule};
 use crate::packed_file::PackedFile;
@@ -74,7 +74,9 @@ impl ShardLoader<'_> {
 
     /// Norms of a dense feed-forward with parallel experts.
     fn beside(&self, layer: usize) -> Result<Option<ParallelExpertNorms>, Error> {
-        if !self.config.layers[layer].dense_beside {
+        let shape = &self.config.layers[layer];
+        let compressed = shape.experts.and_then(|experts| experts.compressed);
+        if !shape.dense_beside || compressed.is_some() {
             return Ok(None);
         }
         let norm = |part| self.names.norm(Role::Layer(layer, part), self.config.width);
@@ -105,10 +107,11 @@ impl ShardLoader<'_> {
         let cut = self.shard.layer(layer).dense();
         let role = |part| Role::Layer(layer, part);
         let rows = |part| self.rows(role(part), [ffn, width], cut.columns());
+        let [gate, up, down] = self.config.layers[layer].dense_roles();
         Ok(Dense {
-            gate: rows(LayerRole::Gate)?,
-            up: self.gated(|| rows(LayerRole::Up))?,
-            down: self.summed(role(LayerRole::Down), ffn, cut)?,
+            gate: rows(gate)?,
+            up: self.gated(|| rows(up))?,
+            down: self.summed(role(down), ffn, cut)?,
         })
     }
 
@@ -277,7 +280,7 @@ impl ShardLoader<'_> {
 
     /// Expert `e` of a layer; the index after the last is the shared one.
     fn expert(&self, layer: usize, of: config::Experts, e: usize) -> Result<Expert, Error> {
-        let width = self.config.width;
+        let width = of.row_width(self.config.width);
         let nth = Nth {
             index: e,
             of: of.count,
@@ -367,6 +370,7 @@ impl ShardLoader<'_> {
             shared_router: has_gate
                 .then(|| router(LayerRole::SharedRouter, 1))
                 .transpose()?,
+            compression: self.compression(layer, of)?.map(Box::new),
             first: mine.start,
             experts: match self.few_experts {
                 false => mine
@@ -375,5 +379,25 @@ impl ShardLoader<'_> {
                 true => sampled_experts::experts(of, mine, expert)?,
             },
         })
+    }
+
+    /// Matrices around a layer's experts of compressed rows.
+    fn compression(
+        &self,
+        layer: usize,
+        of: config::Experts,
+    ) -> Result<Option<ExpertCompression>, Error> {
+        let Some(compressed) = of.compressed else {
+            return Ok(None);
+        };
+        let ([width, row], role) = ([self.config.width, compressed.width], |part| {
+            Role::Layer(layer, part)
+        });
+        let norm = || self.names.norm(role(LayerRole::ExpertsNorm), row);
+        Ok(Some(ExpertCompression {
+            down: self.whole(role(LayerRole::ExpertsDown), [row, width], false)?,
+            norm: compressed.normed.then(norm).transpose()?,
+            up: self.whole(role(LayerRole::ExpertsUp), [width, row], false)?,
+        }))
     }
 }

@@ -16,6 +16,8 @@ pub(crate) enum LayerStreams {
     Alternating(Box<Alternation>),
     /// As `Gated`.
     Constrained(Box<[ConstrainedMix; 2]>),
+    /// `(C,)` each, as `Gated`: a stream's score is the product with its norm.
+    Attended([Vec<f32>; 2]),
 }
 
 /// From several residual streams to the input of the output head.
@@ -26,6 +28,8 @@ pub(crate) enum HeadStreams {
     Alternating(Vec<PackedMatrix>),
     /// `None` for the mean.
     Constrained(Option<Box<ConstrainedMix>>),
+    /// `(C,)`, as in layers.
+    Attended(Vec<f32>),
 }
 
 /// Weights of constrained streams: before a half, or before the output head.
@@ -58,6 +62,7 @@ impl LayerStreams {
             Self::Gated(mixes) => mixes.iter().map(StreamMix::bytes).sum(),
             Self::Alternating(own) => own.bytes(),
             Self::Constrained(mixes) => mixes.iter().map(|mix| mix.matrix.bytes().0).sum(),
+            Self::Attended(_) => 0,
         }
     }
 
@@ -65,7 +70,7 @@ impl LayerStreams {
     pub(crate) fn mixes(&self) -> &[StreamMix] {
         match self {
             Self::Gated(mixes) => &mixes[..],
-            Self::Alternating(_) | Self::Constrained(_) => &[],
+            _ => &[],
         }
     }
 
@@ -73,14 +78,25 @@ impl LayerStreams {
     pub(crate) fn constrained(&self) -> &[ConstrainedMix] {
         match self {
             Self::Constrained(mixes) => &mixes[..],
-            Self::Alternating(_) | Self::Gated(_) => &[],
+            _ => &[],
+        }
+    }
+
+    /// Scores of attended streams before both halves.
+    ///
+    /// # Panics
+    /// If they are others.
+    pub(crate) fn scores(&self) -> &[Vec<f32>; 2] {
+        match self {
+            Self::Attended(scores) => scores,
+            other => panic!("{other:?}"),
         }
     }
 
     pub(crate) const fn alternation(&self) -> Option<&Alternation> {
         match self {
             Self::Alternating(own) => Some(own),
-            Self::Gated(_) | Self::Constrained(_) => None,
+            _ => None,
         }
     }
 }
@@ -91,28 +107,29 @@ impl HeadStreams {
             Self::Gated(mix) => mix.bytes(),
             Self::Alternating(ends) => ends.iter().map(|matrix| matrix.bytes().0).sum(),
             Self::Constrained(mix) => mix.as_ref().map_or(0, |mix| mix.matrix.bytes().0),
+            Self::Attended(_) => 0,
         }
     }
 
     pub(crate) fn mix(&self) -> Option<&StreamMix> {
         match self {
             Self::Gated(mix) => Some(mix),
-            Self::Alternating(_) | Self::Constrained(_) => None,
+            _ => None,
         }
     }
 
     pub(crate) fn constrained(&self) -> Option<&ConstrainedMix> {
         match self {
             Self::Constrained(mix) => mix.as_deref(),
-            Self::Alternating(_) | Self::Gated(_) => None,
+            _ => None,
         }
     }
 
     /// Matrices whose input is as wide as a stream.
     pub(crate) fn of_width(&self) -> &[PackedMatrix] {
         match self {
-            Self::Gated(_) | Self::Constrained(_) => &[],
             Self::Alternating(ends) => ends,
+            _ => &[],
         }
     }
 }
@@ -151,6 +168,10 @@ impl ShardLoader<'_> {
                     self.constrained_mix(|part| role(LayerRole::FfnStreams(part)), lens)?,
                 ]))
             }
+            StreamRule::Attended { .. } => LayerStreams::Attended([
+                self.stream_scores(|part| role(LayerRole::AttentionStreams(part)))?,
+                self.stream_scores(|part| role(LayerRole::FfnStreams(part)))?,
+            ]),
         }))
     }
 
@@ -170,6 +191,9 @@ impl ShardLoader<'_> {
                 let mix = || self.constrained_mix(Role::Streams, (of.count, 1));
                 let mix = constraint.weighs_head.then(mix).transpose()?;
                 HeadStreams::Constrained(mix.map(Box::new))
+            }
+            StreamRule::Attended { .. } => {
+                HeadStreams::Attended(self.stream_scores(Role::Streams)?)
             }
         }))
     }
@@ -214,5 +238,14 @@ impl ShardLoader<'_> {
             up: whole(StreamPart::Up, [all, of.rank], false)?,
             inject: inject.transpose()?,
         })
+    }
+
+    /// Scores of attended streams, with the weights of the norm before them.
+    fn stream_scores(&self, role: impl Fn(StreamPart) -> Role) -> Result<Vec<f32>, Error> {
+        let width = self.config.width;
+        let mut scores = self.floats(role(StreamPart::Scores), [1, width])?;
+        let norm = self.names.norm(role(StreamPart::ScoreNorm), width)?;
+        scores.iter_mut().zip(norm).for_each(|(x, norm)| *x *= norm);
+        Ok(scores)
     }
 }

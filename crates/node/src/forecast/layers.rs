@@ -558,6 +558,7 @@ mod tests {
             clamp: None,
             groups: None,
             scaled: false,
+            compressed: None,
         };
         assert_eq!(some_of(of, 1, 128), (8, 1.0));
         assert_eq!(some_of(of, 2, 64), (4, 1.0));

@@ -180,7 +180,10 @@ impl<'k> ProductBuffers<'k> {
         kernels.fill_rows(&mut self.inputs[at].x, |i, row| {
             let own = i * ffn..(i + 1) * ffn;
             match activation {
-                Activation::Silu => kernels.silu_mul(&gates[own.clone()], &ups[own], row),
+                // The bounds of the latter cost about as much.
+                Activation::Silu | Activation::Situ { .. } => {
+                    kernels.silu_mul(&gates[own.clone()], &ups[own], row)
+                }
                 Activation::GeluTanh => kernels.gelu_mul(&gates[own.clone()], &ups[own], row),
                 Activation::ReluSquared => {
                     let above = |x: &f32| x.max(0.0);

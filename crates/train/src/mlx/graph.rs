@@ -239,6 +239,7 @@ impl Graph<'_> {
         let z = match self.config.activation {
             Activation::Silu => gate.clone(),
             Activation::ReluSquared => unreachable!("no family with gradients has it"),
+            Activation::Situ { .. } => unreachable!("no family with gradients has it"),
             Activation::GeluTanh => {
                 // (1 + tanh z) / 2 = 1 / (1 + exp(-2 z))
                 let square = s.multiply(gate, gate)?;

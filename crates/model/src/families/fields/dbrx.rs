@@ -22,7 +22,7 @@ const DBRX: [(&str, &str, &str); 12] = [
 ];
 
 /// The same of Kimi Linear.
-const KIMI: [(&str, &str, &str); 9] = [
+const KIMI: [(&str, &str, &str); 11] = [
     ("max_position_embeddings", "", "model_max_length"),
     ("num_experts_per_tok", "", "num_experts_per_token"),
     ("n_shared_experts", "", "num_shared_experts"),
@@ -36,6 +36,16 @@ const KIMI: [(&str, &str, &str); 9] = [
         "linear_attn_config",
         "short_conv_kernel_size",
     ),
+    (
+        "linear_lower_bound",
+        "linear_attn_config",
+        "gate_lower_bound",
+    ),
+    (
+        "use_full_rank_gate",
+        "linear_attn_config",
+        "use_full_rank_gate",
+    ),
 ];
 
 /// Order of the norm that divides the weights of the chosen experts.
@@ -45,7 +55,7 @@ const NORMALISE: &str = "moe_normalize_expert_weights";
 pub(super) fn place<'a, 'n>(config: &'a Value, name: &'n str) -> (&'a Value, &'n str) {
     let names = match config.get("model_type").and_then(Value::as_str) {
         Some("dbrx") => &DBRX[..],
-        Some("kimi_linear") => &KIMI,
+        Some("kimi_linear" | "kimi_k3") => &KIMI,
         _ => &[],
     };
     match names.iter().find(|(usual, ..)| *usual == name) {

@@ -72,6 +72,8 @@ impl ConfigFields<'_> {
                 taps,
                 order,
                 rule: StateRule::Difference,
+                least_decay: None,
+                low_rank_gates: false,
             }),
             heads,
             kv_heads,
@@ -93,6 +95,9 @@ impl ConfigFields<'_> {
             taps: self.size("", "linear_conv_kernel_dim", 1, MAX_TAPS as u64)?,
             order: HeadOrder::Grouped,
             rule: StateRule::Channels,
+            least_decay: self.least_decay()?,
+            low_rank_gates: self.hf("use_full_rank_gate", "true or false", Value::as_bool)?
+                != Some(true),
         };
         let recurrent = self.kimi_layers(config.layers.len())?;
         let layers = config.layers.iter_mut().zip(recurrent);
@@ -108,6 +113,16 @@ impl ConfigFields<'_> {
             };
         }
         Ok(())
+    }
+
+    /// Smallest logarithm of a decay, where decays have a bound.
+    fn least_decay(&self) -> Result<Option<f32>, Error> {
+        const FIELD: &str = "linear_lower_bound";
+        let bound = self.opt_float("", FIELD)?;
+        match bound.filter(|bound| !(bound.is_finite() && *bound < 0.0)) {
+            None => Ok(bound),
+            Some(bad) => Err(wrong_value(FIELD, bad, "below 0")),
+        }
     }
 
     /// Whether each layer of Kimi Linear is recurrent: by the list of transformers, or by the

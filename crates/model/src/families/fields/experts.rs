@@ -57,6 +57,7 @@ impl ConfigFields<'_> {
             clamp: None,
             groups: None,
             scaled: false,
+            compressed: None,
         })
     }
 

@@ -177,6 +177,7 @@ impl ConfigFields<'_> {
             shared_gate: false,
             clamp: None,
             scaled: true,
+            compressed: None,
             groups: None,
         }))
     }

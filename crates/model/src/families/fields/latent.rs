@@ -5,7 +5,9 @@ use serde_json::Value;
 
 use super::rope::{GgufYarn, checked, number, scaling_type};
 use super::{ConfigFields, field, wrong_value};
-use crate::config::{ExpertGroups, Gating, Latent, PositionScaling, Selection};
+use crate::config::{
+    Activation, CompressedExperts, ExpertGroups, Gating, Latent, PositionScaling, Selection,
+};
 use crate::rope::{Rope, Yarn};
 use crate::{Config, Error, Experts};
 
@@ -19,6 +21,9 @@ const HF_EPS: f32 = 1e-6;
 /// `expert_gating_func` of GGUF files.
 const SOFTMAX: usize = 1;
 const SIGMOID: usize = 2;
+
+/// `hidden_act` of Kimi K3.
+pub(super) const SITU: &str = "situ";
 
 /// Models with different defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +44,7 @@ impl ConfigFields<'_> {
         Ok(match name {
             "deepseek_v2" => Kind::V2,
             "glm4_moe_lite" => Kind::Glm,
-            "kimi_linear" => Kind::Kimi,
+            "kimi_linear" | "kimi_k3" => Kind::Kimi,
             "mistral4" => Kind::Mistral,
             _ => Kind::V3,
         })
@@ -67,6 +72,7 @@ impl ConfigFields<'_> {
             norm_eps,
             growth: self.growth()?,
             selection: Selection::All,
+            gated: self.hf("mla_use_output_gate", "true or false", Value::as_bool)? == Some(true),
         };
         for (field, got, of) in [
             ("number of latent elements", latent.rank, 32),
@@ -238,7 +244,48 @@ impl ConfigFields<'_> {
     pub(crate) fn kimi_experts(&self, config: &Config) -> Result<Experts, Error> {
         let mut experts = self.sigmoid_experts("num_experts", config.ffn)?;
         experts.gating = self.latent_gating(Kind::Kimi, config)?;
-        self.with_ungated_shared(experts)
+        let mut experts = self.with_ungated_shared(experts)?;
+        experts.compressed = self.compressed_experts(&experts, config.width)?;
+        Ok(experts)
+    }
+
+    /// Rows of routed experts of Kimi K3 in a model of width `most`.
+    fn compressed_experts(
+        &self,
+        experts: &Experts,
+        most: usize,
+    ) -> Result<Option<CompressedExperts>, Error> {
+        const FIELD: &str = "routed_expert_hidden_size";
+        let Some(width) = self.opt_size("", FIELD, 1, most as u64)? else {
+            return Ok(None);
+        };
+        if !width.is_multiple_of(32) {
+            return Err(wrong_value(FIELD, width, "a multiple of 32"));
+        }
+        if experts.shared == 0 {
+            let expected = format!("1 or more beside {FIELD}");
+            return Err(wrong_value("num_shared_experts", 0, expected));
+        }
+        let normed = self.hf("latent_moe_use_norm", "true or false", Value::as_bool)?;
+        let normed = normed.unwrap_or(false);
+        Ok(Some(CompressedExperts { width, normed }))
+    }
+
+    /// The gate of Kimi K3; `None` for that of the family.
+    pub(crate) fn situ(&self) -> Result<Option<Activation>, Error> {
+        if self.hf("hidden_act", "a string", Value::as_str)? != Some(SITU) {
+            return Ok(None);
+        }
+        let bound = |field| {
+            let bound = self.opt_float("", field)?;
+            match bound.filter(|bound| !(bound.is_finite() && *bound > 0.0)) {
+                None => Ok(bound),
+                Some(bad) => Err(wrong_value(field, bad, "above 0")),
+            }
+        };
+        let gate = bound("activation_situ_beta")?.unwrap_or(1.0); // as the class
+        let up = bound("activation_situ_linear_beta")?;
+        Ok(Some(Activation::Situ { gate, up }))
     }
 
     /// How router scores become weights: the file's field, or the default of llama.cpp and

@@ -64,6 +64,8 @@ impl ConfigFields<'_> {
         }
         Ok(LayerShape {
             cache: LayerCache::Delta(DeltaNet {
+                least_decay: None,
+                low_rank_gates: false,
                 taps,
                 order: HeadOrder::Grouped,
                 rule: StateRule::Sum,

@@ -1,11 +1,13 @@
-//! Fields of Qwen4-Exp: residual streams, its indexer, and what is not computed.
+//! Fields of residual streams, and of Qwen4-Exp: its indexer, and what is not computed.
 
 use paceline_tensor::Choice;
 use serde_json::Value;
 
 use super::{ConfigFields, check_layers, wrong_value};
 use crate::Error;
-use crate::config::{MAX_HEADS, MAX_STREAMS, MAX_WIDTH, PoolIndexer, StreamRule, Streams};
+use crate::config::{
+    MAX_BLOCKS, MAX_HEADS, MAX_LAYERS, MAX_STREAMS, MAX_WIDTH, PoolIndexer, StreamRule, Streams,
+};
 
 impl ConfigFields<'_> {
     /// Residual streams and the rank of their mix.
@@ -16,6 +18,24 @@ impl ConfigFields<'_> {
             rank: size("hc_lowrank", 1, MAX_WIDTH)?.unwrap_or(320),
             rule: StreamRule::Gated,
         })
+    }
+
+    /// Attended streams of Kimi K3, with `layers` layers; `None` without.
+    pub(crate) fn attended_streams(&self, layers: usize) -> Result<Option<Streams>, Error> {
+        const FIELD: &str = "attn_res_block_size";
+        let Some(block) = self.opt_size("", FIELD, 1, MAX_LAYERS)? else {
+            return Ok(None);
+        };
+        let count = 1 + layers.div_ceil(block);
+        if count > MAX_BLOCKS {
+            let expected = format!("{} or more", layers.div_ceil(MAX_BLOCKS - 1));
+            return Err(wrong_value(FIELD, block, expected));
+        }
+        Ok(Some(Streams {
+            count,
+            rank: 0,
+            rule: StreamRule::Attended { block },
+        }))
     }
 
     /// Alternating streams of Gemma 3n, with the rank of the path parallel to attention.
