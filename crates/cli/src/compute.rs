@@ -22,8 +22,8 @@ pub(crate) struct ComputeArgs {
     /// splits, slower)
     #[arg(long, value_name = "CLASS")]
     pub(crate) class: Option<KernelClass>,
-    /// Type of keys and values: f16, f32, q8 (0.53 of f16's memory) or q4 (0.30, less exact)
-    /// [default: f16, with class cpu-f32 f32]
+    /// Type of keys and values: f16, f32, q8 (0.53 of f16's memory) or q4 (0.30, less exact); on
+    /// MLX q8 or q4 [default: f16, with class cpu-f32 f32]
     #[arg(long, visible_alias = "kv-type", value_name = "TYPE")]
     pub(crate) kv: Option<KvType>,
     /// Keep each thread on a core of its own: for a machine that does nothing else
@@ -34,7 +34,8 @@ pub(crate) struct ComputeArgs {
 impl ComputeArgs {
     /// Checks that nodes of these classes support all options.
     pub(crate) fn check(self, classes: &Classes) -> Result<(), Error> {
-        let given = [("--kv", self.kv.is_some()), ("--pin", self.pin)];
+        let is_float = self.kv.is_some_and(|kv| !kv.is_quantised());
+        let given = [("--kv f16 or f32", is_float), ("--pin", self.pin)];
         match given.into_iter().find(|(_, given)| *given) {
             Some((option, _)) if !classes.on_cpu() => Err(Error::CpuOnly { option }),
             _ => Ok(()),

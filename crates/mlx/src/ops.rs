@@ -263,7 +263,15 @@ impl Stream {
         // SAFETY: see above.
         let code = unsafe {
             let mode = mode.as_ptr();
-            f(out, a.handle, int(group), int(bits), mode, none, self.handle)
+            f(
+                out,
+                a.handle,
+                int(group),
+                int(bits),
+                mode,
+                none,
+                self.handle,
+            )
         };
         done("mlx_quantize", code)?;
         let parts = all.arrays()?;

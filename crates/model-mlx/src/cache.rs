@@ -21,10 +21,12 @@ use paceline_tensor::{AttentionRows, PAGE};
 
 mod delta;
 mod lanes;
+mod quantised;
 
 pub(super) use delta::{DeltaPages, DeltaSizes};
 use lanes::Lanes;
 pub(super) use lanes::{LaneLimits, Ring, RingRow, UNKNOWN_PAGE};
+pub(super) use quantised::{bits_of, check as check_kv};
 
 /// mlx-lm's caches have a multiple of this many rows. By it MLX's attention on CUDA recognises
 /// them. Source: `kv_cache_step` in MLX 0.32.2's `backend/cuda/scaled_dot_product_attention.cpp`.
@@ -50,6 +52,8 @@ pub(super) enum Kept {
     Nothing,
     /// `(1, K, rows, D)` and `(1, K, rows, E)`: keys and values.
     Rows([Array; 2]),
+    /// Packed values, scales and biases of keys, then of values, and the bits of a value.
+    Quantised([Array; 6], usize),
     /// `(1, 1, rows, R + P + X)`: keys, whose first R numbers are the value and whose last X are an
     /// index key; R and X.
     Latent(Array, [i32; 2]),
@@ -62,6 +66,7 @@ impl Kept {
         match self {
             Self::Nothing | Self::Delta(_) => &[],
             Self::Rows(both) => both,
+            Self::Quantised(parts, _) => parts,
             Self::Latent(keys, _) => std::slice::from_ref(keys),
         }
     }
@@ -71,6 +76,7 @@ impl Kept {
         match self {
             Self::Nothing | Self::Delta(_) => &mut [],
             Self::Rows(both) => both,
+            Self::Quantised(parts, _) => parts,
             Self::Latent(keys, _) => std::slice::from_mut(keys),
         }
     }
@@ -82,6 +88,8 @@ pub(super) struct Shape {
     /// Of each layer, with the number of its pages.
     pub(super) layers: Vec<(LayerSizes, usize)>,
     pub(super) dtype: Dtype,
+    /// Bits of quantised keys and values.
+    pub(super) bits: Option<usize>,
 }
 
 /// Sizes of what a layer keeps of each position or page, of this rank's heads.
@@ -121,9 +129,15 @@ const fn rows_of(pages: usize) -> usize {
 impl Shape {
     pub(super) fn bytes(&self) -> u64 {
         let rows = |pages| (rows_of(pages) * self.dtype.bytes()) as u64;
+        let row = |dim: usize| match self.bits {
+            Some(bits) => quantised::row_bytes(dim, bits, self.dtype),
+            None => dim * self.dtype.bytes(),
+        };
         let bytes = self.layers.iter().map(|&(layer, pages)| match layer {
             LayerSizes::Nothing => 0,
-            LayerSizes::Rows { heads, key, value } => rows(pages) * (heads * (key + value)) as u64,
+            LayerSizes::Rows { heads, key, value } => {
+                (rows_of(pages) * heads * (row(key) + row(value))) as u64
+            }
             LayerSizes::Latent { key, .. } => rows(pages) * key as u64,
             LayerSizes::Delta(of) => pages as u64 * of.page_bytes(),
         });
@@ -141,9 +155,15 @@ impl Cache {
             };
             Ok(match layer {
                 LayerSizes::Nothing => Kept::Nothing,
-                LayerSizes::Rows { heads, key, value } => {
-                    Kept::Rows([zeros(heads, key)?, zeros(heads, value)?])
-                }
+                LayerSizes::Rows { heads, key, value } => match shape.bits {
+                    Some(bits) => {
+                        let (rows, of) = (rows as usize, (bits, shape.dtype));
+                        let [a, b, c] = quantised::zeros(stream, [heads, rows, key], of)?;
+                        let [d, e, f] = quantised::zeros(stream, [heads, rows, value], of)?;
+                        Kept::Quantised([a, b, c, d, e, f], bits)
+                    }
+                    None => Kept::Rows([zeros(heads, key)?, zeros(heads, value)?]),
+                },
                 LayerSizes::Latent { key, value, index } => {
                     Kept::Latent(zeros(1, key)?, [value as i32, index as i32])
                 }
@@ -223,11 +243,26 @@ impl Cache {
         span: &Span,
         new: [&Array; 2],
     ) -> Result<(), Error> {
+        let new = self.as_kept(stream, layer, new)?;
         let held = self.arrays_mut(layer, span.view.lane);
-        for (held, new) in held.iter_mut().zip(new) {
+        for (held, new) in held.iter_mut().zip(&new) {
             put(stream, held, span.place(), new)?;
         }
         Ok(())
+    }
+
+    /// Keys and values as a layer keeps them.
+    fn as_kept(
+        &self,
+        stream: &Stream,
+        layer: usize,
+        [keys, values]: [&Array; 2],
+    ) -> Result<Vec<Array>, Error> {
+        let Kept::Quantised(_, bits) = &self.layers[layer] else {
+            return Ok(vec![keys.clone(), values.clone()]);
+        };
+        let of = |new| quantised::quantised(stream, new, *bits);
+        Ok(of(keys)?.into_iter().chain(of(values)?).collect())
     }
 
     /// Writes a row of each decoding sequence, `(1, K, B, D)` and `(1, K, B, E)`, to the pages of
@@ -283,6 +318,13 @@ impl Cache {
         match (kept, arrays) {
             (Kept::Rows(_), [keys, values]) => {
                 Ok([view.of(stream, keys)?, view.of(stream, values)?])
+            }
+            (Kept::Quantised(_, bits), [a, b, c, d, e, f]) => {
+                let of = |[a, b, c]: [&Array; 3]| {
+                    let seen = |part| view.of(stream, part);
+                    quantised::values(stream, [seen(a)?, seen(b)?, seen(c)?], *bits)
+                };
+                Ok([of([a, b, c])?, of([d, e, f])?])
             }
             (Kept::Latent(_, [value, _]), [held]) => {
                 let keys = view.of(stream, held)?;

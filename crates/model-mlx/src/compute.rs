@@ -137,7 +137,8 @@ impl Compute for OnMlx {
 
     fn attach(&mut self, store: Box<dyn PageStore>) {
         let is_state = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
-        if !self.model.config.layers.iter().any(is_state) {
+        let is_plain = self.model.bits.is_none();
+        if is_plain && !self.model.config.layers.iter().any(is_state) {
             self.kept = PersistentCache::in_store(store);
         }
     }

@@ -1,25 +1,27 @@
 //! State and steps of the thread `mlx`: the stream, the weights, and caches with their steps.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass};
 use paceline_mlx::{Array, Dtype, Library, LibraryPaths, MemoryLimits, Stream};
-use paceline_model::backend::{PlanLimits, StepPlan, WeightReader};
+use paceline_model::backend::{LayerWriter, PlanLimits, StepPlan, WeightReader};
 use paceline_model::{
-    Batch, BatchSequence, BatchSize, Config, Error, ModelSource, Rope, Shard, WindowPages,
-    WindowPool,
+    Batch, BatchSequence, BatchSize, Config, Error, MemoryLimit, ModelSource, PackedFile, Rope,
+    Shard, WindowPages, WindowPool,
 };
+use paceline_tensor::Kernels;
 
 use super::ahead::{Ahead, NextStep, Results};
-use super::cache::{Cache, UNKNOWN_PAGE};
+use super::cache::{Cache, UNKNOWN_PAGE, bits_of};
 use super::constants::Constants;
 use super::exchange::Receive;
 use super::host::Watch;
 use super::logits::StepLogits;
-use super::rank_bytes::{MlxRankBytes, cache_shape, most_fitting};
+use super::rank_bytes::{Held, MlxRankBytes, cache_shape, most_fitting};
 use super::step::{Parts, RankStep, Step, rows_after, rows_in_cache};
-use super::weights::{self, ShardFiles, Weights};
+use super::weights::{self, Ring, RingPlan, RingWriter, ShardFiles, Weights};
 use super::{MlxModel, MlxOptions};
 
 /// Memory that MLX keeps for reuse: as much as a step takes, and not less than this. Below 64 MiB,
@@ -48,6 +50,30 @@ pub(super) struct Reserved {
     pub(super) windows: Vec<WindowPool>,
 }
 
+/// Where layers are kept that do not fit into memory.
+pub(super) struct Disk {
+    pub(super) packed: Option<PackedFile>,
+    /// Its threads compute hashes.
+    pub(super) kernels: Arc<Kernels>,
+}
+
+impl Disk {
+    /// For a rank that holds `layers`.
+    ///
+    /// # Errors
+    /// [`Error::StreamPlace`] without a file.
+    fn ring(&mut self, plan: RingPlan, layers: &Range<usize>) -> Result<RingWriter, Error> {
+        let packed = self.packed.take().ok_or(Error::StreamPlace)?;
+        Ok(RingWriter {
+            writer: LayerWriter::new(packed),
+            plan,
+            kernels: Arc::clone(&self.kernels),
+            passing: layers.start + plan.stay..layers.end,
+            arrays: Vec::new(),
+        })
+    }
+}
+
 /// Facts of a loaded model.
 pub(super) struct Facts {
     pub(super) dtype: Dtype,
@@ -74,13 +100,21 @@ impl Device {
         source: &Arc<ModelSource>,
         config: &Config,
         shard: &Shard,
-        options: &MlxOptions,
+        (options, mut disk): (&MlxOptions, Disk),
         progress: impl FnMut(usize, usize),
     ) -> Result<Facts, Error> {
         let names = WeightReader { source, config };
         let tied = names.is_tied()?;
         let dtype = weights::activations(&names, config.family, options.class)?;
-        let slots = self.admit(&names, shard, options, (tied, dtype))?;
+        let held = self.admit(&names, shard, options, (tied, dtype))?;
+        let ring = match held {
+            Held::Ring(plan) => Some(disk.ring(plan, &shard.layers)?),
+            Held::Whole | Held::Slots(_) => None,
+        };
+        let slots = match held {
+            Held::Slots(slots) => Some(slots),
+            Held::Whole | Held::Ring(_) => None,
+        };
         let files = Arc::new(ShardFiles {
             source: Arc::clone(source),
             config: config.clone(),
@@ -90,7 +124,7 @@ impl Device {
             slots,
         });
         let loader = files.loader(&self.stream);
-        let (weights, weight_bytes) = loader.load(tied, progress)?;
+        let (weights, weight_bytes) = loader.load(tied, ring, progress)?;
         let (constants, measured) = Constants::new(&self.stream, config, shard, dtype)?;
         let notes = loader.notes().into_iter().chain(measured).collect();
         self.loaded = Some((weights, constants));
@@ -106,15 +140,14 @@ impl Device {
         })
     }
 
-    /// Refuses what does not fit, and sets MLX's limits by what does. Returns the slots for experts
-    /// of each layer, if not all fit into a limit of memory.
+    /// Refuses what does not fit, and sets MLX's limits by what does.
     fn admit(
         &mut self,
         names: &WeightReader<'_>,
         shard: &Shard,
         options: &MlxOptions,
         (tied, dtype): (bool, Dtype),
-    ) -> Result<Option<usize>, Error> {
+    ) -> Result<Held, Error> {
         let size = BatchSize {
             rows: options.rows,
             logit_rows: options.sequences,
@@ -122,14 +155,26 @@ impl Device {
             context: options.positions,
         };
         let form = (tied, dtype);
-        let whole = MlxRankBytes::of(names, shard, size, form)?;
-        let within = |memory| whole.within((names, shard, form), memory);
-        let (planned, slots) = options.memory.map_or(Ok((whole, None)), within)?;
+        let cached = (dtype, bits_of(options.kv));
+        let whole = MlxRankBytes::of(names, shard, size, (tied, cached))?;
+        // A card has memory of its own: what the process has does not count.
+        let own = |limit: MemoryLimit| match self.stream.shares_memory()? {
+            true => Ok::<_, Error>(limit.left()),
+            false => Ok(limit.bytes()),
+        };
+        let left = options.memory.map(own).transpose()?;
+        let (planned, held) = match (options.memory, left) {
+            (Some(limit), Some(left)) => {
+                let held = whole.within((names, shard, form), left);
+                held.map_err(|error| of_process(error, limit.bytes()))?
+            }
+            _ => (whole, Held::Whole),
+        };
         let MlxRankBytes { weights, step, .. } = planned;
-        let cache = |positions| cache_shape(names.config, shard, (size, positions), dtype).bytes();
+        let cache = |positions| cache_shape(names.config, shard, (size, positions), cached).bytes();
         let needed = |positions| Bytes(weights.0 + cache(positions) + step.0);
         let all = self.stream.available()?;
-        let available = options.memory.map_or(all, |memory| memory.min(all));
+        let available = left.map_or(all, |left| left.min(all));
         let positions = options.positions;
         if needed(positions) > available {
             let cache = planned.cache;
@@ -145,10 +190,20 @@ impl Device {
         self.room = available.0 - needed(positions).0;
         self.stream.library().limit(MemoryLimits {
             memory: all, // of this process, for its other models too
-            cache: Bytes(step.0.max(CACHE_MIN)),
+            cache: match options.memory {
+                Some(_) => step,
+                None => Bytes(step.0.max(CACHE_MIN)),
+            },
             wired: needed(positions),
         })?;
-        Ok(slots)
+        Ok(held)
+    }
+
+    /// Layers on disk, if there are some.
+    pub(super) fn ring(&self) -> Option<&Ring> {
+        self.loaded
+            .as_ref()
+            .and_then(|(weights, _)| weights.ring.as_ref())
     }
 
     /// Drops a cache once the device has computed the step ahead on it, if there is one. MLX that
@@ -361,8 +416,9 @@ impl<'a> OnDevice<'a> {
         self.graph(reserved, batch, None)?.finish(done)
     }
 
-    /// The step that probably follows `batch`. `None` where other stages compute too, and where it
-    /// begins a page although that needs [more than lanes](Cache::is_in_lanes).
+    /// The step that probably follows `batch`. `None` where other stages compute too, where it
+    /// begins a page although that needs [more than lanes](Cache::is_in_lanes), and with a limit of
+    /// memory: making its graph waits for the disk.
     fn next<'b>(
         &self,
         reserved: &Reserved,
@@ -370,7 +426,7 @@ impl<'a> OnDevice<'a> {
         may_begin: bool,
     ) -> Option<NextStep<'b>> {
         let is_split = self.model.links.is_some() && !self.model.shares_steps();
-        if is_split || reserved.ahead.pauses() {
+        if is_split || self.model.is_limited || reserved.ahead.pauses() {
             return None;
         }
         let next = NextStep::after(batch, &reserved.windows, reserved.size.context)?;
@@ -397,6 +453,22 @@ impl<'a> OnDevice<'a> {
             Ok::<_, Error>(logits)
         })?;
         Ok(of_next.map(|logits| (next, logits)))
+    }
+}
+
+/// `error`, of what a limit leaves, as one of the whole limit `given`.
+fn of_process(error: Error, given: Bytes) -> Error {
+    match error {
+        Error::StreamMemory {
+            given: left,
+            needed,
+            units,
+        } => Error::StreamMemory {
+            given,
+            needed: Bytes(needed.0 + given.0.saturating_sub(left.0)),
+            units,
+        },
+        other => other,
     }
 }
 

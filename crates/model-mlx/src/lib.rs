@@ -33,13 +33,13 @@
 //! | packed weights on disk | [`Error::PackedEngine`] | MLX packs them itself |
 //! | storage types that differ within a layer | [`Error::MixedForms`] | experts are one array |
 //! | a tensor split within a group of values | [`Error::CutGroup`] | a group has one scale |
-//! | a limit of memory, dense or over ranks | [`Error::StreamEngine`] | experts alone have slots |
+//! | quantised latent keys, heads of odd sizes | [`Error::KvEngine`] | groups have 32 elements |
 //! | training on a type without a form | [`Error::NoForm`] | gradients need the file's values |
 //!
 //! For other requests it takes what it has. Answers have no tokens forced at once, since the rows
 //! of a step change each other's bits. They have drafts only where a request to load says so. Keys
-//! and values have the type of activations. Pages of delta nets are computed again, not read from
-//! disk.
+//! and values have the type of activations, or 8 or 4 bits. Pages of delta nets and of quantised
+//! keys are computed again, not read from disk.
 //!
 //! **Memory.** What weights and the full cache will take is known from the file's header and
 //! compared with the device before anything is loaded. The cache begins small and grows with the
@@ -77,18 +77,20 @@ use paceline_mlx::{Dtype, LibraryPaths};
 use paceline_model::backend::PersistentCache;
 use paceline_model::{
     BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, LayerCache, LayerShape, Links,
-    LoadedModel as Loaded, ModelSource, Rope, Shard, Split, WindowPool,
+    LoadedModel as Loaded, MemoryLimit, ModelSource, PackedFile, Rope, Shard, Split, StreamCounts,
+    WindowPool,
 };
-use paceline_tensor::{Kernels, PAGE, StateRule};
+use paceline_tensor::{Kernels, KvType, PAGE, StateRule};
 
 use ahead::Ahead;
-use cache::{Cache, LaneLimits, LayerSizes, Ring};
+use cache::{Cache, LaneLimits, LayerSizes, Ring, bits_of, check_kv};
 use compute::OnMlx;
 use counters::Counters;
-use device::{Device, Facts, Reserved, periods};
+use device::{Device, Disk, Facts, Reserved, periods};
 use exchange::{Receive, Tally};
 use rank_bytes::cache_shape;
 use step::RankStep;
+use weights::Ring as LayerRing;
 
 pub use alone::{MlxForm, MlxMatrix, mlx_dtype};
 pub use counters::MlxCounts;
@@ -102,6 +104,8 @@ pub struct MlxOptions {
     /// Where the library is.
     pub places: LibraryPaths,
     pub class: KernelClass,
+    /// Type of keys and values, if not that of activations: of 8 or 4 bits.
+    pub kv: Option<KvType>,
     /// Positions of the caches that will be reserved, to know before loading whether all fits.
     pub positions: usize,
     /// Rows of the largest step.
@@ -109,8 +113,9 @@ pub struct MlxOptions {
     /// Sequences that are computed at the same time: what states of delta nets are counted for.
     pub sequences: usize,
     /// Most memory of weights, caches and a step. Experts that do not fit are then read from the
-    /// model's files when a router chooses them; of one rank only.
-    pub memory: Option<Bytes>,
+    /// model's files when a router chooses them. Layers of a model without experts, or with biases
+    /// of experts, are read from a packed file in each step.
+    pub memory: Option<MemoryLimit>,
     /// The first evaluation, which takes longer, counts as a device that hangs; later ones by the
     /// times of those before.
     pub patience: Duration,
@@ -138,6 +143,8 @@ pub struct MlxModel {
     links: Option<Arc<Links>>,
     class: KernelClass,
     dtype: Dtype,
+    /// Bits of quantised keys and values.
+    bits: Option<usize>,
     kernels: Arc<Kernels>,
     weight_bytes: Bytes,
     device: String,
@@ -145,6 +152,8 @@ pub struct MlxModel {
     host: Host<Device>,
     exchanged: Tally,
     counters: Counters,
+    /// Whether it has a limit of memory.
+    is_limited: bool,
     /// Whether the device interrupted the last step.
     interrupted: AtomicBool,
     /// Numbers caches.
@@ -154,9 +163,11 @@ pub struct MlxModel {
 impl MlxModel {
     /// Loads what `rank` holds in `split`: opens MLX, asks whether it fits, reads the weights.
     /// `progress(done, of)` is called now and then with numbers of layers. `kernels` choose tokens.
+    /// Layers beyond a limit of memory are kept in `packed`.
     ///
     /// # Errors
     /// [`Error::Mlx`] when MLX cannot be used, or all is more than the device's memory;
+    /// [`Error::StreamMemory`], [`Error::StreamPlace`] and [`Error::Packed`] with a limit;
     /// otherwise as [`Model::load_shard`](paceline_model::Model::load_shard).
     ///
     /// # Panics
@@ -165,7 +176,7 @@ impl MlxModel {
         source: Arc<ModelSource>,
         split: &Split,
         rank: Rank,
-        options: MlxOptions,
+        (options, packed): (MlxOptions, Option<PackedFile>),
         kernels: Arc<Kernels>,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Self, Error> {
@@ -176,8 +187,11 @@ impl MlxModel {
         let mut config = Config::read(&source)?;
         paceline_model::backend::read_rope_factors(&source, &mut config)?;
         refuse(&config, options.class)?;
+        check_kv(&config, options.kv)?;
         let shard = split.shard(&config, rank);
         let (places, class) = (options.places.clone(), options.class);
+        let is_limited = options.memory.is_some();
+        let bits = bits_of(options.kv);
         let patience = EvaluationLimits {
             limit: options.patience,
             last_words: Some(options.last_words),
@@ -186,12 +200,16 @@ impl MlxModel {
         let host = Host::start(patience, move |watch| Device::open(&places, watch))?;
         let (told, tell) = channel();
         let job = (config.clone(), shard.clone());
+        let disk = Disk {
+            packed,
+            kernels: Arc::clone(&kernels),
+        };
         let load = move |device: &mut Device| {
             let (config, shard) = job;
             let tell = |done, of| {
                 let _ = told.send((done, of)); // nobody listens after a hang
             };
-            device.load(&source, &config, &shard, &options, tell)
+            device.load(&source, &config, &shard, (&options, disk), tell)
         };
         let hear = || tell.try_iter().for_each(|(done, of)| progress(done, of));
         let Facts {
@@ -204,12 +222,14 @@ impl MlxModel {
             leader: split.leader(),
             captures: Vec::new(),
             links: None,
+            is_limited,
             interrupted: AtomicBool::new(false),
             last_cache: AtomicU64::new(0),
             config,
             shard,
             class,
             dtype,
+            bits,
             kernels,
             weight_bytes,
             device,
@@ -242,13 +262,23 @@ impl MlxModel {
         self.counters.now()
     }
 
+    /// Counts of layers that a limit of memory keeps on disk; `None` if there are none.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], [`Error::Hung`].
+    pub fn stream_counts(&self) -> Result<Option<StreamCounts>, Error> {
+        self.host
+            .call(|device| device.ring().map(LayerRing::counts), || ())
+    }
+
     /// Notes for its owner, a line each: weights that MLX holds in another form than the file, or a
     /// device that is a test bed. Another says whether gates are compiled.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Lanes of a cache. Class `mlx-exact` has none, since its rows are sequences of their own.
+    /// Lanes of a cache. Class `mlx-exact` has none, since its rows are sequences of their own, nor
+    /// have quantised keys and values.
     fn lane_limits(
         &self,
         shape: &cache::Shape,
@@ -272,7 +302,10 @@ impl MlxModel {
         LaneLimits {
             layers: layers().map(has_rows).collect(),
             rings: layers().map(ring).collect(),
-            lanes: if self.is_exact() { 0 } else { size.sequences },
+            lanes: match self.is_exact() || self.bits.is_some() {
+                true => 0,
+                false => size.sequences,
+            },
             bytes: 0,
         }
     }
@@ -368,6 +401,11 @@ impl Loaded for MlxModel {
         if own.host.is_hung() {
             return None;
         }
+        // After a failed read, another load writes the packed file again.
+        let is_failed = |device: &mut Device| device.ring().is_some_and(LayerRing::is_failed);
+        if own.is_limited && own.host.call(is_failed, || ()).unwrap_or(true) {
+            return None;
+        }
         (own.links, own.exchanged) = (None, Tally::default());
         Some(Arc::new(own))
     }
@@ -391,7 +429,8 @@ impl Loaded for MlxModel {
     ) -> Result<Box<dyn Compute>, Error> {
         self.config.check_context(size.context)?;
         let id = self.last_cache.fetch_add(1, Ordering::Relaxed);
-        let shape = cache_shape(&self.config, &self.shard, (size, positions), self.dtype);
+        let cached = (self.dtype, self.bits);
+        let shape = cache_shape(&self.config, &self.shard, (size, positions), cached);
         let kinds = Kinds::new(&self.config);
         let windows = kinds.windows(kinds.pages(size, positions));
         let (pages, own) = (positions.div_ceil(PAGE), windows.clone());

@@ -179,7 +179,8 @@ impl Cache {
         };
         let turned = |keys: &Array| flat(&stream.transpose(&rows(keys)?, &[0, 1, 3, 2])?);
         let page = match self.kept(layer) {
-            Kept::Nothing | Kept::Delta(_) => return Ok(None),
+            // Those of `Kept::Quantised` are not given: see `OnMlx::attach`.
+            Kept::Nothing | Kept::Delta(_) | Kept::Quantised(..) => return Ok(None),
             Kept::Latent(keys, _) => turned(keys)?,
             Kept::Rows([keys, values]) => {
                 stream.concatenate(&[&turned(keys)?, &flat(&rows(values)?)?], 1)?

@@ -7,10 +7,10 @@ use paceline_model::{
     BatchSize, Config, Error, Experts, Kinds, LayerCache, LayerCut, LayerShape, ModelSource, Shard,
     Split,
 };
-use paceline_tensor::PAGE;
+use paceline_tensor::{KvType, PAGE};
 
-use super::cache::{self, DeltaSizes, LayerSizes};
-use super::weights;
+use super::cache::{self, DeltaSizes, LayerSizes, bits_of};
+use super::weights::{self, BLOCKS, FILLED, RingPlan};
 
 /// The most positions, in whole pages and fewer than `positions`, for which `fits` holds; 0 if for
 /// none. It holds for all fewer.
@@ -43,12 +43,15 @@ fn widest(c: &Config, shard: &Shard) -> usize {
     4 * c.width + widths.max().unwrap_or(0)
 }
 
+/// The type of activations, and the bits of quantised keys and values.
+pub(super) type CacheType = (Dtype, Option<usize>);
+
 /// Sizes of the caches of `shard`'s layers, for steps of up to `size` and `positions` positions.
 pub(super) fn cache_shape(
     c: &Config,
     shard: &Shard,
     (size, positions): (BatchSize, usize),
-    dtype: Dtype,
+    (dtype, bits): CacheType,
 ) -> cache::Shape {
     let kinds = Kinds::new(c);
     let pages = kinds.pages(size, positions);
@@ -57,7 +60,23 @@ pub(super) fn cache_shape(
     cache::Shape {
         layers: layers.collect(),
         dtype,
+        bits,
     }
+}
+
+/// Bytes of a layer besides its matrices, at most: some 30 vectors, and the rest of the last 4 KiB
+/// of each of some 60 arrays on disk.
+const BESIDE: u64 = 512 << 10;
+
+/// How a rank holds its weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Held {
+    /// All in memory.
+    Whole,
+    /// All but experts, which have this many slots in each layer.
+    Slots(usize),
+    /// Some layers; the others are read in each step.
+    Ring(RingPlan),
 }
 
 /// Bytes of a rank on MLX.
@@ -80,49 +99,59 @@ impl MlxRankBytes {
     pub fn planned(
         (source, config): (&ModelSource, &Config),
         shard: &Shard,
-        class: KernelClass,
+        (class, kv): (KernelClass, Option<KvType>),
         size: BatchSize,
     ) -> Result<Self, Error> {
         let names = WeightReader { source, config };
         let tied = names.is_tied()?;
         let dtype = weights::activations(&names, config.family, class)?;
-        Self::of(&names, shard, size, (tied, dtype))
+        Self::of(&names, shard, size, (tied, (dtype, bits_of(kv))))
     }
 
     pub(super) fn of(
         names: &WeightReader<'_>,
         shard: &Shard,
         size: BatchSize,
-        (tied, dtype): (bool, Dtype),
+        (tied, cached): (bool, CacheType),
     ) -> Result<Self, Error> {
         let c = names.config;
         Ok(Self {
-            weights: weights::planned(names, shard, (tied, dtype), usize::MAX)?,
-            cache: Bytes(cache_shape(c, shard, (size, size.context), dtype).bytes()),
+            weights: weights::planned(names, shard, (tied, cached.0), usize::MAX)?.total(),
+            cache: Bytes(cache_shape(c, shard, (size, size.context), cached).bytes()),
             step: Bytes(4 * (size.rows * widest(c, shard) + shard.vocab().len()) as u64),
         })
     }
 
-    /// As [`of`](Self::of) within `memory`: with the slots for experts of each layer that this
-    /// leaves, or `None` where all of them fit.
+    /// As [`of`](Self::of) within `memory`: experts in slots, else layers in a ring, where not all
+    /// fit.
     ///
     /// # Errors
-    /// [`Error::StreamEngine`] for a model that does not fit and has no experts, or some with
-    /// biases; [`Error::StreamMemory`] without room for a token's experts.
+    /// [`Error::StreamMemory`] without room for a token's experts, or for some layers.
     pub(super) fn within(
         self,
-        (names, shard, form): (&WeightReader<'_>, &Shard, (bool, Dtype)),
+        of: (&WeightReader<'_>, &Shard, (bool, Dtype)),
         memory: Bytes,
-    ) -> Result<(Self, Option<usize>), Error> {
+    ) -> Result<(Self, Held), Error> {
         if self.total() <= memory {
-            return Ok((self, None));
+            return Ok((self, Held::Whole));
         }
-        let has_biases = names.config.family.has_sinks_and_biases();
-        let Some(of) = names.config.experts().filter(|_| !has_biases) else {
-            return Err(Error::StreamEngine { engine: "mlx" });
-        };
+        let config = of.0.config;
+        let has_biases = config.family.has_sinks_and_biases();
+        match config.experts().filter(|_| !has_biases) {
+            Some(experts) => self.in_slots(of, experts, memory),
+            None => self.in_ring(of, memory),
+        }
+    }
+
+    /// Each layer with as many slots for experts as there is room for.
+    fn in_slots(
+        self,
+        (names, shard, form): (&WeightReader<'_>, &Shard, (bool, Dtype)),
+        of: Experts,
+        memory: Bytes,
+    ) -> Result<(Self, Held), Error> {
         let with = |slots| {
-            let weights = weights::planned(names, shard, form, slots)?;
+            let weights = weights::planned(names, shard, form, slots)?.total();
             Ok::<_, Error>(Self { weights, ..self })
         };
         let (none, one) = (with(0)?.total(), with(1)?.total());
@@ -136,7 +165,50 @@ impl MlxRankBytes {
                 units,
             });
         }
-        Ok((with(slots)?, Some(slots)))
+        Ok((with(slots)?, Held::Slots(slots)))
+    }
+
+    /// Layers that stay as far as there is room, and a ring of the others.
+    fn in_ring(
+        self,
+        (names, shard, form): (&WeightReader<'_>, &Shard, (bool, Dtype)),
+        memory: Bytes,
+    ) -> Result<(Self, Held), Error> {
+        let planned = weights::planned(names, shard, form, usize::MAX)?;
+        let largest = planned.layers.iter().max().map_or(0, |most| most + BESIDE);
+        let filled = FILLED * largest;
+        let others = planned.tables + self.cache.0 + self.step.0 + filled;
+        let least = others + largest;
+        if memory.0 < least {
+            return Err(Error::StreamMemory {
+                given: memory,
+                needed: Bytes(least),
+                units: Bytes(filled + largest),
+            });
+        }
+        let (mut stay, mut kept) = (0, 0);
+        for layer in &planned.layers {
+            if others + BLOCKS * largest + kept + layer + BESIDE > memory.0 {
+                break;
+            }
+            (stay, kept) = (stay + 1, kept + layer + BESIDE);
+        }
+        let blocks = (memory.0 - others - kept).min(BLOCKS * largest);
+        let weights = Bytes(planned.tables + kept + filled + blocks);
+        let blocks = Bytes(blocks);
+        Ok((
+            Self { weights, ..self },
+            Held::Ring(RingPlan { stay, blocks }),
+        ))
+    }
+
+    /// The same where weights beyond a limit of memory stay on the disk.
+    #[must_use]
+    pub fn limited(self, memory: Option<Bytes>) -> Self {
+        let others = self.cache.0 + self.step.0;
+        let most = memory.map_or(u64::MAX, |memory| memory.0.saturating_sub(others));
+        let weights = Bytes(self.weights.0.min(most));
+        Self { weights, ..self }
     }
 
     /// All of them.
@@ -146,15 +218,16 @@ impl MlxRankBytes {
 }
 
 /// Bytes that [`PAGE`] more positions take on MLX over all layers, in a long context: layers with
-/// a window keep only part of them. `class` computes with 2 bytes a value, or with 4.
-pub fn mlx_page_bytes(config: &Config, class: KernelClass) -> usize {
+/// a window keep only part of them. `class` computes with 2 bytes a value, or with 4; `kv` has
+/// fewer.
+pub fn mlx_page_bytes(config: &Config, class: KernelClass, kv: Option<KvType>) -> usize {
     const MANY: usize = 1 << 20;
     let is_wide = class == KernelClass::MlxF32 || config.family.needs_wide_activations();
     let dtype = if is_wide { Dtype::F32 } else { Dtype::F16 };
     let shard = Split::whole(config).shard(config, Rank(0));
     let bytes = |positions| {
         let sizes = (BatchSize::single(1, 1), positions);
-        cache_shape(config, &shard, sizes, dtype).bytes()
+        cache_shape(config, &shard, sizes, (dtype, bits_of(kv))).bytes()
     };
     ((bytes(2 * MANY) - bytes(MANY)) / (MANY / PAGE) as u64) as usize
 }

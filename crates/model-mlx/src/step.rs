@@ -18,7 +18,7 @@ use super::gates;
 use super::host::Watch;
 use super::logits::StepLogits;
 use super::matrix::Linear;
-use super::weights::{self, Summed, Weights};
+use super::weights::{self, Layer, Ring as LayerRing, Summed, Weights};
 
 mod capped;
 mod delta_net;
@@ -260,12 +260,20 @@ impl<'a> Step<'a> {
     /// Runs all layers.
     pub(super) fn layers(&mut self) -> Result<(), Error> {
         let (weights, shard) = (self.parts.weights, &self.parts.model.shard);
+        let mut before = None;
         for (index, layer) in shard.layers.clone().zip(&weights.layers) {
             self.index = index;
             if self.parts.model.captures.contains(&index) {
                 self.captured.push(self.residual.clone());
             }
+            let ring = weights.ring.as_ref().filter(|ring| ring.has(index));
+            if let Some(ring) = ring {
+                ring.fill(self.parts.stream, (index, layer))?;
+            }
             self.parts.model.config.family.layer(self, layer, index)?;
+            if let Some(ring) = ring {
+                before = Some(self.compute_streamed((ring, layer), before)?);
+            }
         }
         if let Some((norm, _)) = &weights.head {
             if self.parts.model.captures_last() {
@@ -275,6 +283,32 @@ impl<'a> Step<'a> {
             self.parts.model.counters.output_rows.add(rows);
         }
         Ok(())
+    }
+
+    /// Has the device compute a layer of the ring, and waits for the one `before`, of which it has
+    /// the residual. So two of them are in memory at most, and the next one is filled while this
+    /// one computes.
+    fn compute_streamed(
+        &mut self,
+        (ring, layer): (&LayerRing, &Layer),
+        before: Option<Array>,
+    ) -> Result<Array, Error> {
+        self.settle()?;
+        let stream = self.parts.stream;
+        let own = [&self.residual].into_iter().chain(&self.captured);
+        let all: Vec<&Array> = own.chain(self.parts.cache.arrays()).collect();
+        let (watch, rows) = (self.parts.watch, self.batch.rows());
+        let reason = |error| self.parts.receive.reason(error);
+        watch
+            .during_part(rows, || stream.submit(all))
+            .map_err(reason)?;
+        ring.empty(stream, layer)?;
+        if let Some(before) = &before {
+            watch
+                .during(rows, || stream.eval([before]))
+                .map_err(reason)?;
+        }
+        Ok(self.residual.clone())
     }
 
     /// Evaluates `arrays` and the cache, watched.

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 use paceline_base::{Bytes, KernelClass};
@@ -12,6 +13,7 @@ use paceline_model::{
     Config, Error, LayerCache, LayerRole, LayerShape, LeafCut, ModelFamily, ModelSource, Role,
     Shard,
 };
+use paceline_weights::tensor::MappedBytes;
 
 use super::matrix::{Linear, Matrix};
 use super::stored::{Stored, float, floats, nearest};
@@ -22,6 +24,7 @@ mod indexer;
 mod latent;
 mod per_layer;
 mod planned;
+mod ring;
 mod slots;
 
 pub(super) use delta_net::DeltaNet;
@@ -30,6 +33,7 @@ pub(super) use indexer::Indexer;
 pub(super) use latent::Latent;
 pub(super) use per_layer::{PerLayer, PerLayerInputs};
 pub(super) use planned::planned;
+pub(super) use ring::{BLOCKS, FILLED, Ring, RingPlan, RingWriter};
 pub(super) use slots::{ShardFiles, Slots};
 
 /// A matrix that the ranks of a stage share by its input dimension, or by its outputs: see
@@ -176,6 +180,8 @@ pub(super) struct Weights {
     /// Where layers have embeddings of their own.
     pub(super) per_layer: Option<PerLayerInputs>,
     pub(super) layers: Vec<Layer>,
+    /// Layers that a limit of memory keeps on disk.
+    pub(super) ring: Option<Ring>,
     /// Norm and this rank's rows of the output head, in the last stage.
     pub(super) head: Option<(Array, Linear)>,
 }
@@ -290,10 +296,12 @@ impl Loader<'_> {
         Ok(())
     }
 
-    /// Loads all of the shard; `progress(done, of)` is called after each layer.
+    /// Loads all of the shard, its layers through `ring` if not all fit into memory. Calls
+    /// `progress(done, of)` after each layer.
     pub(super) fn load(
         &self,
         tied: bool,
+        mut ring: Option<RingWriter>,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<(Weights, Bytes), Error> {
         let (c, shard) = (self.config, self.shard);
@@ -306,6 +314,9 @@ impl Loader<'_> {
         for i in shard.layers.clone() {
             let layer = self.layer(i)?;
             self.eval(layer.arrays())?;
+            if let Some(ring) = &mut ring {
+                ring.keep(self.stream, (i, &layer))?;
+            }
             layers.push(layer);
             progress(layers.len(), n + 1);
         }
@@ -322,6 +333,7 @@ impl Loader<'_> {
             per_layer: self.per_layer_inputs()?,
             embedding,
             layers,
+            ring: ring.map(RingWriter::finish).transpose()?,
             head,
         };
         let tables = weights
@@ -516,11 +528,31 @@ impl Loader<'_> {
     ) -> Result<Matrix, Error> {
         // While the file downloads, only these rows must have arrived.
         let matrix = self.names.located(role, shape)?;
-        let matrix = matrix.row_range(rows.clone()).arrived()?.for_mlx()?;
+        let matrix = matrix.row_range(rows.clone()).arrived()?;
+        self.check_readable(&matrix)?;
+        let matrix = matrix.for_mlx()?;
         self.note(&matrix);
         let (stored, rows) = Stored::new(&matrix, 0..rows.len());
         let converted = |array| self.converted(array);
-        Matrix::of(self.stream, (&stored, role), (rows, cols), &converted)
+        let made = Matrix::of(self.stream, (&stored, role), (rows, cols), &converted)?;
+        // The arrays are copies: the file's pages would be there twice.
+        matrix.parts().into_iter().for_each(MappedBytes::discard);
+        Ok(made)
+    }
+
+    /// Has the system read a matrix's pages, so that a failed disk is an error.
+    fn check_readable(&self, matrix: &StoredTensor) -> Result<(), Error> {
+        let mut parts = matrix.parts().into_iter();
+        parts
+            .try_for_each(MappedBytes::check_readable)
+            .map_err(|error| {
+                let name = matrix.name();
+                let file = self.names.source.file_of(name);
+                Error::Streaming {
+                    path: file.unwrap_or(Path::new("")).to_owned(),
+                    reason: format!("{name}: {error}"),
+                }
+            })
     }
 
     /// Rows of a matrix of `shape`, in f32 for every type of activations, transposed: `(in, rows)`.

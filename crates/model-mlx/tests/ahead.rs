@@ -346,7 +346,8 @@ fn waits(model: &Arc<MlxModel>, logits: Logits) -> String {
     let mut compute = reserve(model);
     let mut token = 7;
     for position in 0..STEPS {
-        let sequence = BatchSequence::plain(&[token], position, &[0], logits);
+        let tokens = [token];
+        let sequence = BatchSequence::plain(&tokens, position, &[0], logits);
         let sequences = [sequence];
         let batch = Batch::new(&sequences);
         compute.forward(&batch).unwrap();

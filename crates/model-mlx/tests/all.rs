@@ -12,6 +12,7 @@ mod alone;
 mod common;
 mod hang;
 mod interrupted;
+mod kv;
 mod lanes;
 mod pages;
 mod refused;
@@ -91,6 +92,7 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
         positions: 256,
         rows: 128,
         sequences: 2,
+        kv: None,
         memory: None,
         patience: MlxOptions::PATIENCE,
         last_words: MlxOptions::LAST_WORDS,
@@ -100,7 +102,7 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
 fn try_mlx(path: &Path, options: MlxOptions) -> Result<MlxModel, Error> {
     let source = Arc::new(ModelSource::open(path).unwrap());
     let split = Split::whole(&Config::read(&source).unwrap());
-    MlxModel::load(source, &split, Rank(0), options, kernels(), |_, _| {})
+    MlxModel::load(source, &split, Rank(0), (options, None), kernels(), |_, _| {})
 }
 
 fn mlx(library: &Path, path: &Path, class: KernelClass) -> Arc<dyn LoadedModel> {
@@ -623,7 +625,7 @@ fn mlx_rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Ar
     let Place { split, rank, links } = place;
     let source = Arc::new(ModelSource::open(path).unwrap());
     let options = options(library, class);
-    let model = MlxModel::load(source, &split, rank, options, kernels(), |_, _| {});
+    let model = MlxModel::load(source, &split, rank, (options, None), kernels(), |_, _| {});
     Arc::new(model.unwrap().link(links.unwrap()))
 }
 
@@ -978,7 +980,7 @@ fn positions_of_a_long_context_have_their_bytes() {
     ] {
         Tiny::new(family, BlockType::Q8_0).write(&path);
         let config = Config::read(&ModelSource::open(&path).unwrap()).unwrap();
-        let page = mlx_page_bytes(&config, class);
+        let page = mlx_page_bytes(&config, class, None);
         assert_eq!(page, PAGE * bytes, "{} {class}", family.name());
     }
 }

@@ -57,11 +57,12 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         positions: 64,
         rows: 8,
         sequences: 1,
+        kv: None,
         memory: None,
         patience: Duration::from_millis(200),
         last_words: Duration::from_millis(500),
     };
-    let model = MlxModel::load(source, &split, Rank(0), options, kernels(), |_, _| {})?;
+    let model = MlxModel::load(source, &split, Rank(0), (options, None), kernels(), |_, _| {})?;
     let model: Arc<dyn LoadedModel> = Arc::new(model);
     let hang = || std::fs::write(variable(FILE).unwrap(), "").unwrap();
     if variable(EARLY).is_some() {

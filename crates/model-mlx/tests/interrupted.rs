@@ -54,11 +54,12 @@ fn load(model: &Path, library: PathBuf) -> Result<Box<dyn Compute>, Error> {
         positions: 64,
         rows: 8,
         sequences: 1,
+        kv: None,
         memory: None,
         patience: Duration::from_secs(60),
         last_words: Duration::from_secs(60),
     };
-    let model = MlxModel::load(source, &split, Rank(0), options, kernels(), |_, _| {})?;
+    let model = MlxModel::load(source, &split, Rank(0), (options, None), kernels(), |_, _| {})?;
     Arc::new(model).reserve(BatchSize::single(8, 64), 64)
 }
 

@@ -5,6 +5,7 @@
 //! - [`WeightReader`] finds and checks weights, [`StoredTensor`] is one as its file has it.
 //! - [`LayerStep`] has the operations that a family's layer calls on a backend.
 //! - [`StepPlan`] is a step as the leader sends it to the other ranks.
+//! - [`LayerWriter`] writes layers to disk in the backend's form, [`StreamedLayers`] reads them.
 //! - [`PersistentCache`] reads and writes the pages of a [`PageMemory`].
 //! - [`LogitExtent`] says which logits of a row travel.
 
@@ -16,6 +17,7 @@ pub use crate::page_store::{PageMemory, PersistentCache};
 pub use crate::plan::StepPlan;
 pub use crate::split::HeadRanges;
 pub use crate::step::PlanLimits;
+pub use crate::streaming::{LayerWriter, StreamedLayers};
 pub use crate::weights::{
     DeltaRowLayout, MatrixRows, StoredTensor, WeightReader, read_rope_factors,
 };

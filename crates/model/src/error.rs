@@ -28,12 +28,6 @@ pub enum Error {
     /// There is no file to read weights from: the model's files are still fetched.
     #[error("a model can be larger than memory once all of its files are on this machine")]
     StreamPlace,
-    /// The backend keeps all of its weights in memory.
-    #[error(
-        "engine {engine} keeps all weights in memory but experts without biases of one node: a \
-         limit of memory is for engine cpu"
-    )]
-    StreamEngine { engine: &'static str },
     /// Weights that would stay on the disk cannot be written there.
     #[error(transparent)]
     Packed(#[from] PackedFault),
@@ -117,6 +111,14 @@ pub enum Error {
     /// The backend does not support adapters.
     #[error("engine {engine} adds no adapters to its weights: fuse them")]
     AdapterEngine { engine: &'static str },
+    /// A backend has no keys and values of a type for a model.
+    #[error("engine {engine} keeps no keys and values as {kv}: {reason}")]
+    KvEngine {
+        engine: &'static str,
+        /// Requested type.
+        kv: &'static str,
+        reason: &'static str,
+    },
     /// The backend holds weights in a form of its own.
     #[error("engine {engine} keeps no packed weights on disk")]
     PackedEngine { engine: &'static str },

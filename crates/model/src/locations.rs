@@ -30,6 +30,12 @@ impl ModelSource {
         parts.chain(last).flat_map(of).collect()
     }
 
+    /// The file that has the tensor of a name.
+    pub fn file_of(&self, name: &str) -> Option<&Path> {
+        let own = self.located(&[name.to_owned()]);
+        own.first().map(|(path, _)| *path)
+    }
+
     /// Locations of the tensors whose names begin with one of `prefixes`, in file order.
     fn located(&self, prefixes: &[String]) -> Vec<(&Path, Range<usize>)> {
         let is_own = |name: &&str| prefixes.iter().any(|prefix| name.starts_with(prefix));

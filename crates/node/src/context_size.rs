@@ -30,13 +30,13 @@ const STEP: usize = 1024;
 pub enum KvMemory {
     /// Main memory, on the CPU.
     Main(KvType),
-    /// The memory of MLX's device, which computes in this class.
-    Device(KernelClass),
+    /// The memory of MLX's device, which computes in this class. Keys and values may be quantised.
+    Device(KernelClass, Option<KvType>),
 }
 
 impl KvMemory {
     /// Where this machine has keys and values of a class, and the bytes that programs can have of
-    /// that memory, if known. `kv` replaces the class's type on the CPU. Asks the system.
+    /// that memory, if known. `kv` replaces the class's type. Asks the system.
     pub fn of_machine(class: KernelClass, kv: Option<KvType>) -> (Self, Option<Bytes>) {
         if !class.is_mlx() {
             let kv = kv.unwrap_or_else(|| KvType::of(class));
@@ -44,7 +44,7 @@ impl KvMemory {
         }
         // MLX's CPU build computes in main memory.
         let device = machine::gpu_memory().map(|memory| memory.limit);
-        (Self::Device(class), device.or_else(machine::available))
+        (Self::Device(class, kv), device.or_else(machine::available))
     }
 
     /// Bytes of [`PAGE`] more positions over all layers, in a long context: layers with a window
@@ -52,7 +52,7 @@ impl KvMemory {
     pub(crate) fn page_bytes(self, config: &Config) -> usize {
         match self {
             Self::Main(kv) => page_bytes(config, kv),
-            Self::Device(class) => paceline_model_mlx::mlx_page_bytes(config, class),
+            Self::Device(class, kv) => paceline_model_mlx::mlx_page_bytes(config, class, kv),
         }
     }
 }

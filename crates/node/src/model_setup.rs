@@ -53,7 +53,7 @@ pub struct Options {
     pub classes: Classes,
     /// Threads of each node.
     pub threads: usize,
-    /// Type of keys and values, if not that of the class; not on MLX.
+    /// Type of keys and values, if not that of the class; on MLX of 8 or 4 bits alone.
     pub kv: Option<KvType>,
     pub nodes: u32,
     /// Kind of split: tensor, pipeline or both.
@@ -187,9 +187,9 @@ impl PreparedModel {
     /// Keeps packed weights on disk when [loaded here](Self::here).
     ///
     /// # Errors
-    /// [`PackedEngine`](paceline_model::Error::PackedEngine).
+    /// [`PackedEngine`](paceline_model::Error::PackedEngine) on MLX without a limit of memory.
     pub fn keep_packed(&mut self, place: PackedPlace) -> Result<(), Error> {
-        if !self.options.classes.on_cpu() {
+        if !self.options.classes.on_cpu() && self.memory.is_none() {
             return Err(paceline_model::Error::PackedEngine { engine: "mlx" }.into());
         }
         self.packed = Some(place);
@@ -200,13 +200,8 @@ impl PreparedModel {
     /// not fit are read from packed ones on disk while steps compute.
     ///
     /// # Errors
-    /// [`Error::Model`] where several nodes or a dense model compute on MLX, [`Error::Unlimited`]
-    /// with a draft model or prefill nodes.
+    /// [`Error::Unlimited`] with a draft model or prefill nodes.
     pub fn limit_memory(&mut self, memory: Bytes) -> Result<(), Error> {
-        let has_slots = self.options.nodes == 1 && self.config.experts().is_some();
-        if !self.options.classes.on_cpu() && !has_slots {
-            return Err(paceline_model::Error::StreamEngine { engine: "mlx" }.into());
-        }
         self.memory = Some(memory);
         self.check_limit()
     }
@@ -455,9 +450,10 @@ impl PreparedModel {
     /// use. Reads headers only.
     pub(crate) fn device_bytes(&self) -> Result<Vec<Option<MlxRankBytes>>, Error> {
         let of = |(rank, class): (u32, &KernelClass)| {
-            let place = (self.split(), Rank(rank), *class);
+            let place = (self.split(), Rank(rank), (*class, self.options.kv));
             let bytes = || mlx_rank_bytes((&self.source, &self.config), place, &self.engine);
-            class.is_mlx().then(bytes).transpose()
+            let bytes = class.is_mlx().then(bytes).transpose()?;
+            Ok::<_, paceline_model::Error>(bytes.map(|bytes| bytes.limited(self.memory)))
         };
         let all: Result<_, _> = (0..).zip(self.options.classes.each()).map(of).collect();
         Ok(all?)

@@ -381,8 +381,12 @@ impl Quantised {
 
     /// Advises the system that the files' pages are not needed soon.
     pub fn discard(&self) {
-        let parts = [Some(&self.weight), Some(&self.scales), self.biases.as_ref()];
-        parts.into_iter().flatten().for_each(MappedBytes::discard);
+        self.parts().for_each(MappedBytes::discard);
+    }
+
+    /// Values, scales and biases as the files have them.
+    pub fn parts(&self) -> impl Iterator<Item = &MappedBytes> {
+        [&self.weight, &self.scales].into_iter().chain(&self.biases)
     }
 
     /// The whole matrix, joined in memory; [`discard`](Self::discard)s the files' pages.

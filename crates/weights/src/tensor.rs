@@ -184,6 +184,32 @@ impl MappedBytes {
         }
     }
 
+    /// Has the system read all of these bytes, so that a failed read is an error. Without it a read
+    /// of a page that the disk does not give ends the process. Systems without the call (Linux has
+    /// it from 5.14 on) do nothing.
+    ///
+    /// # Errors
+    /// The disk fails, or the file was cut.
+    pub fn check_readable(&self) -> std::io::Result<()> {
+        #[cfg(target_os = "linux")]
+        {
+            let (start, read) = (self.range.start, memmap2::Advice::PopulateRead);
+            let done = self.map.advise_range(read, start, self.range.len());
+            let is_unknown = |error: &std::io::Error| {
+                rustix::io::Errno::from_io_error(error) == Some(rustix::io::Errno::INVAL)
+            };
+            return done.or_else(|error| {
+                if is_unknown(&error) {
+                    Ok(())
+                } else {
+                    Err(error)
+                }
+            });
+        }
+        #[cfg(not(target_os = "linux"))]
+        Ok(())
+    }
+
     /// Length in bytes. Does not wait.
     pub fn len(&self) -> usize {
         self.range.len()

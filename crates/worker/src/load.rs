@@ -67,7 +67,7 @@ pub struct ShardSpec<'a> {
     pub split: &'a Split,
     pub rank: Rank,
     pub class: KernelClass,
-    /// Type of keys and values, if not that of the class; not on MLX.
+    /// Type of keys and values, if not that of the class; on MLX of 8 or 4 bits alone.
     pub kv: Option<KvType>,
     /// Sizes of the engine, to check before loading whether all fits.
     pub engine: &'a EngineConfig,
@@ -77,10 +77,10 @@ pub struct ShardSpec<'a> {
     pub adapters: &'a [Adapter],
     /// Layers whose input a draft head reads.
     pub captures: &'a [usize],
-    /// Where packed weights are kept; not on MLX.
+    /// Where packed weights are kept; on MLX with a limit of memory only.
     pub packed: Option<&'a PackedPlace>,
     /// Most memory of this process. Weights that do not fit are then read from `packed` while steps
-    /// compute. On MLX, experts of one rank are read from the model's files.
+    /// compute. On MLX, experts are read from the model's files.
     pub memory: Option<Bytes>,
 }
 
@@ -94,24 +94,25 @@ impl ShardSpec<'_> {
     ) -> Result<Arc<dyn LoadedModel>, Error> {
         let (split, rank, class) = (self.split, self.rank, self.class);
         if class.is_mlx() {
-            let has_slots = || Config::read(self.source).map(|it| it.experts().is_some());
-            if self.memory.is_some() && (split.ranks() > 1 || !has_slots()?) {
-                return Err(Error::StreamEngine { engine: "mlx" });
-            }
             if !self.adapters.is_empty() {
                 return Err(Error::AdapterEngine { engine: "mlx" });
             }
             let options = MlxOptions {
                 places: self.mlx.clone(),
                 class,
+                kv: self.kv,
                 positions: self.engine.cache_positions,
                 rows: self.engine.max_rows,
                 sequences: self.engine.max_running,
-                memory: self.memory,
+                memory: self.memory.map(MemoryLimit::Process),
                 patience: MlxOptions::PATIENCE,
                 last_words: MlxOptions::LAST_WORDS,
             };
-            let source = Arc::clone(self.source);
+            let packed = match self.memory {
+                Some(_) => self.packed(&self.shard_name()?),
+                None => None,
+            };
+            let (source, options) = (Arc::clone(self.source), (options, packed));
             let model = MlxModel::load(source, split, rank, options, kernels, progress)?;
             let model = model.with_captures(self.captures);
             for note in model.notes() {
@@ -135,6 +136,20 @@ impl ShardSpec<'_> {
         })
     }
 
+    /// Name of its packed file.
+    fn shard_name(&self) -> Result<String, Error> {
+        let shard = self.split.shard(&Config::read(self.source)?, self.rank);
+        Ok(format!("{} {shard:?}", self.class))
+    }
+
+    /// Its packed file, where there is a place for it.
+    fn packed(&self, name: &str) -> Option<PackedFile> {
+        self.packed.and_then(|place| match self.memory {
+            Some(_) => place.open_streamed(name),
+            None => place.open(name),
+        })
+    }
+
     /// Its weights on the CPU: from packed ones, streamed or not, or packed now.
     fn load_packed(
         self,
@@ -143,12 +158,7 @@ impl ShardSpec<'_> {
     ) -> Result<Model, Error> {
         let (split, rank) = (self.split, self.rank);
         let (part, options) = ((split, rank), LoadOptions { class: self.class });
-        let shard = split.shard(&Config::read(self.source)?, rank);
-        let name = format!("{} {shard:?}", self.class);
-        let packed = self.packed.and_then(|place| match self.memory {
-            Some(_) => place.open_streamed(&name),
-            None => place.open(&name),
-        });
+        let packed = self.packed(&self.shard_name()?);
         match (packed, self.memory) {
             (Some(packed), Some(memory)) => {
                 let (options, limit) = ((options, packed), MemoryLimit::Process(memory));
@@ -172,7 +182,7 @@ impl ShardSpec<'_> {
 /// admits it. Reads headers only.
 pub fn mlx_rank_bytes(
     (source, config): (&ModelSource, &Config),
-    (split, rank, class): (&Split, Rank, KernelClass),
+    (split, rank, class): (&Split, Rank, (KernelClass, Option<KvType>)),
     engine: &EngineConfig,
 ) -> Result<MlxRankBytes, Error> {
     let size = BatchSize {
@@ -238,30 +248,21 @@ mod tests {
             pairs: Vec::new(),
         };
         let told = "engine mlx adds no adapters to its weights: fuse them";
-        for (adapters, memory, told) in [
-            (&[adapter][..], None, told),
-            (
-                &[],
-                Some(Bytes(1)),
-                "engine mlx keeps all weights in memory",
-            ),
-        ] {
-            let wanted = ShardSpec {
-                source: &source,
-                split: &split,
-                rank: Rank(0),
-                class: KernelClass::Mlx,
-                kv: None,
-                engine: &EngineConfig::single("llama", 64),
-                mlx: &MlxPlaces::default(),
-                adapters,
-                captures: &[],
-                packed: None,
-                memory,
-            };
-            let kernels = Arc::new(Kernels::new(1).unwrap());
-            let error = wanted.load(None, kernels, |_, _| {}).err().unwrap();
-            assert!(error.to_string().starts_with(told), "{error}");
-        }
+        let wanted = ShardSpec {
+            source: &source,
+            split: &split,
+            rank: Rank(0),
+            class: KernelClass::Mlx,
+            kv: None,
+            engine: &EngineConfig::single("llama", 64),
+            mlx: &MlxPlaces::default(),
+            adapters: &[adapter],
+            captures: &[],
+            packed: None,
+            memory: None,
+        };
+        let kernels = Arc::new(Kernels::new(1).unwrap());
+        let error = wanted.load(None, kernels, |_, _| {}).err().unwrap();
+        assert!(error.to_string().starts_with(told), "{error}");
     }
 }

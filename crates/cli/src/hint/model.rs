@@ -96,7 +96,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
         Error::PackedEngine { .. } => Some("leave out --packed"),
         Error::StreamMemory { .. } => Some("give more --memory, or a smaller --context"),
-        Error::StreamEngine { .. } => Some("leave out --memory, or take --engine cpu"),
+        Error::KvEngine { .. } => Some("leave out --kv, or take --engine cpu"),
         Error::Packed(_) => Some("free room on that disk, or move PACELINE_HOME to another"),
         Error::Streaming { .. } => Some("start it again: its weights are packed once more"),
         Error::NoForm { .. } => Some("--method lora unpacks the base"),

@@ -61,12 +61,11 @@ impl RunSession {
         if let (Some(name), Some(adapter)) = (&name, adapter) {
             opened.add_adapter(name, adapter)?;
         }
-        // MLX reads missing experts from the model's own files.
-        if args.packed || args.memory.is_some() && opened.options().classes.on_cpu() {
-            opened.keep_packed()?;
-        }
         if let Some(memory) = args.memory {
             opened.limit_memory(Bytes(memory))?;
+        }
+        if args.packed || args.memory.is_some() {
+            opened.keep_packed()?;
         }
         opened.forecast();
         if stays {
@@ -91,7 +90,7 @@ impl RunSession {
             ..SplitArgs::one_node()
         };
         let opened = open(args, &instance.path, &split)?;
-        let loaded = opened.with_service(Arc::clone(&instance.service), instance.on.clone());
+        let loaded = opened.with_service(Arc::clone(&instance.service), instance.on.clone())?;
         let path = instance.path.clone();
         Self::of(args, &path, loaded, (sampling, None), Some(instance))
     }

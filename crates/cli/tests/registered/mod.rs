@@ -255,13 +255,14 @@ fn ranks_on_mlx_receive_in_place() {
             positions: CONTEXT,
             rows: STEPS[0],
             sequences: 1,
+            kv: None,
             memory: None,
             patience: MlxOptions::PATIENCE,
             last_words: MlxOptions::LAST_WORDS,
         };
         let kernels = Arc::new(Kernels::new(1).unwrap());
         let source = Arc::clone(&source);
-        let model = MlxModel::load(source, &split, Rank(rank), options, kernels, |_, _| {});
+        let model = MlxModel::load(source, &split, Rank(rank), (options, None), kernels, |_, _| {});
         model.unwrap().link(links)
     };
     let copied: Vec<CopyStats> = std::thread::scope(|scope| {

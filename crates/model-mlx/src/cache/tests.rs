@@ -145,6 +145,7 @@ fn arrays_have_the_rows_of_their_shape() {
     let shape = Shape {
         layers: vec![(ROWS, 8), (LATENT, 4)],
         dtype: Dtype::F32,
+        bits: None,
     };
     let mut cache = Cache::new(&stream, &shape).unwrap();
     let lengths = |cache: &Cache| -> Vec<i32> {
@@ -177,6 +178,7 @@ fn a_cache_grows_to_the_pages_that_are_written() {
     let shape = Shape {
         layers: vec![(LATENT, 1000), (ROWS, 100)],
         dtype: Dtype::F32,
+        bits: None,
     };
     let mut cache = Cache::new(&stream, &shape).unwrap();
     let values: Vec<f32> = (0..128).map(|i| i as f32).collect();
@@ -227,6 +229,7 @@ fn a_cache_counts_its_bytes() {
             (LayerSizes::Delta(of), 3),
         ],
         dtype: Dtype::BF16,
+        bits: None,
     };
     let positions = 64 * 2 * (5 * 2 * (16 + 32) + 2 * 48);
     let net = 3 * 4 * (4 * 16 * 32 + 64 * (192 + 2 * 16 + 4 * 32 + 4));

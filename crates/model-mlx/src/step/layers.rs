@@ -247,6 +247,9 @@ impl LayerStep for Step<'_> {
 
     fn experts(&mut self, w: &Layer) -> Result<(), Error> {
         let own = w.experts.as_ref().expect("the family asked");
+        if own.slots.is_some() {
+            self.settle()?; // the choice is evaluated within the step
+        }
         let part = self.expert_part(own)?;
         self.delta = self.sum_parts(&part)?;
         Ok(())

@@ -122,8 +122,8 @@ impl Loader<'_> {
         let first = held.start..slots.map_or(held.end, |slots| held.start + slots);
         let routed = (!held.is_empty()).then(|| self.routed(layer, of, &first));
         let (routed, slots) = match (routed.transpose()?, slots) {
-            (Some(routed), Some(slots)) => {
-                let slots = Slots::new(self.files, layer, routed, slots);
+            (Some(routed), Some(_)) => {
+                let slots = Slots::new(self.files, layer, (routed, first));
                 (None, Some(RefCell::new(slots)))
             }
             (routed, _) => (routed, None),

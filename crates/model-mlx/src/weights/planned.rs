@@ -12,6 +12,21 @@ use super::query_rows;
 /// A matrix of a layer: its whole shape, and how many of its values this rank holds.
 type Held = (LayerRole, [usize; 2], usize);
 
+/// Bytes of matrices.
+#[derive(Clone, Debug)]
+pub(crate) struct PlannedBytes {
+    /// Of each layer.
+    pub(crate) layers: Vec<u64>,
+    /// Of embeddings and the head.
+    pub(crate) tables: u64,
+}
+
+impl PlannedBytes {
+    pub(crate) fn total(&self) -> Bytes {
+        Bytes(self.tables + self.layers.iter().sum::<u64>())
+    }
+}
+
 /// The bytes of all matrices of `shard`, with up to `slots` experts of a layer. Vectors are
 /// negligible.
 ///
@@ -22,19 +37,22 @@ pub(crate) fn planned(
     shard: &Shard,
     (tied, dtype): (bool, Dtype),
     slots: usize,
-) -> Result<Bytes, Error> {
+) -> Result<PlannedBytes, Error> {
     let c = names.config;
     let of = |role: Role, shape: [usize; 2], values: usize| {
         let matrix = names.located(role, shape)?;
         Ok::<_, Error>(Stored::bytes_of(&matrix, values as u64, dtype))
     };
-    let mut sum = 0;
-    for (i, cut) in shard.layers.clone().zip(shard.each_layer()) {
+    let layer = |(i, cut): (usize, &LayerCut)| {
         let has = |part| names.source.has_any(c.family, Role::Layer(i, part));
-        for (part, shape, values) in held(c.width, (&c.layers[i], cut), (c.per_layer, slots), has) {
-            sum += of(Role::Layer(i, part), shape, values)?;
-        }
-    }
+        let held = held(c.width, (&c.layers[i], cut), (c.per_layer, slots), has);
+        let held = held.into_iter();
+        held.map(|(part, shape, values)| of(Role::Layer(i, part), shape, values))
+            .sum::<Result<u64, Error>>()
+    };
+    let layers = shard.layers.clone().zip(shard.each_layer()).map(layer);
+    let layers = layers.collect::<Result<Vec<_>, _>>()?;
+    let mut sum = 0;
     let table = [c.vocab, c.width];
     let embeds = shard.embeds() || c.per_layer > 0;
     if embeds {
@@ -55,7 +73,10 @@ pub(crate) fn planned(
         };
         sum += of(role, table, shard.vocab().len() * c.width)?;
     }
-    Ok(Bytes(sum))
+    Ok(PlannedBytes {
+        layers,
+        tables: sum,
+    })
 }
 
 /// The matrices of a layer of a model of `width`; `per_layer` numbers of its own embeddings, up to

@@ -6,6 +6,7 @@
 //! ```
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::Arc;
 
 use paceline_mlx::{Array, Dtype, Stream};
@@ -33,6 +34,8 @@ pub(crate) struct ShardFiles {
 pub(crate) struct Slots {
     files: Arc<ShardFiles>,
     layer: usize,
+    /// The first expert that the rank holds: others are counted from it.
+    first: usize,
     /// A matrix for each slot.
     pub(crate) routed: Routed,
     /// The expert of each slot.
@@ -63,14 +66,19 @@ impl ShardFiles {
 }
 
 impl Slots {
-    /// Of a layer, with its first experts in `routed`.
-    pub(super) fn new(files: &Arc<ShardFiles>, layer: usize, routed: Routed, slots: usize) -> Self {
+    /// Of a layer, with the `experts` in `routed`, which are the first that the rank holds.
+    pub(super) fn new(
+        files: &Arc<ShardFiles>,
+        layer: usize,
+        (routed, experts): (Routed, Range<usize>),
+    ) -> Self {
         Self {
             files: Arc::clone(files),
             layer,
+            first: experts.start,
             routed,
-            held: (0..slots).map(Some).collect(),
-            last: vec![0; slots],
+            held: (0..experts.len()).map(Some).collect(),
+            last: vec![0; experts.len()],
             clock: 0,
         }
     }
@@ -113,7 +121,7 @@ impl Slots {
                 .min_by_key(|slot| self.last[*slot])
                 .expect("a layer has slots");
             self.held[oldest] = None; // a failed read leaves it empty
-            let matrices = loader.expert(self.layer, expert)?;
+            let matrices = loader.expert(self.layer, self.first + expert)?;
             let stacks = self.routed.stacks_mut().into_iter();
             for (stack, matrix) in stacks.zip(matrices) {
                 stack.matrices.put(stream, oldest as i32, &matrix)?;

@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use paceline_base::{BlockType, lock};
 use paceline_tensor::{ThreadPool, storage};
 use paceline_weights::mlx::{BLOCK_BYTES_MAX, Quantised};
-use paceline_weights::tensor::Tensor;
+use paceline_weights::tensor::{MappedBytes, Tensor};
 
 use crate::Error;
 
@@ -22,8 +22,16 @@ pub enum StoredTensor {
 }
 
 impl StoredTensor {
+    /// Its bytes in the files, values before scales.
+    pub fn parts(&self) -> Vec<&MappedBytes> {
+        match self {
+            Self::Whole(tensor) => vec![&tensor.bytes],
+            Self::Mlx(matrix) => matrix.parts().collect(),
+        }
+    }
+
     /// The name in the file.
-    pub(super) fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         match self {
             Self::Whole(tensor) => &tensor.name,
             Self::Mlx(matrix) => &matrix.name,

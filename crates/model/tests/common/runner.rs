@@ -88,13 +88,26 @@ impl Runner {
         out
     }
 
+    /// As [`all`](Self::all), or why the step fails.
+    pub(crate) fn try_all(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>, Error> {
+        self.try_step(tokens, 0, Logits::All)
+    }
+
     fn step(&mut self, tokens: &[u32], position: usize, logits: Logits) -> Vec<Vec<f32>> {
+        self.try_step(tokens, position, logits).unwrap()
+    }
+
+    fn try_step(
+        &mut self,
+        tokens: &[u32],
+        position: usize,
+        logits: Logits,
+    ) -> Result<Vec<Vec<f32>>, Error> {
         let sequence = BatchSequence::plain(tokens, position, &self.pages, logits);
         let batch = [sequence];
         let batch = Batch::new(&batch);
-        let rows = self.compute.forward(&batch).unwrap();
-        (0..rows)
-            .map(|i| self.compute.logits_mut(i).to_vec())
-            .collect()
+        let rows = self.compute.forward(&batch)?;
+        let row = |i| self.compute.logits_mut(i).to_vec();
+        Ok((0..rows).map(row).collect())
     }
 }

@@ -63,10 +63,16 @@ fn device_bytes((source, config): OpenModel<'_>, record: &InstanceSpec) -> (u64,
     let class = on_mlx.and_then(|id| record.class_of(*id).parse().ok());
     let planned = class.and_then(|class| {
         let sizes = needed_sizes(config, record);
-        let whole = (&Split::whole(config), Rank(0), class);
+        let whole = (&Split::whole(config), Rank(0), (class, kv_of(record)));
         mlx_rank_bytes((source, config), whole, &sizes).ok() // its load says why
     });
     planned.map_or((0, 0), |bytes| (bytes.weights.0, bytes.cache.0))
+}
+
+/// The type of keys and values that was asked for.
+fn kv_of(record: &InstanceSpec) -> Option<KvType> {
+    let kv = record.machine.as_ref().and_then(|it| it.kv.as_deref());
+    kv.and_then(|kv| kv.parse().ok())
 }
 
 fn needed_sizes(config: &Config, record: &InstanceSpec) -> EngineConfig {
@@ -110,12 +116,11 @@ impl Inner {
         let Some(memory) = for_all(&rooms, &shares.unwrap_or_default()) else {
             return sizes;
         };
-        let kv = wanted.machine.as_ref().and_then(|it| it.kv.as_deref());
-        let kv: Option<KvType> = kv.and_then(|kv| kv.parse().ok());
+        let kv = kv_of(wanted);
         let form = |id: &NodeId| {
             let class: KernelClass = wanted.class_of(*id).parse().unwrap_or_default();
             match class.is_mlx() {
-                true => KvMemory::Device(class),
+                true => KvMemory::Device(class, kv),
                 false => KvMemory::Main(kv.unwrap_or(KvType::of(class))),
             }
         };
@@ -280,6 +285,9 @@ struct MlxRanks<'a> {
     kind: SplitKind,
     classes: Vec<KernelClass>,
     sizes: EngineConfig,
+    kv: Option<KvType>,
+    /// Most memory of each node; other weights are on its disk.
+    memory: Option<Bytes>,
     /// Bytes of the whole instance; a rank on the CPU takes its share of them.
     whole: u64,
 }
@@ -310,6 +318,8 @@ impl<'a> MlxRanks<'a> {
             },
             classes: wanted.nodes.iter().map(class).collect::<Option<_>>()?,
             sizes: needed_sizes(model.1, wanted),
+            kv: kv_of(wanted),
+            memory: wanted.options.memory.map(Bytes),
             whole: part_bytes(wanted, 1),
         })
     }
@@ -319,8 +329,10 @@ impl<'a> MlxRanks<'a> {
         let n = self.classes.len() as u32;
         let split = Split::plan(self.model.1, self.kind, n, shares).ok()?;
         let of = |(rank, class): (u32, &KernelClass)| {
-            let bytes = || mlx_rank_bytes(self.model, (&split, Rank(rank), *class), &self.sizes);
-            class.is_mlx().then(bytes).transpose().ok()
+            let place = (&split, Rank(rank), (*class, self.kv));
+            let bytes = || mlx_rank_bytes(self.model, place, &self.sizes);
+            let bytes = class.is_mlx().then(bytes).transpose().ok()?;
+            Some(bytes.map(|bytes| bytes.limited(self.memory)))
         };
         (0..).zip(&self.classes).map(of).collect()
     }
@@ -435,6 +447,8 @@ mod tests {
             model: (&source, &config),
             kind: SplitKind::Pipeline,
             classes: vec![KernelClass::MlxF32; 3],
+            kv: None,
+            memory: None,
             sizes: EngineConfig::single("", 256),
             whole: 0,
         };
@@ -500,7 +514,7 @@ mod tests {
                 let sizes = needed_sizes(&config, &said);
                 let class: KernelClass = said.class.parse().unwrap();
                 let admits = |rank: usize| {
-                    let place = (&split, Rank(rank as u32), class);
+                    let place = (&split, Rank(rank as u32), (class, None));
                     let needed = mlx_rank_bytes((&source, &config), place, &sizes).unwrap();
                     assert_eq!(needed.total().0, bytes[rank]);
                     needed.total().0 <= rooms[rank]

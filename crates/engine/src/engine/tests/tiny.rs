@@ -135,11 +135,12 @@ impl TinyModel {
             positions: 256,
             rows: 128,
             sequences: 1,
+            kv: None,
             memory: None,
             patience: MlxOptions::PATIENCE,
             last_words: MlxOptions::LAST_WORDS,
         };
-        MlxModel::load(source, &split, Rank(0), options, kernels, |_, _| {}).unwrap()
+        MlxModel::load(source, &split, Rank(0), (options, None), kernels, |_, _| {}).unwrap()
     }
 
     /// As [`new`](Self::new), with adapters called `a` and `b`.

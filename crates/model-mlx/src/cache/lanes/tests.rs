@@ -48,6 +48,7 @@ impl Schedule {
         let shape = Shape {
             layers: vec![(sizes, PAGES)],
             dtype: Dtype::F32,
+            bits: None,
         };
         let mut cache = Cache::new(&stream, &shape).unwrap();
         cache.allow_lanes(LaneLimits {

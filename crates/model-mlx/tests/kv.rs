@@ -1,0 +1,111 @@
+//! Keys and values of 8 and 4 bits: near those of activations, the same bits for every step and
+//! page, and refused by name.
+#![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::common::compare::{largest, relative_rms};
+use crate::common::runner::Runner;
+use crate::common::tiny::Tiny;
+use crate::common::{golden_json, ids, test_model};
+use crate::{apart, library, options, try_mlx};
+use paceline_base::testing::long;
+use paceline_base::{BlockType, KernelClass};
+use paceline_model::{Error, LoadedModel, ModelFamily};
+use paceline_model_mlx::{MlxModel, MlxOptions};
+use paceline_tensor::KvType;
+
+fn load(
+    (library, path): (&Path, &Path),
+    (class, kv): (KernelClass, Option<KvType>),
+) -> Result<MlxModel, Error> {
+    let options = options(library, class);
+    try_mlx(path, MlxOptions { kv, ..options })
+}
+
+/// Windows, heads with gates beside delta nets, and experts with sinks. A position's bits depend on
+/// its own values alone: chunks and scattered pages give the same logits.
+#[test]
+fn quantised_keys_and_values_stay_near() {
+    let test = "kv::quantised_keys_and_values_stay_near";
+    let Some(library) = library(test) else {
+        return;
+    };
+    if apart(test) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    for family in [
+        ModelFamily::Llama,
+        ModelFamily::Gemma3,
+        ModelFamily::GptOss,
+        ModelFamily::Qwen35,
+    ] {
+        let tiny = Tiny::new(family, BlockType::Q8_0);
+        tiny.write(&path);
+        let tokens = tiny.tokens(150, 3);
+        let of = |kv| load((&library, &path), (KernelClass::MlxF32, kv));
+        let whole: Arc<dyn LoadedModel> = Arc::new(of(None).unwrap());
+        let expected = Runner::of(whole, tokens.len()).all(&tokens);
+        for (kv, most) in [(KvType::Q8, 0.02), (KvType::Q4, 0.3)] {
+            let model = match of(Some(kv)) {
+                Err(Error::KvEngine { .. }) => {
+                    println!("{} {}: refused", family.name(), kv.name());
+                    continue;
+                }
+                model => Arc::new(model.unwrap()) as Arc<dyn LoadedModel>,
+            };
+            let rows = Runner::of(Arc::clone(&model), tokens.len()).all(&tokens);
+            let far = rows.iter().zip(&expected).map(|(a, b)| relative_rms(a, b));
+            let far = largest(far);
+            println!("{} {}: {far:.1e}", family.name(), kv.name());
+            assert!(far > 0.0 && far < most, "{} {far}", family.name());
+            let mut scattered = Runner::on_pages(model, tokens.len(), vec![3, 0, 5]);
+            scattered.last(&tokens[..100], 0);
+            let row = scattered.last(&tokens[100..], 100);
+            let far = relative_rms(&row, &rows[tokens.len() - 1]);
+            assert!(far < 1e-4, "{} on other pages: {far:.1e}", family.name());
+        }
+    }
+    Tiny::new(ModelFamily::DeepSeek, BlockType::Q8_0).write(&path);
+    let error = load((&library, &path), (KernelClass::Mlx, Some(KvType::Q8)));
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("q8: latent attention"), "{error}");
+}
+
+/// SmolLM2's perplexity of 256 tokens of Austen, over that with keys and values in f16.
+#[test]
+fn perplexity_of_smollm2_is_near() {
+    let test = "kv::perplexity_of_smollm2_is_near";
+    if !long() {
+        return eprintln!("SKIPPED {test}: not a long run");
+    }
+    let model = test_model(test, "SmolLM2-135M-Instruct.Q4_1.gguf");
+    let (Some(library), Some(path)) = (library(test), model) else {
+        return;
+    };
+    if apart(test) {
+        return;
+    }
+    let tokens = ids(&golden_json("llama_cpp/smollm2.json"), "tokens");
+    let of = |kv| {
+        let model = load((&library, &path), (KernelClass::Mlx, kv)).unwrap();
+        let n = tokens.len() - 1;
+        let mut runner = Runner::of(Arc::new(model), n);
+        let mut sum = 0.0;
+        runner.each(&tokens[..n], |at, row| {
+            let top = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
+            let all: f64 = row.iter().map(|x| (f64::from(*x) - top).exp()).sum();
+            sum += all.ln() + top - f64::from(row[tokens[at + 1] as usize]);
+        });
+        (sum / n as f64).exp()
+    };
+    let whole = of(None);
+    for (kv, most) in [(KvType::Q8, 1.002), (KvType::Q4, 1.05)] {
+        let share = of(Some(kv)) / whole;
+        println!("{}: perplexity {whole:.3} times {share:.5}", kv.name());
+        assert!(share < most, "{}: {share}", kv.name());
+    }
+}
