@@ -83,7 +83,7 @@ pub(crate) struct LoadArgs {
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     parallel: u16,
     /// Most memory of each machine for the model and its conversations, such as 8G. Weights that do
-    /// not fit are read from its disk while it computes, with the same answers; on the CPU
+    /// not fit are read from its disk while it computes, with the same answers
     #[arg(long, value_name = "SIZE", value_parser = mapreduce::memory)]
     memory: Option<u64>,
     /// Standby copies of each machine's part, packed on another one. An answer whose machine is
