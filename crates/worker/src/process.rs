@@ -381,7 +381,7 @@ impl RankWorker<'_> {
         kernels: Arc<Kernels>,
         links: Option<Links>,
     ) -> Result<Arc<dyn LoadedModel>, Error> {
-        if self.keeps_packed && class.is_mlx() {
+        if self.keeps_packed && class.is_mlx() && job.memory.is_none() {
             return Err(paceline_model::Error::PackedEngine { engine: "mlx" }.into());
         }
         self.announce(job, source)?;
