@@ -19,7 +19,7 @@ use crate::Error;
 
 /// Fingerprint of kernel classes, version and model identity; without identity if its files cannot
 /// be read.
-pub fn fingerprint<S: Display, E>(
+fn fingerprint<S: Display, E>(
     (classes, kv): (&str, Option<&str>),
     identity: Result<S, E>,
 ) -> String {

@@ -24,10 +24,8 @@
 //! - [`fits`]: models that fit, and their speed.
 //! - [`run_forecast`]: speed forecast for a model on this machine.
 //! - [`lookup`]: finds models, clusters and engines by name.
-//! - [`local_model`]: loads a model for a local program.
 //! - [`pulls`]: downloads and verifies models; [`previews`]: size, licence and memory before.
 //! - [`servers`]: settings, protocol and certificate of a server.
-//! - [`session`]: a model that answers prompts in turn.
 //! - [`settings`]: settings from the environment, and paths of files.
 //! - [`api_model`]: a model's names, tokenizer and template for clients.
 //! - [`model_facts`]: facts about one model.
@@ -63,7 +61,6 @@ mod hub;
 mod label;
 pub mod lease;
 mod links;
-pub mod local_model;
 pub mod lookup;
 pub mod machines;
 pub mod member;
@@ -78,7 +75,6 @@ mod removal;
 pub mod run_forecast;
 pub mod screen;
 pub mod servers;
-pub mod session;
 pub mod settings;
 mod stores;
 pub mod tables;

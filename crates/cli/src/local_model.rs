@@ -1,24 +1,28 @@
-//! Loads a model for a command: converts options for `paceline_board`.
+//! Loads a model for a command: from options and files to a service.
 
-use std::ffi::OsString;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use paceline_base::KernelClass;
 use paceline_bench::model::Subject;
-use paceline_board::local_model::{self, LocalOptions, WorkerLaunch};
 use paceline_comm::Backend;
 use paceline_engine::{EngineConfig, Service};
-use paceline_model::{Config, SplitKind};
+use paceline_mlx::Library;
+use paceline_model::{Config, Error as ModelError, SplitKind};
 use paceline_node::supervisor::Notice;
+use paceline_node::worker_notices::split_lines;
+use paceline_node::workers::{LocalInstanceWorkers, LocalSpec};
 use paceline_node::{Error as NodeError, Instance, Observer, Options, PrefillOptions};
-use paceline_tensor::Kernels;
-
-pub(crate) use paceline_board::local_model::ReadyModel;
+use paceline_node::{PreparedModel, ServingModel};
+use paceline_tensor::{Kernels, Pinning};
+use paceline_text::chat::{ChatTemplate, Error as ChatError};
+use paceline_text::tokenizer::Tokenizer;
+use paceline_worker::load::PackedPlace;
+use paceline_worker::texts;
 
 use crate::compute::{self, ComputeArgs, EngineArgs};
 use crate::error::Error;
@@ -139,20 +143,32 @@ impl SplitArgs {
     }
 }
 
-/// A model with files read and split chosen, not loaded yet.
-pub(crate) struct LocalModel(local_model::SplitModel);
+/// A model with files read and split chosen, not loaded yet: a [`PreparedModel`] with its texts. It
+/// becomes a [`ReadyModel`] in this process, over workers, or on nodes of the cluster.
+pub(crate) struct LocalModel {
+    path: PathBuf,
+    /// Whether threads are pinned to cores.
+    pin: bool,
+    /// Start of opening the model, for the load time.
+    since: Instant,
+    prepared: PreparedModel,
+    draft: Option<PathBuf>,
+    tokenizer: Arc<Tokenizer>,
+    /// `None` if the model has none. An error matters only to callers that need the template.
+    pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
+}
 
 impl Deref for LocalModel {
-    type Target = local_model::SplitModel;
+    type Target = PreparedModel;
 
     fn deref(&self) -> &Self::Target {
-        &self.0
+        &self.prepared
     }
 }
 
 impl DerefMut for LocalModel {
     fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut self.0
+        &mut self.prepared
     }
 }
 
@@ -179,43 +195,58 @@ impl LocalModel {
             backend: cut.transport.backend(),
             probed: cut.transport.probed(),
         };
-        let asked = LocalOptions {
-            options,
-            pin: compute.pin,
-            prompts: PrefillOptions {
-                nodes: cut.prefill_nodes,
-                from: cut.prefill_from,
-                class: cut.prefill_class,
-            },
-            since,
+        let prompts = PrefillOptions {
+            nodes: cut.prefill_nodes,
+            from: cut.prefill_from,
+            class: cut.prefill_class,
         };
-        let files = (source, absolute(path)?);
-        let opened = local_model::SplitModel::new(files, asked, &template_program()?, sizes);
-        opened.map(Self).map_err(|error| match error {
-            NodeError::Tokenizer(error) => anyhow::Error::new(error)
-                .context(format!("{}: cannot use its tokenizer", path.display())),
-            error => in_model(path, error),
+        let prepared = PreparedModel::new(Arc::clone(&source), options, sizes);
+        let mut prepared = prepared.map_err(|error| in_model(path, error))?;
+        if prompts.nodes > 0 {
+            let apart = prepared.read_prompts_on(prompts);
+            apart.map_err(|error| in_model(path, error))?;
+        }
+        let tokenizer = texts::tokenizer(&source)
+            .with_context(|| format!("{}: cannot use its tokenizer", path.display()))?;
+        Ok(Self {
+            path: absolute(path)?,
+            pin: compute.pin,
+            since,
+            prepared,
+            draft: None,
+            tokenizer: Arc::new(tokenizer),
+            template: texts::template(&source, &template_program()?),
         })
+    }
+
+    /// Adds the model's path to an error, unless it has it.
+    fn explain(&self, error: NodeError) -> anyhow::Error {
+        in_model(&self.path, error)
     }
 
     /// Uses the small model at `path` as draft model. Call before [`forecast`](Self::forecast).
     pub(crate) fn set_draft(&mut self, path: &Path) -> anyhow::Result<()> {
-        let source = Arc::new(load::open(path)?);
-        let guessed = self.0.set_draft(source, absolute(path)?);
-        guessed.map_err(|error| in_model(path, error))
+        let guessed = self.prepared.guess_with(Arc::new(load::open(path)?));
+        guessed.map_err(|error| in_model(path, error))?;
+        self.draft = Some(absolute(path)?);
+        Ok(())
     }
 
-    /// Uses the model's own prediction layer as draft, if it has one and no other draft.
+    /// Uses the prediction layer of the model's own files, if they have one and there is no other
+    /// draft, on the CPU. Call before [`forecast`](Self::forecast).
     pub(crate) fn set_own_draft(&mut self) -> anyhow::Result<()> {
-        let set = self.0.set_own_draft();
-        set.map_err(|error| in_model(self.path(), error))
+        let is_set = self.prepared.guess_with_own_layer();
+        if is_set.map_err(|error| self.explain(error))? {
+            self.draft = Some(self.path.clone());
+        }
+        Ok(())
     }
 
     /// Adds an adapter, which requests select by `name`.
     pub(crate) fn add_adapter(&mut self, name: &str, path: &Path) -> anyhow::Result<()> {
-        match self.0.adapt(name, &absolute(path)?) {
+        match self.prepared.adapt(name, &absolute(path)?) {
             Err(NodeError::Adapter(error)) => Err(error.into()),
-            other => other.map_err(|error| in_model(self.path(), error)),
+            other => other.map_err(|error| self.explain(error)),
         }
     }
 
@@ -224,89 +255,156 @@ impl LocalModel {
     pub(crate) fn forecast(&mut self) {
         if let Ok(home) = home::home() {
             let _busy = busy("measuring what this machine can do");
-            self.0.forecast(home.root(), kernels);
+            self.prepared.forecast(home.root(), kernels);
         }
     }
 
-    /// Loads it: in this process for one node, else over workers.
+    /// Loads it: in this process for one node without prefill workers, else over workers.
     pub(crate) fn load(self) -> anyhow::Result<ReadyModel> {
-        if !self.is_alone() {
+        if self.nodes() > 1 || self.prompts().is_some() {
             let mut bar = LoadingBar::new(self.nodes());
             let observer: Observer = Box::new(move |notice, _| bar.update(notice));
-            let instance = self.start(self.worker_args()?, false, observer)?;
+            let instance = self.start(observer)?;
             self.ready(&instance)?;
-            return Ok(self.0.loaded(instance));
+            return self.into_ready(|prepared, _| Ok(prepared.loaded(instance)));
         }
-        let (threads, pinning) = self.own_threads();
+        let pinning = match self.pin {
+            true => Pinning::Cores { first: 0 },
+            false => Pinning::Free,
+        };
+        // With MLX the CPU only samples tokens.
+        let threads = match self.options().classes.first().is_mlx() {
+            true => 1,
+            false => self.options().threads,
+        };
         let kernels = load::kernels_at(threads, pinning)?;
         let (mut bar, places) = (LoadBar::new(), home::mlx_places()?);
-        let path = self.path().to_owned();
-        let loaded = self
-            .0
-            .load_here(&places, kernels, |done, of| bar.show(done, of));
-        bar.clear();
-        loaded.map_err(|error| in_model(&path, error))
+        let path = self.path.clone();
+        self.into_ready(|prepared, tokenizer| {
+            let shown = |done, of| bar.show(done, of);
+            let loaded = prepared.here(tokenizer, &places, kernels, shown);
+            bar.clear();
+            loaded.map_err(|error| in_model(&path, error))
+        })
+    }
+
+    /// Serves by a service of this machine's node; `on` names the nodes.
+    pub(crate) fn with_service(
+        self,
+        service: Arc<dyn Service>,
+        on: String,
+    ) -> anyhow::Result<ReadyModel> {
+        self.into_ready(|prepared, _| Ok(prepared.elsewhere(service, on)))
+    }
+
+    fn into_ready(
+        self,
+        load: impl FnOnce(PreparedModel, Arc<Tokenizer>) -> anyhow::Result<ServingModel>,
+    ) -> anyhow::Result<ReadyModel> {
+        Ok(ReadyModel {
+            model: load(self.prepared, Arc::clone(&self.tokenizer))?,
+            tokenizer: self.tokenizer,
+            template: self.template,
+            load_time: self.since.elapsed(),
+        })
     }
 
     /// Keeps packed weights on disk.
     pub(crate) fn keep_packed(&mut self) -> anyhow::Result<()> {
-        Ok(self.0.keep_packed(home::packed()?)?)
+        let (folder, model) = (home::packed()?, self.path.clone());
+        Ok(self.prepared.keep_packed(PackedPlace { folder, model })?)
     }
 
-    /// Arguments of workers, and folders that they may write to.
-    fn worker_args(&self) -> anyhow::Result<(Vec<OsString>, Vec<PathBuf>)> {
-        let mut args = log::worker_args();
-        if !self.keeps_packed() {
-            return Ok((args, Vec::new()));
-        }
-        args.push("--packed".into());
-        Ok((args, home::make_packed()?.into_iter().collect()))
-    }
-
-    /// Serves by a service of this machine's node; `on` names the nodes.
-    pub(crate) fn with_service(self, service: Arc<dyn Service>, on: String) -> ReadyModel {
-        self.0.with_service(service, on)
-    }
-
-    /// Checks that the engine of its classes opens.
+    /// Checks that the engine of its classes opens: workers' errors arrive only as text.
     pub(crate) fn check_engine(&self) -> anyhow::Result<()> {
         if self.options().classes.on_cpu() {
             return Ok(());
         }
-        let checked = self.check_mlx(&home::mlx_places()?);
-        checked.map_err(|error| in_model(self.path(), error))
+        let opened = Library::open(&home::mlx_places()?).map_err(ModelError::from);
+        opened.map(drop).map_err(|error| self.explain(error.into()))
     }
 
-    /// Starts workers: this program with `args`, with write access to the folders `writable`.
-    /// `observer` receives their notices. Does not wait until they are ready.
-    pub(crate) fn start(
-        &self,
-        (args, writable): (Vec<OsString>, Vec<PathBuf>),
-        restart: bool,
-        observer: Observer,
-    ) -> anyhow::Result<Instance> {
+    /// Starts workers; `observer` receives their notices. Does not wait until they are ready.
+    fn start(&self, observer: Observer) -> anyhow::Result<Instance> {
         self.check_engine()?;
+        // Computed before the workers start, as they would wait for it.
         self.identity()?;
-        let workers = WorkerLaunch {
+        let options = self.options();
+        let own = self.crew(options.nodes, self.pin.then_some(options.threads), "")?;
+        let started = match self.prompts() {
+            None => self.over(own, false, observer),
+            Some(prompts) => {
+                // Not pinned: the decode workers occupy the first cores.
+                let prompts = self.crew(prompts.options().nodes, None, "prompts ")?;
+                self.over_apart(own, prompts, false, observer)
+            }
+        };
+        started.map_err(|error| self.explain(error))
+    }
+
+    /// Workers of this program for `ranks` ranks; `of` prefixes the ranks in output lines.
+    fn crew(
+        &self,
+        ranks: u32,
+        pin: Option<usize>,
+        of: &'static str,
+    ) -> anyhow::Result<Box<LocalInstanceWorkers>> {
+        let (mut args, mut writable) = (log::worker_args(), Vec::new());
+        if self.keeps_packed() {
+            args.push("--packed".into());
+            writable.extend(home::make_packed()?);
+        }
+        let crew = LocalInstanceWorkers::spawn(LocalSpec {
             program: own_program().context("cannot find this program's own file")?,
             args,
             env: worker_env(),
             writable,
-            tell: Arc::new(|line| print_err(line)),
-        };
-        let started = self.0.start(&workers, restart, observer);
-        started.map_err(|error| in_model(self.path(), error))
+            model: self.path.clone(),
+            draft: self.draft.clone(),
+            adapters: Vec::new(),
+            ranks,
+            pin,
+            on_line: Some(Box::new(move |rank, line| {
+                print_err(format_args!("[{of}{rank}] {line}"));
+            })),
+        });
+        crew.map(Box::new).map_err(|error| self.explain(error))
     }
 
     /// Waits until the workers of an instance are ready.
-    pub(crate) fn ready(&self, instance: &Instance) -> anyhow::Result<()> {
+    fn ready(&self, instance: &Instance) -> anyhow::Result<()> {
         let _busy = busy(match self.nodes() {
             1 => "starting 1 node".to_owned(),
             nodes => format!("starting {nodes} nodes"),
         });
-        instance
-            .ready()
-            .map_err(|error| in_model(self.path(), error))
+        instance.ready().map_err(|error| self.explain(error))
+    }
+}
+
+/// A loaded model, with the facts that programs report.
+#[derive(Debug)]
+pub(crate) struct ReadyModel {
+    model: ServingModel,
+    pub(crate) tokenizer: Arc<Tokenizer>,
+    /// As of [`LocalModel`].
+    pub(crate) template: Option<Result<ChatTemplate, ChatError>>,
+    /// Time from opening the files until ready for a prompt.
+    pub(crate) load_time: Duration,
+}
+
+impl Deref for ReadyModel {
+    type Target = ServingModel;
+
+    fn deref(&self) -> &Self::Target {
+        &self.model
+    }
+}
+
+impl ReadyModel {
+    /// Each node's share: a heading, and a line each.
+    pub(crate) fn split_lines(&self) -> Vec<String> {
+        let (threads, weights) = (self.options().threads, self.weights());
+        split_lines(self.config(), self.split(), threads, &weights)
     }
 }
 

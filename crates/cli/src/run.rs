@@ -177,7 +177,8 @@ pub(crate) fn traced(
     let sampling = args.sampling.params()?;
     let prompt = prompt(args)?;
     let mut session = open(args, sampling, signals, true)?;
-    session.limit(max_tokens);
+    let most = &mut session.options.max_tokens;
+    *most = max_tokens.min(*most);
     let tokens = encode(args, &session, prompt)?;
     let (figures, timeline) = session.trace(tokens)?;
     Ok(TracedAnswer {
@@ -281,7 +282,7 @@ fn shown(
 
 /// Tokenises the prompt, with the chat template if there is one.
 fn encode(args: &Args, session: &RunSession, prompt: String) -> anyhow::Result<Vec<u32>> {
-    if session.has_template() && !args.raw {
+    if session.template.is_some() && !args.raw {
         let mut messages = start_of_chat(args);
         messages.push(ChatMessage::new("user", prompt));
         return Ok(session.encode_chat(&messages)?);

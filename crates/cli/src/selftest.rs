@@ -504,7 +504,7 @@ fn over_nodes(model: &Path, count: u32, signals: &Signals) -> anyhow::Result<Row
     let instance = instance.ok_or_else(|| anyhow!("the node loads no model"))?;
     let local = (in_class(KernelClass::Cpu), EngineArgs::default());
     let opened = LocalModel::new(&instance.path, local, &SplitArgs::one_node(), |_| sizes)?;
-    let ready = opened.with_service(instance.service.clone(), instance.on.clone());
+    let ready = opened.with_service(instance.service.clone(), instance.on.clone())?;
     let row = checks::recorded(checks::CLUSTER, &ready)?;
     Ok(match row.outcome {
         Outcome::Passed => Row::passed(checks::CLUSTER, "").with(f64::from(count), "nodes"),

@@ -248,7 +248,7 @@ impl Args {
         };
         let sizes = |_: &Config| self.sizes();
         let opened = LocalModel::new(&instance.path, (self.compute, self.engine), &split, sizes)?;
-        Ok(opened.with_service(Arc::clone(&instance.service), instance.on.clone()))
+        opened.with_service(Arc::clone(&instance.service), instance.on.clone())
     }
 
     /// The engine's sizes: room for a prompt and the tokens before `--depth`, whose pages stay

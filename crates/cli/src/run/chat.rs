@@ -110,7 +110,7 @@ pub(super) fn chat(args: &Args, mut session: RunSession, signals: &Signals) -> a
 
 /// Rejects a model without a chat template.
 fn check(args: &Args, session: &RunSession) -> Result<(), Error> {
-    match session.has_template() {
+    match session.template.is_some() {
         true => Ok(()),
         false => Err(Error::CannotChat {
             model: args.model.clone(),
@@ -131,11 +131,11 @@ fn obey(
             conversation.system = (!text.is_empty()).then(|| text.to_owned());
         }
         ChatInput::Settings => {
-            let options = session.options();
+            let options = &session.options;
             print_err(settings(&options.sampling, options.max_tokens));
         }
         ChatInput::Set { name, value } => {
-            let options = session.options_mut();
+            let options = &mut session.options;
             set(
                 (&mut options.sampling, &mut options.max_tokens),
                 name,
@@ -169,7 +169,7 @@ fn switched(
     name: &str,
     signals: &Signals,
 ) -> anyhow::Result<RunSession> {
-    let options = session.options().clone();
+    let options = session.options.clone();
     drop(session);
     let other = Args {
         model: name.to_owned(),
@@ -180,7 +180,7 @@ fn switched(
     let begin = |args: &Args| -> anyhow::Result<RunSession> {
         let mut session = super::begin(args, options.sampling.clone(), signals)?;
         check(args, &session)?;
-        session.options_mut().max_tokens = options.max_tokens;
+        session.options.max_tokens = options.max_tokens;
         Ok(session)
     };
     match begin(&other) {
