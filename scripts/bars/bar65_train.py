@@ -6,7 +6,7 @@ A llama of 30 million numbers (17 layers of width 384), trained whole, with `sta
 memory  most resident bytes of every rank, `--shard all`, 1 to 4 ranks, also with two kills; bytes
         sent over ZeRO's
 stages  seconds of a step over two stages against one process, one thread each
-rows    the same of rows of 8,192 tokens that are cut over two ranks, 4 layers
+rows    the same of a row of 8,192 tokens that is cut over two ranks, 1 layer
 hang    a stage's main thread stops and its heartbeats go on: seconds until it is named, same bytes
 torch   processor seconds of a step against PyTorch's, one thread; needs torch and transformers
 Prints one JSON object. `memory` alone counts on a machine that does other things.
@@ -182,7 +182,7 @@ def stages(args, home, model, data, _, two=("--stages", 2), steps=6):
 
 
 def rows(args, home, model, data, numbers):
-    return stages(args, home, model, data, numbers, two=("--shard", "rows"), steps=3)
+    return stages(args, home, model, data, numbers, two=("--shard", "rows"), steps=2)
 
 
 def hang(args, home, model, data, _):
@@ -261,11 +261,11 @@ def main():
     args.add_argument("bar", choices=["memory", "stages", "rows", "hang", "torch"])
     args.add_argument("--rows", type=int, help="rows of a step, a leaf each")
     args.add_argument("--tokens", type=int, help="words of a row")
-    args.add_argument("--layers", type=int, help="17 without it, 4 for rows")
+    args.add_argument("--layers", type=int, help="17 without it, 1 for rows")
     args = args.parse_args()
     args.rows = args.rows or {"memory": 8, "rows": 1}.get(args.bar, 4)
     args.tokens = args.tokens or {"memory": 4, "rows": 4000}.get(args.bar, 80)
-    args.layers = args.layers or (4 if args.bar == "rows" else 17)
+    args.layers = args.layers or (1 if args.bar == "rows" else 17)
     with tempfile.TemporaryDirectory() as home:
         home = Path(home)
         model, data = home / "model", home / "data.jsonl"

@@ -96,7 +96,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "A", allow_negative_numbers = true)]
     alpha: Option<f32>,
     /// Matrices with adapters: all, attention, or names such as `q_proj,v_proj`; `experts` adds
-    /// routed and shared ones, which `--adapter` puts into a copy of the model
+    /// those of routed and shared experts
     #[arg(long, value_name = "NAMES", default_value = "all")]
     targets: String,
     /// How many of the last layers have adapters [default: all]
@@ -229,8 +229,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     stages: u32,
-    /// Workers share out moments and gradients (state), values too (all), or long rows (rows); auto
-    /// is all for --method full, else state
+    /// Workers share out moments and gradients (state), values too (all), long rows (rows), or these
+    /// and the experts of each layer (experts); auto is all for --method full, else state
     #[arg(long, value_name = "HOW", conflicts_with = "stages", value_parser = ShardArg::parse)]
     shard: Option<ShardArg>,
     /// Compute on this machine alone, without the cluster

@@ -5,21 +5,23 @@
 mod attention;
 mod delta;
 mod experts;
+mod head;
 mod latent;
 mod linear;
 mod mixer;
 
-use paceline_model::{Activation, Config};
+use paceline_model::{Activation, Config, Experts};
 use paceline_tensor::Kernels;
 
 use crate::dropout::Dropout;
 use crate::engine::LayerEngine;
 use crate::error::Error;
-use crate::ops::{self, Gate, Norm};
+use crate::ops::{Gate, Norm};
 use crate::pool;
 use crate::rows::{BlockRows, BlockSums, LeafRows};
-use crate::weights::{StageWeights, VectorParameter};
-use experts::RoutedRows;
+use crate::weights::{ExpertWeights, StageWeights, VectorParameter};
+use experts::{GuestRows, RoutedRows};
+pub(crate) use head::HEAD_ROWS;
 use mixer::{Mixed, MixerGradients, MixerKept};
 
 /// Computes layers on this machine's threads.
@@ -45,6 +47,8 @@ pub(crate) struct LayerKept {
     keys: [Vec<f32>; 2],
     /// Of the blocks that are here.
     blocks: Vec<Activations>,
+    /// Of rows of any block, where ranks have parts of the experts.
+    guests: GuestRows,
 }
 
 /// A block whose backward pass has come to its attention.
@@ -84,6 +88,17 @@ enum FeedForward {
     Routed(RoutedRows),
 }
 
+impl FeedForward {
+    /// That of a block whose own is yet to come, or was taken.
+    const fn none() -> Self {
+        Self::Dense {
+            gate: Vec::new(),
+            up: Vec::new(),
+            hidden: Vec::new(),
+        }
+    }
+}
+
 /// Indices into the matrices of a layer.
 const QUERY: usize = 0;
 const KEY: usize = 1;
@@ -113,16 +128,26 @@ impl LayerEngine for Cpu<'_> {
             begun.push((normed, mixed));
         }
         let keys = rows.keys(keys, self.key_widths(layer))?;
+        let begun = rows.own().zip(begun).map(|(block, begun)| {
+            let at = (block.of(x, c), &keys);
+            self.of_block(&block)
+                .attended((layer, &block), params, at, begun)
+        });
+        let mut blocks: Vec<Activations> = begun.collect();
+        let inputs: Vec<&[f32]> = blocks.iter().map(|own| &*own.ffn_normed).collect();
+        let (deltas, guests) = self.feed_forwards((layer, rows), params, &inputs)?;
         let mut y = Vec::with_capacity(x.len());
-        let mut blocks = Vec::with_capacity(begun.len());
-        for (block, begun) in rows.own().zip(begun) {
-            let cpu = self.of_block(&block);
-            let x = block.of(x, c);
-            let (own, kept) = cpu.forward_block((layer, &block), params, (x, &keys), begun);
-            y.extend(own);
-            blocks.push(kept);
+        for (own, (delta, ffn)) in blocks.iter_mut().zip(deltas) {
+            let (delta, ffn_delta) = self.after(w.post_ffn_norm.as_ref(), params, delta);
+            y.extend(self.plus(&own.middle, &delta));
+            (own.ffn, own.ffn_delta) = (ffn, ffn_delta);
         }
-        Ok((y, LayerKept { keys, blocks }))
+        let kept = LayerKept {
+            keys,
+            blocks,
+            guests,
+        };
+        Ok((y, kept))
     }
 
     fn backward(
@@ -133,16 +158,22 @@ impl LayerEngine for Cpu<'_> {
         dy: &[f32],
         grads: &mut [f32],
     ) -> Result<Vec<f32>, Error> {
-        let LayerKept { keys, blocks } = match kept {
+        let LayerKept {
+            keys,
+            mut blocks,
+            guests,
+        } = match kept {
             Some(kept) => kept,
             None => self.forward(params, layer, rows, x)?.1,
         };
         let c = self.config.width;
         let mut sums = BlockSums::new(rows, grads);
+        let apart = self.apart_back((layer, rows), params, (&mut blocks, guests, dy), &mut sums)?;
+        let mut apart = apart.into_iter();
         let (mut halves, mut d_keys) = (Vec::new(), Vec::new());
         for (nth, (block, kept)) in rows.own().zip(blocks).enumerate() {
             let (cpu, dy) = (self.of_block(&block), block.of(dy, c));
-            let at = (layer, &block);
+            let at = ((layer, &block), apart.next());
             let (half, keys) = sums.add(nth, |grads| {
                 cpu.backward_attention(at, params, (kept, &keys, dy), grads)
             });
@@ -172,52 +203,104 @@ impl Cpu<'_> {
     /// The same for a block of a leaf.
     fn of_block(&self, block: &BlockRows<'_>) -> Self {
         Self {
-            dropout: self.dropout.map(|chance| chance.starting_at(block.first())),
             balance: self.balance * block.judged() as f32 / self.judged as f32,
+            ..self.of_rows(block.first())
+        }
+    }
+
+    /// The same for rows from `first` on.
+    fn of_rows(&self, first: usize) -> Self {
+        Self {
+            dropout: self.dropout.map(|chance| chance.starting_at(first)),
             ..*self
         }
     }
 
-    /// A block from its attention on: y (T, C), and what it leaves.
-    fn forward_block(
+    /// A block from its attention to the norm before its feed-forward.
+    fn attended(
         &self,
         (layer, rows): (usize, &BlockRows<'_>),
         params: &[f32],
         (x, keys): (&[f32], &[Vec<f32>; 2]),
         (normed, mixed): (Vec<f32>, Mixed),
-    ) -> (Vec<f32>, Activations) {
+    ) -> Activations {
         let w = self.weights.layer(layer);
         let (attended, mixer) = self.attend((layer, rows), params, mixed, keys);
         let delta = self.linear(&w.matrices[OUT], params, &attended);
         let (delta, attention_delta) = self.after(w.post_attention_norm.as_ref(), params, delta);
         let middle = self.plus(x, &delta);
-        let ffn_normed = self.norm(&w.ffn_norm, params, &middle);
-        let (delta, ffn) = self.feed_forward(layer, params, &ffn_normed);
-        let (delta, ffn_delta) = self.after(w.post_ffn_norm.as_ref(), params, delta);
-        let y = self.plus(&middle, &delta);
-        let kept = Activations {
+        Activations {
             normed,
             mixer,
             attended,
             attention_delta,
+            ffn_normed: self.norm(&w.ffn_norm, params, &middle),
             middle,
-            ffn_normed,
-            ffn,
-            ffn_delta,
-        };
-        (y, kept)
+            ffn: FeedForward::none(),
+            ffn_delta: None,
+        }
     }
 
-    /// A block back to its attention, and the gradients of the leaf's keys and values.
+    /// The feed-forwards of the blocks that are here, without norms, and what they leave.
+    fn feed_forwards(
+        &self,
+        (layer, rows): (usize, &LeafRows),
+        params: &[f32],
+        inputs: &[&[f32]],
+    ) -> Result<(Vec<(Vec<f32>, FeedForward)>, GuestRows), Error> {
+        if let (Some(at), Some(seat)) = (self.experts_of(layer), rows.cut_experts()) {
+            return self.experts_apart((at, (rows, seat)), params, inputs);
+        }
+        let own = rows.own().zip(inputs);
+        let each = own.map(|(block, x)| self.of_block(&block).feed_forward(layer, params, x));
+        Ok((each.collect(), GuestRows::default()))
+    }
+
+    /// The gradients at the feed-forwards' inputs of the blocks that are here, where ranks have
+    /// parts of the experts; none elsewhere.
+    fn apart_back(
+        &self,
+        (layer, rows): (usize, &LeafRows),
+        params: &[f32],
+        (blocks, guests, dy): (&mut [Activations], GuestRows, &[f32]),
+        sums: &mut BlockSums<'_>,
+    ) -> Result<Vec<Vec<f32>>, Error> {
+        let (Some(at), Some(seat)) = (self.experts_of(layer), rows.cut_experts()) else {
+            return Ok(Vec::new());
+        };
+        let mut own = Vec::with_capacity(blocks.len());
+        for (block, kept) in rows.own().zip(blocks) {
+            let ffn = std::mem::replace(&mut kept.ffn, FeedForward::none());
+            if let FeedForward::Routed(routed) = ffn {
+                let dy = block.of(dy, self.config.width);
+                own.push((kept.ffn_normed.as_slice(), routed, dy));
+            }
+        }
+        self.experts_back_apart((at, (rows, seat)), params, own, guests, sums)
+    }
+
+    /// The experts of a layer that has some.
+    fn experts_of(&self, layer: usize) -> Option<(Experts, &ExpertWeights)> {
+        let weights = self.weights.layer(layer).experts.as_ref()?;
+        Some((self.config.layers[layer].experts?, weights))
+    }
+
+    /// A block back to its attention, and the gradients of the leaf's keys and values. `apart`: the
+    /// gradient at the input of its experts, where ranks have parts of them.
     fn backward_attention(
         &self,
-        (layer, rows): (usize, &BlockRows<'_>),
+        ((layer, rows), apart): ((usize, &BlockRows<'_>), Option<Vec<f32>>),
         params: &[f32],
-        (kept, keys, dy): (Activations, &[Vec<f32>; 2], &[f32]),
+        (mut kept, keys, dy): (Activations, &[Vec<f32>; 2], &[f32]),
         grads: &mut [f32],
     ) -> (BlockHalf, [Vec<f32>; 2]) {
         let w = self.weights.layer(layer);
-        let (kept, d_middle) = self.backward_ffn(params, layer, kept, dy, grads);
+        let d_normed = match apart {
+            Some(d_normed) => d_normed,
+            None => self.backward_ffn(params, layer, &mut kept, dy, grads),
+        };
+        let (mut d_middle, at) = (dy.to_vec(), (kept.middle.as_slice(), d_normed.as_slice()));
+        self.norm_back(&w.ffn_norm, params, at, &mut d_middle, grads);
         let (post, before) = (
             w.post_attention_norm.as_ref(),
             kept.attention_delta.as_deref(),
@@ -233,11 +316,11 @@ impl Cpu<'_> {
 
     /// The second half of a layer without its norms: (T, C), and what it leaves.
     fn feed_forward(&self, layer: usize, params: &[f32], x: &[f32]) -> (Vec<f32>, FeedForward) {
-        let w = self.weights.layer(layer);
-        if let (Some(of), Some(weights)) = (self.config.layers[layer].experts, &w.experts) {
-            let (y, routed) = self.experts((of, weights), params, x);
+        if let Some(at) = self.experts_of(layer) {
+            let (y, routed) = self.experts(at, params, x);
             return (y, FeedForward::Routed(routed));
         }
+        let w = self.weights.layer(layer);
         let gate = self.linear(&w.matrices[GATE], params, x);
         let up = self.linear(&w.matrices[UP], params, x);
         let hidden = self.gated(self.gate(), (&gate, &up), w.matrices[GATE].rows);
@@ -271,25 +354,20 @@ impl Cpu<'_> {
         });
     }
 
-    /// The second half of a layer, backwards; gives the gradient between the halves.
+    /// The gradient at the input of a block's feed-forward.
     fn backward_ffn(
         &self,
         params: &[f32],
         layer: usize,
-        mut kept: Activations,
+        kept: &mut Activations,
         dy: &[f32],
         grads: &mut [f32],
-    ) -> (Activations, Vec<f32>) {
+    ) -> Vec<f32> {
         let w = self.weights.layer(layer);
         let post = w.post_ffn_norm.as_ref();
         let d_delta = self.before(post, params, kept.ffn_delta.as_deref(), dy, grads);
         let x = kept.ffn_normed.as_slice();
-        let none = FeedForward::Dense {
-            gate: Vec::new(),
-            up: Vec::new(),
-            hidden: Vec::new(),
-        };
-        let d_normed = match std::mem::replace(&mut kept.ffn, none) {
+        match std::mem::replace(&mut kept.ffn, FeedForward::none()) {
             FeedForward::Dense {
                 mut gate,
                 mut up,
@@ -308,20 +386,10 @@ impl Cpu<'_> {
                 d_normed
             }
             FeedForward::Routed(routed) => {
-                let of = self.config.layers[layer].experts;
-                let (of, weights) = of.zip(w.experts.as_ref()).expect("routed by experts");
-                self.experts_back((of, weights), params, (x, routed, &d_delta), grads)
+                let at = self.experts_of(layer).expect("routed by experts");
+                self.experts_back(at, params, (x, routed, &d_delta), grads)
             }
-        };
-        let mut d_middle = dy.to_vec();
-        self.norm_back(
-            &w.ffn_norm,
-            params,
-            (&kept.middle, &d_normed),
-            &mut d_middle,
-            grads,
-        );
-        (kept, d_middle)
+        }
     }
 
     fn gate(&self) -> Gate {
@@ -478,89 +546,4 @@ impl Cpu<'_> {
             }
         }
     }
-
-    /// [`head`](Self::head) of the rows of a leaf that are here, block by block. The loss is of
-    /// all rows. `targets` are those of the leaf.
-    ///
-    /// # Errors
-    /// [`Error::Comm`] of ranks with other blocks.
-    pub(crate) fn head_rows(
-        &self,
-        params: [&[f32]; 2],
-        rows: &LeafRows,
-        (x, targets): (&[f32], &[Option<u32>]),
-        weight: f32,
-        grads: Option<[&mut [f32]; 2]>,
-    ) -> Result<(f64, Vec<f32>), Error> {
-        let mut sums = grads.map(|both| both.map(|sum| BlockSums::new(rows, sum)));
-        let (mut losses, mut dx) = (Vec::new(), Vec::new());
-        for (nth, block) in rows.own().enumerate() {
-            let x = block.of(x, self.config.width);
-            let first = block.first();
-            let targets = &targets[first..first + block.here.len()];
-            let (loss, d) = match &mut sums {
-                None => self.head(params, x, targets, weight, None),
-                Some([of_norm, of_head]) => of_norm.add(nth, |norm| {
-                    of_head.add(nth, |head| {
-                        self.head(params, x, targets, weight, Some([norm, head]))
-                    })
-                }),
-            };
-            losses.push(loss);
-            dx.extend(d);
-        }
-        sums.into_iter().flatten().try_for_each(BlockSums::finish)?;
-        Ok((rows.sum(losses)?, dx))
-    }
-
-    /// The head and its loss over the rows that have a target. Gives the sum of their negative log
-    /// likelihoods, and with `grads` the gradient of that sum times `weight` at `x` (T, C).
-    /// `params` and `grads` are of the norm before the head, and of the head.
-    fn head(
-        &self,
-        params: [&[f32]; 2],
-        x: &[f32],
-        targets: &[Option<u32>],
-        weight: f32,
-        mut grads: Option<[&mut [f32]; 2]>,
-    ) -> (f64, Vec<f32>) {
-        let c = self.config.width;
-        let mut dx = vec![0.0; if grads.is_some() { x.len() } else { 0 }];
-        let wanted = targets.iter().enumerate();
-        let wanted: Vec<(usize, usize)> = wanted
-            .filter_map(|(row, t)| t.map(|t| (row, t as usize)))
-            .collect();
-        let mut loss = 0.0;
-        for block in wanted.chunks(HEAD_ROWS) {
-            let rows: Vec<f32> = block
-                .iter()
-                .flat_map(|(row, _)| x[row * c..][..c].iter().copied())
-                .collect();
-            let (norm, matrix) = self.weights.head();
-            let normed = self.norm(norm, params[0], &rows);
-            let mut logits = self.linear(matrix, params[1], &normed);
-            let losses = pool::chunks_map(
-                self.kernels.pool(),
-                &mut logits,
-                self.config.vocab,
-                |i, logits| ops::cross_entropy(logits, block[i].1, weight),
-            );
-            loss = losses.iter().fold(loss, |sum, loss| sum + loss);
-            let Some([of_norm, of_head]) = &mut grads else {
-                continue;
-            };
-            let mut d_normed = vec![0.0; rows.len()];
-            let at = (matrix, normed.as_slice());
-            self.linear_back(at, params[1], &logits, (&mut d_normed, false), of_head);
-            let mut d_rows = vec![0.0; rows.len()];
-            self.norm_back(norm, params[0], (&rows, &d_normed), &mut d_rows, of_norm);
-            for ((row, _), d) in block.iter().zip(d_rows.chunks(c)) {
-                dx[row * c..][..c].copy_from_slice(d);
-            }
-        }
-        (loss, dx)
-    }
 }
-
-/// Rows whose logits are there at once: 48 MiB for a vocabulary of 49,152.
-pub(crate) const HEAD_ROWS: usize = 256;

@@ -3,16 +3,18 @@
 //! Pure: counts of the model's shape, rates and watts of machines in, memory, seconds, bytes and
 //! joules out.
 
+mod rate;
+
 use paceline_model::adapter::files::TARGETS;
 use paceline_model::{Config, LayerShape};
-use paceline_tensor::Kernels;
-use paceline_tensor::chain::{ProductOutput, Sizes, Strided};
 
 use crate::net::{TrainableModel, kept_bytes, layer_bytes};
 use crate::params::Lora;
 use crate::rows::BLOCK_ROWS;
 use crate::shard::Sharding;
-use crate::weights::{ATTENTION, Method, layer_numbers, sizes, takes_adapter};
+use crate::weights::{ATTENTION, EXPERTS, Method, layer_numbers, sizes, takes_adapter};
+pub(crate) use rate::flop_share;
+pub use rate::measured_flops;
 
 /// The sizes of a model, of its files or of a catalogue.
 #[derive(Clone, Debug)]
@@ -163,6 +165,16 @@ fn numbers(shape: &TrainedShape, plan: &TrainingSpec<'_>) -> (u64, u64) {
         } else {
             TARGETS.len()
         };
+        let has_experts = plan.targets.iter().any(|name| name == EXPERTS);
+        if let Some(of) = layer.experts.filter(|_| has_experts) {
+            let shared = if of.shared > 0 {
+                of.shared + shape.width
+            } else {
+                0
+            };
+            let sides = of.count * (of.width + shape.width) + shared;
+            pairs += (3 * plan.lora.rank * sides) as u64;
+        }
         let matrices = TARGETS.iter().zip(sizes(shape.width, layer)).enumerate();
         for (nth, (part, [rows, cols])) in matrices.take(count) {
             let is_target = plan.targets.iter().any(|name| name == part.2);
@@ -194,7 +206,7 @@ fn counts(shape: &TrainedShape, plan: &TrainingSpec<'_>, memory: u64) -> Counts 
     let products = 2.0 * (met + table) as f64 * tokens;
     let layers = shape.layers.len();
     let own_tokens = match plan.sharding {
-        Some(Sharding::Rows) => plan.tokens.div_ceil(nodes),
+        Some(Sharding::Rows | Sharding::Experts) => plan.tokens.div_ceil(nodes),
         _ => plan.tokens,
     };
     let layer = layer_bytes(shape.width, &shape.layers, own_tokens);
@@ -209,9 +221,13 @@ fn counts(shape: &TrainedShape, plan: &TrainingSpec<'_>, memory: u64) -> Counts 
     let kept = most / (layer * together).max(1);
     let again = own.saturating_sub(kept) as f64 / own.max(1) as f64;
     let passes = 2.0 + again + if is_full { 1.0 } else { 0.0 };
+    let elsewhere = match plan.sharding {
+        Some(Sharding::Experts) => routed(shape) - routed(shape).div_ceil(nodes as u64),
+        _ => 0,
+    };
     let base = match plan.method {
-        Method::Qlora => plan.file_bytes,
-        Method::Lora => 4 * all,
+        Method::Qlora => plan.file_bytes - plan.file_bytes / all.max(1) * elsewhere,
+        Method::Lora => 4 * (all - elsewhere),
         Method::Full => 0,
     };
     // The largest stage has the head besides its share.
@@ -253,9 +269,18 @@ fn state_bytes(shape: &TrainedShape, plan: &TrainingSpec<'_>, numbers: u64) -> u
         Some(Sharding::All) => 2 * (4 * numbers).div_ceil(nodes) + 3 * largest,
         Some(Sharding::State) => 2 * (4 * numbers).div_ceil(nodes) + numbers + largest,
         // A gradient of each block of rows, of a part.
-        Some(Sharding::Rows) => 4 * numbers + largest * blocks(plan).div_ceil(nodes),
+        Some(Sharding::Rows | Sharding::Experts) => {
+            4 * numbers + largest * blocks(plan).div_ceil(nodes)
+        }
     };
     4 * (held + under_way)
+}
+
+/// Numbers of all routed experts.
+fn routed(shape: &TrainedShape) -> u64 {
+    let experts = shape.layers.iter().filter_map(|layer| layer.experts);
+    let each = experts.map(|of| 3 * of.count * of.width * shape.width);
+    each.sum::<usize>() as u64
 }
 
 /// Blocks of a leaf.
@@ -274,11 +299,18 @@ fn exchanged(shape: &TrainedShape, plan: &TrainingSpec<'_>, numbers: u64) -> (u6
         Some(Sharding::All) => 4 * numbers * (3 * (nodes - 1) + 1),
         Some(Sharding::State) => 4 * numbers * (2 * (nodes - 1) + 1),
         // Values and the sum through the run's process; keys and values, gathered and gradients of
-        // them; gradients of blocks that rank 0 adds.
-        Some(Sharding::Rows) => {
+        // them; gradients of blocks that rank 0 adds. Rows of cut experts go to their ranks and
+        // back, and so do gradients.
+        Some(sharding @ (Sharding::Rows | Sharding::Experts)) => {
             let keys = shape.layers.iter();
             let keys: usize = keys.map(|l| l.kv_heads * (l.head_dim + l.value_dim)).sum();
+            let uses = shape.layers.iter().filter_map(|layer| layer.experts);
+            let uses = match sharding {
+                Sharding::Experts => uses.map(|of| of.used).sum(),
+                _ => 0,
+            };
             let of_leaf = 2 * (keys * plan.tokens) as u64 * (nodes - 1)
+                + 4 * (uses * plan.tokens * shape.width) as u64 * (nodes - 1) / nodes
                 + numbers * blocks(plan) * (nodes - 1) / nodes;
             4 * (numbers * (nodes + 1) + plan.leaves as u64 * of_leaf)
         }
@@ -407,52 +439,12 @@ fn one_process(machine: TrainingMachine) -> TrainingMachine {
     }
 }
 
-/// Rounds in which the rate of products is measured. The best counts: other programs take time from
-/// some of them.
-const ROUNDS: u32 = 4;
-
-/// Seconds of a round: several products on the slowest machines at hand.
-const ROUND_S: f64 = 0.05;
-
-/// Operations a second of the products of training, by `clock`: some tenths of a second.
-pub fn measured_flops(kernels: &Kernels, clock: &dyn Fn() -> f64) -> f64 {
-    let sizes = Sizes {
-        m: 256,
-        n: 1536,
-        k: 576,
-    };
-    let (a, b) = (vec![1.0; sizes.m * sizes.k], vec![1.0; sizes.k * sizes.n]);
-    let mut c = vec![0.0; sizes.m * sizes.n];
-    let flop = 2.0 * (sizes.m * sizes.n * sizes.k) as f64;
-    let rounds = (0..ROUNDS).map(|_| {
-        let (start, mut times) = (clock(), 0);
-        loop {
-            let at = ProductOutput::rows(&mut c, sizes.n);
-            let (a, b) = (Strided::rows(&a, sizes.k), Strided::rows(&b, sizes.k));
-            kernels.chains(sizes, a, b.t(), at);
-            times += 1;
-            let took = clock() - start;
-            if took >= ROUND_S {
-                break flop * f64::from(times) / took;
-            }
-        }
-    });
-    rounds.fold(0.0, f64::max)
-}
-
-/// Share of `flops`, operations a second that were measured before, that a step of `flop`
-/// operations reached. `None` where the rate is not known. A step that is faster was computed with
-/// more of the machine than the measurement: then it is not known either.
-pub(crate) fn flop_share(flop: f64, flops: f64, step_s: f64) -> Option<f64> {
-    let share = flop / (flops * step_s);
-    (flops > 0.0 && share <= 1.0).then_some(share)
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
     use paceline_model::ModelSource;
+    use paceline_tensor::Kernels;
 
     use super::*;
 

@@ -131,6 +131,15 @@ impl TrainableModel {
         means: impl Into<Means>,
         stage: ModelStage,
     ) -> Result<Self, Error> {
+        Self::load_part(trained, means, (stage, None))
+    }
+
+    /// The same, with the routed experts of a rank of some alone.
+    pub(crate) fn load_part(
+        trained: &Trained,
+        means: impl Into<Means>,
+        (stage, experts): (ModelStage, Option<(usize, usize)>),
+    ) -> Result<Self, Error> {
         let Means { kernels, mlx } = means.into();
         trained.check()?;
         let source = ModelSource::open(&trained.model)?;
@@ -162,6 +171,7 @@ impl TrainableModel {
             targets: &trained.targets,
             adapted_from: layers - adapted,
             stage,
+            experts,
             elsewhere: trained.class != TrainingClass::Cpu,
             layout: Layout::default(),
             part: 0,

@@ -20,7 +20,8 @@ use std::sync::Arc;
 use paceline_model::Rope;
 
 use crate::error::Error;
-pub(crate) use exchange::{RowCalls, RowSeat};
+use exchange::ExpertSums;
+pub(crate) use exchange::{ExpertParts, ExpertUses, RowCalls, RowSeat};
 
 /// Most rows of a block. Products over as many rows are as fast as longer ones, and the scores of a
 /// head over 8,192 keys are 32 MiB.
@@ -120,6 +121,16 @@ impl LeafRows {
         self.own().map(|block| block.block().rows.clone())
     }
 
+    /// The ranks, where they have parts of the experts of each layer.
+    pub(crate) fn cut_experts(&self) -> Option<&RowSeat> {
+        self.ranks.as_deref().filter(|seat| seat.cuts_experts)
+    }
+
+    /// The first row of any block.
+    pub(crate) fn first_of(&self, block: usize) -> usize {
+        self.blocks[block].rows.start
+    }
+
     /// Keys and values, (T, n) each for `widths` n, of all rows, from those of each block that is
     /// here.
     ///
@@ -202,6 +213,11 @@ impl<'a> BlockRows<'a> {
         &self.rows.blocks[self.number]
     }
 
+    /// Its place among the blocks of the leaf.
+    pub(crate) const fn number(&self) -> usize {
+        self.number
+    }
+
     /// Its first row in the leaf.
     pub(crate) fn first(&self) -> usize {
         self.block().rows.start
@@ -246,6 +262,8 @@ pub(crate) struct BlockSums<'a> {
     rows: &'a LeafRows,
     /// Of the block under way, or with ranks of each block that is here.
     each: Vec<Vec<f32>>,
+    /// Of experts that this rank has, where ranks have parts of them.
+    experts: Option<ExpertSums>,
     sum: &'a mut [f32],
 }
 
@@ -258,7 +276,13 @@ impl<'a> BlockSums<'a> {
             (Some(_), _) => rows.own().count(),
         };
         let each = vec![vec![0.0; sum.len()]; count];
-        Self { rows, each, sum }
+        let experts = None;
+        Self {
+            rows,
+            each,
+            experts,
+            sum,
+        }
     }
 
     /// Has `work` add to the gradient of the `nth` block that is here.
@@ -275,13 +299,29 @@ impl<'a> BlockSums<'a> {
         done
     }
 
+    /// Has gradients of routed experts, by whose trained `ranges` and `uses` in each block, come
+    /// from the ranks of the experts.
+    pub(crate) fn begin_experts(&mut self, ranges: Vec<Vec<Range<usize>>>, uses: ExpertUses) {
+        self.experts = Some(ExpertSums::new(ranges, uses, self.sum.len()));
+    }
+
+    /// Has `work` add to the gradient of an expert of this rank, for the rows of a block.
+    pub(crate) fn add_expert<T>(
+        &mut self,
+        (block, expert): (usize, usize),
+        work: impl FnOnce(&mut [f32]) -> T,
+    ) -> T {
+        let sums = self.experts.as_mut().expect("begun before");
+        sums.add((block, expert), work)
+    }
+
     /// Ends the sums. With ranks, the first one has them.
     ///
     /// # Errors
     /// [`Error::Comm`] of the ranks with other blocks.
     pub(crate) fn finish(self) -> Result<(), Error> {
         match &self.rows.ranks {
-            Some(seat) => seat.sum(self.rows, self.each, self.sum),
+            Some(seat) => seat.sum(self.rows, (self.each, self.experts), self.sum),
             None => Ok(()),
         }
     }

@@ -24,6 +24,7 @@ use crate::optimiser::{Optimiser, OptimiserOptions};
 use crate::options::RunOptions;
 use crate::order::ExampleOrder;
 use crate::report::{Report, TrainingProgress};
+use crate::shard::{ShardRole, Sharding};
 use crate::stage::{LeafSet, ModelStage};
 use crate::weights::Method;
 use crate::workers::TrainingWorkers;
@@ -146,14 +147,16 @@ impl TrainingRun {
         Ok(run)
     }
 
-    /// Reads a job for a worker that has a stage of the model.
+    /// Reads a job for a worker that has a stage of the model, or a part of its experts.
     pub(crate) fn open_stage(
         job: &TrainingJob,
         means: impl Into<Means>,
-        stage: ModelStage,
+        (stage, shard): (ModelStage, Option<ShardRole>),
     ) -> Result<Self, Error> {
+        let cut = shard.filter(|role| role.sharding == Sharding::Experts);
+        let experts = cut.map(|role| (role.rank, role.of));
         Self::read(job, || {
-            TrainableModel::load_stage(&job.trained, means, stage)
+            TrainableModel::load_part(&job.trained, means, (stage, experts))
         })
     }
 
@@ -251,23 +254,26 @@ impl TrainingRun {
         self.examples.judged(&self.order.step(step))
     }
 
-    /// Whether the rows of leaves can be cut over workers.
+    /// Whether the rows of leaves, and with [`Sharding::Experts`] the experts, can be cut over
+    /// workers.
     ///
     /// # Errors
     /// [`Error::Option`] with the reason against it.
-    pub(crate) fn check_cut_rows(&self) -> Result<(), Error> {
+    pub(crate) fn check_cut_rows(&self, sharding: Sharding) -> Result<(), Error> {
         let (class, config) = (self.job.trained.class, self.net.config());
         let is_net = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
         let expected = if class != TrainingClass::Cpu {
             "state or all: MLX computes whole rows"
         } else if config.layers.iter().any(is_net) {
             "state or all: states of delta nets go from token to token"
+        } else if sharding == Sharding::Experts && config.experts().is_none() {
+            "state, all or rows: the model has no experts"
         } else {
             return Ok(());
         };
         Err(Error::Option {
             option: "--shard",
-            got: "rows".to_owned(),
+            got: format!("{sharding:?}").to_lowercase(),
             expected: expected.to_owned(),
         })
     }

@@ -38,6 +38,15 @@ pub enum Sharding {
     All,
     /// No state, but the rows of every leaf: see [`rows`](crate::rows).
     Rows,
+    /// The rows, and the experts of every layer: see [`cpu`](crate::cpu).
+    Experts,
+}
+
+impl Sharding {
+    /// Whether the ranks have the state of the training.
+    pub(crate) const fn has_state(self) -> bool {
+        matches!(self, Self::State | Self::All)
+    }
 }
 
 /// A rank of a sharded training.

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use paceline_cluster::Control;
+use paceline_cluster::{Control, machine};
 use paceline_model::adapter::files::tensors;
 
 use crate::activity::Activity;
@@ -86,7 +86,7 @@ fn work<M: Into<Means>>(
             return drafter::work(channel, &run, exchange);
         }
     };
-    let run = TrainingRun::open_stage(&job, means, stage)?;
+    let run = TrainingRun::open_stage(&job, means, (stage, shard))?;
     let engine = run.net.ready()?;
     channel.send(&FromWorker::Ready {
         model: run.net.fingerprint().to_owned(),
@@ -95,7 +95,7 @@ fn work<M: Into<Means>>(
         notes: run.net.notes().to_vec(),
     })?;
     *is_ready = true;
-    if let Some(role) = shard.filter(|role| role.sharding != Sharding::Rows) {
+    if let Some(role) = shard.filter(|role| role.sharding.has_state()) {
         let activity = watched(channel)?;
         let mut worker = RankWorker::new((channel, &activity), run, exchange, role);
         loop {
@@ -104,9 +104,11 @@ fn work<M: Into<Means>>(
             }
         }
     }
+    machine::keep_free_memory();
     if stage.of > 1 || shard.is_some() {
         let activity = watched(channel)?;
-        let mut worker = StageWorker::new((channel, &activity), run, exchange);
+        let cuts_experts = shard.is_some_and(|role| role.sharding == Sharding::Experts);
+        let mut worker = StageWorker::new((channel, &activity), (run, cuts_experts), exchange);
         loop {
             if let Some(message) = channel.recv(Duration::MAX)? {
                 worker.handle(message)?;

@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use paceline_base::{Rank, hex};
+use paceline_cluster::machine;
 use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
 use paceline_model::adapter::files::tensors;
@@ -47,8 +48,8 @@ const GRACE: Duration = Duration::from_millis(300);
 
 /// glibc's limit from which memory of a vector is returned as soon as it is free: 256 KiB. Without
 /// it the limit rises to 32 MiB with the first large vector, and free memory lies in holes. A rank
-/// of four, 30 million numbers: 715 MiB without it, 433 with it. Ranks alone have it, since
-/// returned pages cost time when they are needed again.
+/// of four, 30 million numbers: 715 MiB without it, 433 with it. Ranks with shards alone have it,
+/// since returned pages cost time when they are needed again.
 const RETURNED_FROM: (&str, &str) = ("MALLOC_MMAP_THRESHOLD_", "262144");
 
 /// Poll interval of the parent while workers compute.
@@ -93,8 +94,9 @@ pub struct Post {
 }
 
 impl TrainingWorkers {
-    /// This process.
-    pub const fn here() -> Self {
+    /// This process, which keeps memory between steps from now on.
+    pub fn here() -> Self {
+        machine::keep_free_memory();
         Self { team: None }
     }
 
@@ -119,8 +121,8 @@ impl TrainingWorkers {
             });
         }
         let sharding = processes.sharding;
-        if sharding == Some(Sharding::Rows) {
-            run.check_cut_rows()?;
+        if let Some(sharding) = sharding.filter(|sharding| !sharding.has_state()) {
+            run.check_cut_rows(sharding)?;
         }
         let has_group = sharding.is_some() || stages > 1;
         let group = has_group.then(|| RankGroup::new(run, sharding, count));
@@ -150,7 +152,7 @@ impl TrainingWorkers {
         let args = processes.posts.iter().map(|post| post.args.clone());
         let mut spec = WorkerSpec::new(processes.program, args.collect());
         (spec.env, spec.env_alone) = (processes.env, true);
-        if sharding.is_some() {
+        if sharding.is_some_and(Sharding::has_state) {
             let (name, bytes) = RETURNED_FROM;
             spec.env.push((name.into(), bytes.into()));
         }

@@ -63,25 +63,44 @@ fn stages_give_the_bytes_of_one_process() {
     assert!(error.to_string().contains("9 stages"), "{error}");
 }
 
-/// A long row is cut over ranks, and one of them is killed: the bytes of one process.
+/// A long row is cut over ranks, also with the experts, and one of them is killed: the bytes of one
+/// process.
 #[test]
 fn rows_cut_over_ranks_give_the_bytes_of_one_process() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("data.jsonl");
     let line = |n: usize| json!({ "text": "turn front rider line ".repeat(n) }).to_string() + "\n";
     std::fs::write(&path, [line(140), line(3), line(90)].concat()).unwrap();
-    for (model, method, dropout, count, killed) in [
-        ("llama-tied", Method::Lora, 0.2, 2, Some(1)),
-        ("qwen3moe-bf16", Method::Full, 0.0, 3, None),
+    for (model, method, dropout, count, killed, sharding) in [
+        ("llama-tied", Method::Lora, 0.2, 2, Some(1), Sharding::Rows),
+        (
+            "qwen3moe-bf16",
+            Method::Full,
+            0.0,
+            3,
+            None,
+            Sharding::Experts,
+        ),
+        (
+            "gpt-oss-bf16",
+            Method::Lora,
+            0.2,
+            2,
+            Some(1),
+            Sharding::Experts,
+        ),
     ] {
         let mut job = job(&path, 2);
         job.trained = trained(model, method);
+        if sharding == Sharding::Experts {
+            job.trained.targets.push("experts".to_owned());
+        }
         (job.trained.dropout, job.trained.balance) = (dropout, 0.1);
         (job.tokens_max, job.batch, job.leaf) = (4096, 3, 2);
         let [one, cut] = ["one", "cut"].map(|name| folder.path().join(format!("{model}-{name}")));
         train(&job, nodes(1), &one, (false, &|| false), |_, _| {}).unwrap();
         let at = Where {
-            sharding: Some(Sharding::Rows),
+            sharding: Some(sharding),
             ..nodes(count)
         };
         let hear = |progress: &TrainingProgress, ids: &[u32]| {
@@ -97,6 +116,13 @@ fn rows_cut_over_ranks_give_the_bytes_of_one_process() {
         assert_eq!(report.lost, u32::from(killed.is_some()));
         assert!(result(&one) == result(&cut), "{model}, {count} ranks");
     }
+    let at = Where {
+        sharding: Some(Sharding::Experts),
+        ..nodes(2)
+    };
+    let output = folder.path().join("dense");
+    let error = train(&job(&path, 2), at, &output, (false, &|| false), |_, _| {}).unwrap_err();
+    assert!(error.to_string().contains("no experts"), "{error}");
 }
 
 /// Ranks share out the state, and two of them are killed, also at once. Then a run is stopped and

@@ -8,6 +8,7 @@ use paceline_base::testing;
 use paceline_cluster::machine::peak_memory_bytes;
 use paceline_mlx::{DeviceKind, Library};
 use paceline_model::adapter::files::{Adapter, Form};
+use paceline_model::{Config, LayerRole, ModelSource, Nth, Role};
 use paceline_model_mlx::MlxPlaces;
 use paceline_process::Program;
 use paceline_tensor::{Kernels, storage};
@@ -276,7 +277,6 @@ fn experts_learn_by_adapters() {
         ("mixtral", true),
         ("gpt-oss-bf16", false),
         ("qwen35moe-bf16", false),
-        ("deepseek-v3-bf16-mtp.gguf", true),
     ] {
         job.trained = trained(model, Method::Lora);
         job.trained.targets = vec!["experts".to_owned()];
@@ -310,6 +310,42 @@ fn experts_learn_by_adapters() {
     job.trained.model = golden().join("hf/qwen3-bf16");
     let error = TrainingRun::open(&job, Kernels::new(1).unwrap(), true).unwrap_err();
     assert!(error.to_string().contains("no experts"), "{error}");
+}
+
+/// A pair changes its expert's matrix in the stack of a GGUF file, and no other.
+#[test]
+fn a_stack_of_experts_is_fused() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = golden().join("hf/deepseek-v3-bf16-mtp.gguf");
+    let fused = folder.path().join("fused.gguf");
+    let config = Config::read(&ModelSource::open(&model).unwrap()).unwrap();
+    let of = config.experts().unwrap().count;
+    let layer = config.layers.iter().position(|l| l.experts.is_some());
+    let layer = layer.unwrap();
+    let values = |path: &Path, index: usize| {
+        let role = Role::Layer(layer, LayerRole::ExpertUp(Nth { index, of }));
+        let source = ModelSource::open(path).unwrap();
+        let tensor = source.weight(config.family, role).unwrap();
+        let mut values = vec![0.0; tensor.shape.iter().product()];
+        storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
+        (tensor.shape, values)
+    };
+    let (shape, own) = values(&model, 1);
+    let half = |name: &str, shape: [usize; 2]| {
+        let name = format!("base_model.model.model.layers.{layer}.mlp.experts.1.up_proj.{name}");
+        (
+            name + ".weight",
+            shape.to_vec(),
+            vec![0.5; shape[0] * shape[1]],
+        )
+    };
+    let pair = [half("lora_A", [1, shape[1]]), half("lora_B", [shape[0], 1])];
+    let adapter = Adapter::new(1, 1.0, None, pair.into());
+    let kernels = Kernels::new(1).unwrap();
+    fuse::fuse(&model, (&adapter, folder.path()), &fused, &kernels).unwrap();
+    let expected: Vec<f32> = own.iter().map(|x| x + 0.25).collect();
+    assert!(values(&fused, 1).1 == expected);
+    assert!(values(&fused, 0) == values(&model, 0));
 }
 
 /// The number of steps that see every row twice.

@@ -10,12 +10,15 @@
 //!
 //! Letters: T tokens, C width, E experts, n rows of an expert, F its feed-forward.
 
+mod apart;
+
 use paceline_model::{Experts, Gating, LEAST_SUM};
 
 use super::Cpu;
 use crate::ops::Gate;
-use crate::weights::ExpertWeights;
+use crate::weights::{ExpertWeights, Matrix};
 use crate::{ops, pool};
+pub(super) use apart::GuestRows;
 
 /// Values that the forward pass of a layer's experts leaves for the backward one.
 #[derive(Debug)]
@@ -34,30 +37,100 @@ pub(crate) struct RoutedRows {
     experts: Vec<ExpertRows>,
 }
 
+/// The rows of an expert.
 #[derive(Debug)]
 struct ExpertRows {
     expert: usize,
     /// Rows and their weights.
     rows: Vec<(usize, f32)>,
+    /// Empty where another rank has the expert.
+    work: ExpertWork,
+    /// (n, C), without weights.
+    y: Vec<f32>,
+}
+
+/// Values of an expert on its rows.
+#[derive(Debug, Default)]
+struct ExpertWork {
     /// (n, C)
     x: Vec<f32>,
     /// (n, F)
     gate: Vec<f32>,
     up: Vec<f32>,
     hidden: Vec<f32>,
-    /// (n, C), without weights.
-    y: Vec<f32>,
+}
+
+/// Gradients behind a layer's experts.
+struct ResultGradients {
+    /// (n, C) of the rows of each expert.
+    rows: Vec<Vec<f32>>,
+    /// (T, E): of the weights, 0 for experts that are not chosen.
+    weights: Vec<f32>,
+    /// (T,)
+    shared: Vec<f32>,
+}
+
+impl RoutedRows {
+    /// The sum over experts, of `len` numbers in rows of `c`: one expert after the other.
+    fn sum(&self, len: usize, c: usize) -> Vec<f32> {
+        let mut y = vec![0.0; len];
+        for own in &self.experts {
+            for ((row, weight), out) in own.rows.iter().zip(own.y.chunks(c)) {
+                let place = y[row * c..][..c].iter_mut();
+                place.zip(out).for_each(|(y, out)| *y += weight * out);
+            }
+        }
+        y
+    }
+
+    /// Gradients of the experts' results and weights, of dy (T, C).
+    fn results_back(&self, of: Experts, dy: &[f32], c: usize) -> ResultGradients {
+        let mut found = ResultGradients {
+            rows: Vec::with_capacity(self.experts.len()),
+            weights: vec![0.0; self.shares.len()],
+            shared: vec![0.0; self.shared.len()],
+        };
+        for own in &self.experts {
+            let mut d_out = rows_of(&own.rows, dy, c);
+            for (i, (row, weight)) in own.rows.iter().enumerate() {
+                let d = &mut d_out[i * c..][..c];
+                let d_weight = ops::dot(d, &own.y[i * c..][..c]);
+                if own.expert < of.count {
+                    found.weights[row * of.count + own.expert] = d_weight;
+                } else if let Some(place) = found.shared.get_mut(*row) {
+                    *place = d_weight * weight * (1.0 - weight);
+                }
+                d.iter_mut().for_each(|d| *d *= weight);
+            }
+            found.rows.push(d_out);
+        }
+        found
+    }
 }
 
 impl Cpu<'_> {
     /// x (T, C) -> y (T, C)
     pub(super) fn experts(
         &self,
-        (of, weights): (Experts, &ExpertWeights),
+        at: (Experts, &ExpertWeights),
         params: &[f32],
         x: &[f32],
     ) -> (Vec<f32>, RoutedRows) {
-        let c = self.config.width;
+        let mut routed = self.route(at, params, x);
+        for own in &mut routed.experts {
+            let x = std::mem::take(&mut own.work.x);
+            (own.work, own.y) = self.expert((at.0, &at.1.experts[own.expert]), params, x);
+        }
+        (routed.sum(x.len(), self.config.width), routed)
+    }
+
+    /// The experts of each row of x (T, C), and their inputs.
+    fn route(
+        &self,
+        (of, weights): (Experts, &ExpertWeights),
+        params: &[f32],
+        x: &[f32],
+    ) -> RoutedRows {
         let mut shares = self.linear(&weights.router, params, x);
         let choice = weights.choice.as_ref().map(|choice| choice.get(params));
         let chosen = pool::chunks_map(self.kernels.pool(), &mut shares, of.count, |_, scores| {
@@ -77,8 +150,7 @@ impl Cpu<'_> {
             kept.shared = self.linear(gate, params, x);
             kept.shared.iter_mut().for_each(|x| *x = ops::sigmoid(*x));
         }
-        let mut y = vec![0.0; x.len()];
-        for (expert, [gate, up, down]) in weights.experts.iter().enumerate() {
+        for expert in 0..weights.experts.len() {
             let weight_of = |row: usize| match expert < of.count {
                 true => {
                     let chosen = chosen[row].experts.iter();
@@ -92,28 +164,39 @@ impl Cpu<'_> {
             if rows.is_empty() {
                 continue;
             }
-            let own = rows_of(&rows, x, c);
-            let both = (
-                self.linear(gate, params, &own),
-                self.linear(up, params, &own),
-            );
-            let hidden = self.gated(self.gate_of(of), (&both.0, &both.1), gate.rows);
-            let out = self.linear(down, params, &hidden);
-            for ((row, weight), out) in rows.iter().zip(out.chunks(c)) {
-                let place = y[row * c..][..c].iter_mut();
-                place.zip(out).for_each(|(y, out)| *y += weight * out);
-            }
+            let work = ExpertWork {
+                x: rows_of(&rows, x, self.config.width),
+                ..ExpertWork::default()
+            };
+            let y = Vec::new();
             kept.experts.push(ExpertRows {
                 expert,
                 rows,
-                x: own,
-                gate: both.0,
-                up: both.1,
-                hidden,
-                y: out,
+                work,
+                y,
             });
         }
-        (y, kept)
+        kept
+    }
+
+    /// x (n, C) through an expert: what it leaves, and y (n, C).
+    fn expert(
+        &self,
+        (of, [gate, up, down]): (Experts, &[Matrix; 3]),
+        params: &[f32],
+        x: Vec<f32>,
+    ) -> (ExpertWork, Vec<f32>) {
+        let both = [gate, up].map(|matrix| self.linear(matrix, params, &x));
+        let hidden = self.gated(self.gate_of(of), (&both[0], &both[1]), gate.rows);
+        let y = self.linear(down, params, &hidden);
+        let [gate, up] = both;
+        let work = ExpertWork {
+            x,
+            gate,
+            up,
+            hidden,
+        };
+        (work, y)
     }
 
     fn gate_of(&self, of: Experts) -> Gate {
@@ -123,31 +206,32 @@ impl Cpu<'_> {
     /// dy (T, C) at the input `x` -> dx (T, C). Adds the gradients of trained values to `grads`.
     pub(super) fn experts_back(
         &self,
-        (of, weights): (Experts, &ExpertWeights),
+        at: (Experts, &ExpertWeights),
         params: &[f32],
         (x, mut kept, dy): (&[f32], RoutedRows, &[f32]),
         grads: &mut [f32],
     ) -> Vec<f32> {
-        let c = self.config.width;
+        let mut of = kept.results_back(at.0, dy, self.config.width);
+        for (own, d) in kept.experts.iter_mut().zip(&mut of.rows) {
+            let weights = (at.0, &at.1.experts[own.expert]);
+            let work = (std::mem::take(&mut own.work), d.as_slice());
+            *d = self.expert_back(weights, params, work, grads);
+        }
+        self.routes_back(at, params, (x, &kept, of), grads)
+    }
+
+    /// The gradient at `x` (T, C), by those at the experts' inputs and of their weights.
+    fn routes_back(
+        &self,
+        (of, weights): (Experts, &ExpertWeights),
+        params: &[f32],
+        (x, kept, d): (&[f32], &RoutedRows, ResultGradients),
+        grads: &mut [f32],
+    ) -> Vec<f32> {
+        let (c, mut d_weights) = (self.config.width, d.weights);
         let mut dx = vec![0.0; x.len()];
-        // (T, E) and (T,): the gradients of the weights, 0 for experts that are not chosen.
-        let mut d_weights = vec![0.0; kept.shares.len()];
-        let mut d_shared = vec![0.0; kept.shared.len()];
-        for own in std::mem::take(&mut kept.experts) {
-            let mut d_out = rows_of(&own.rows, dy, c);
-            for (i, (row, weight)) in own.rows.iter().enumerate() {
-                let d = &mut d_out[i * c..][..c];
-                let d_weight = ops::dot(d, &own.y[i * c..][..c]);
-                if own.expert < of.count {
-                    d_weights[row * of.count + own.expert] = d_weight;
-                } else if let Some(place) = d_shared.get_mut(*row) {
-                    *place = d_weight * weight * (1.0 - weight);
-                }
-                d.iter_mut().for_each(|d| *d *= weight);
-            }
-            let rows = own.rows.clone();
-            let d_own = self.expert_back((of, weights), params, own, &d_out, grads);
-            for ((row, _), d) in rows.iter().zip(d_own.chunks(c)) {
+        for (own, d_own) in kept.experts.iter().zip(&d.rows) {
+            for ((row, _), d) in own.rows.iter().zip(d_own.chunks(c)) {
                 let place = dx[row * c..][..c].iter_mut();
                 place.zip(d).for_each(|(dx, d)| *dx += d);
             }
@@ -168,32 +252,30 @@ impl Cpu<'_> {
         let at = (&weights.router, x);
         self.linear_back(at, params, &d_weights, (&mut dx, true), grads);
         if let Some(gate) = &weights.shared_gate {
-            self.linear_back((gate, x), params, &d_shared, (&mut dx, true), grads);
+            self.linear_back((gate, x), params, &d.shared, (&mut dx, true), grads);
         }
         dx
     }
 
-    /// The gradient of an expert's rows: (n, C).
+    /// The gradient at an expert's input (n, C), by that at its results.
     fn expert_back(
         &self,
-        (of, weights): (Experts, &ExpertWeights),
+        (of, [gate, up, down]): (Experts, &[Matrix; 3]),
         params: &[f32],
-        mut own: ExpertRows,
-        d_out: &[f32],
+        (mut work, d_out): (ExpertWork, &[f32]),
         grads: &mut [f32],
     ) -> Vec<f32> {
-        let [gate, up, down] = &weights.experts[own.expert];
-        let mut d_hidden = vec![0.0; own.hidden.len()];
-        let at = (down, own.hidden.as_slice());
+        let mut d_hidden = vec![0.0; work.hidden.len()];
+        let at = (down, work.hidden.as_slice());
         self.linear_back(at, params, d_out, (&mut d_hidden, false), grads);
-        let both = (own.gate.as_mut_slice(), own.up.as_mut_slice());
+        let both = (work.gate.as_mut_slice(), work.up.as_mut_slice());
         self.gated_back(self.gate_of(of), both, &d_hidden, gate.rows);
-        let mut d_own = vec![0.0; own.x.len()];
-        let at = (gate, own.x.as_slice());
-        self.linear_back(at, params, &own.gate, (&mut d_own, false), grads);
-        let at = (up, own.x.as_slice());
-        self.linear_back(at, params, &own.up, (&mut d_own, true), grads);
-        d_own
+        let mut dx = vec![0.0; work.x.len()];
+        let at = (gate, work.x.as_slice());
+        self.linear_back(at, params, &work.gate, (&mut dx, false), grads);
+        let at = (up, work.x.as_slice());
+        self.linear_back(at, params, &work.up, (&mut dx, true), grads);
+        dx
     }
 }
 

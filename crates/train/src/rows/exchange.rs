@@ -1,9 +1,13 @@
-//! Exchange of keys and gradients among ranks that have some blocks of every row each.
+//! Exchange of keys and gradients among ranks that have some blocks of every row each, and of rows
+//! for experts among ranks that have some experts of every layer.
+
+mod experts;
 
 use std::fmt::Debug;
 
 use super::LeafRows;
 use crate::error::Error;
+pub(crate) use experts::{ExpertParts, ExpertSums, ExpertUses};
 
 /// The calls of a group that computes rows together. All ranks make them in the same order.
 pub(crate) trait RowCalls: Debug + Send + Sync {
@@ -13,10 +17,10 @@ pub(crate) trait RowCalls: Debug + Send + Sync {
     fn gather_losses(&self, own: Vec<f64>, counts: Vec<usize>) -> Result<Vec<f64>, Error>;
     /// Sends `counts[0][r]` of `values` to rank r, and gets `counts[1][r]` from it.
     fn swap(&self, values: Vec<f32>, counts: [Vec<usize>; 2]) -> Result<Vec<f32>, Error>;
-    /// Sends a block's gradient to rank 0.
-    fn give(&self, values: Vec<f32>, block: usize) -> Result<(), Error>;
-    /// Gets the `n` numbers of a block's gradient from a rank.
-    fn get(&self, n: usize, rank: usize, block: usize) -> Result<Vec<f32>, Error>;
+    /// Sends a block's gradient, or that of its experts, to rank 0 under a number.
+    fn give(&self, values: Vec<f32>, number: usize) -> Result<(), Error>;
+    /// Gets the `n` numbers of such a gradient from a rank.
+    fn get(&self, n: usize, rank: usize, number: usize) -> Result<Vec<f32>, Error>;
 }
 
 /// A rank of a group that computes rows together.
@@ -26,6 +30,8 @@ pub(crate) struct RowSeat {
     pub(crate) rank: usize,
     /// Number of ranks.
     pub(crate) of: usize,
+    /// Whether ranks have parts of the experts of each layer.
+    pub(crate) cuts_experts: bool,
 }
 
 impl RowSeat {
@@ -161,11 +167,12 @@ impl RowSeat {
         Ok(losses)
     }
 
-    /// Adds to `sum` the gradients of all blocks in their order, on rank 0.
+    /// Adds to `sum` the gradients of all blocks in their order, on rank 0. Those of cut experts come
+    /// from the experts' ranks.
     pub(super) fn sum(
         &self,
         rows: &LeafRows,
-        own: Vec<Vec<f32>>,
+        (own, mut experts): (Vec<Vec<f32>>, Option<ExpertSums>),
         sum: &mut [f32],
     ) -> Result<(), Error> {
         if sum.is_empty() {
@@ -174,14 +181,19 @@ impl RowSeat {
         let mut own = own.into_iter();
         for block in 0..rows.blocks.len() {
             let owner = self.owner(block);
-            if owner == self.rank {
-                let part = own.next().unwrap_or_default();
-                match self.rank {
-                    0 => rows.add_block(sum, &part),
-                    _ => self.calls.give(part, block)?,
-                }
-            } else if self.rank == 0 {
-                rows.add_block(sum, &self.calls.get(sum.len(), owner, block)?);
+            let mut part = if owner == self.rank { own.next() } else { None };
+            if self.rank == 0 && owner > 0 {
+                part = Some(self.calls.get(sum.len(), owner, block)?);
+            } else if self.rank > 0
+                && let Some(part) = part.take()
+            {
+                self.calls.give(part, block)?;
+            }
+            if let Some(experts) = &mut experts {
+                self.sum_experts(rows, experts, block, part.as_deref_mut())?;
+            }
+            if let Some(part) = part {
+                rows.add_block(sum, &part);
             }
         }
         Ok(())

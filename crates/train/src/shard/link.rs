@@ -26,9 +26,9 @@ const WAIT: Duration = Duration::from_secs(1800);
 /// Longest wait for all ranks to join.
 const JOIN_LIMIT: Duration = Duration::from_secs(30);
 
-/// Numbers of a message of a shard: 512 KiB. `MESSAGES_HELD` (16) of them may wait at a receiver,
-/// which keeps their buffers.
-const PIECE: usize = 1 << 17;
+/// Numbers of a message of a shard: 128 KiB. `MESSAGES_HELD` (16) of them may wait at a receiver,
+/// which keeps their buffers of each of the two ranks that send it copies.
+const PIECE: usize = 1 << 15;
 
 /// Tag of values that a rank gets from another.
 const TAG: u32 = 1;

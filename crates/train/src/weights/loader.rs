@@ -31,7 +31,9 @@ pub(crate) struct WeightLoader<'a> {
     /// The first layer with adapters.
     pub(crate) adapted_from: usize,
     pub(crate) stage: ModelStage,
-    /// Whether fixed matrices are read by the engine's device, and not here.
+    /// The rank that has its part of the routed experts alone, and the number of ranks.
+    pub(crate) experts: Option<(usize, usize)>,
+    /// Whether fixed matrices are read by the engine's device or another rank, and not here.
     pub(crate) elsewhere: bool,
     pub(crate) layout: Layout,
     /// Where the part that is read begins in the layout.

@@ -1,5 +1,5 @@
-//! A worker that has some blocks of every row: see [`rows`](crate::rows). All workers have the
-//! whole model and all leaves; rank 0 has the sums.
+//! A worker that has some blocks of every row: see [`rows`](crate::rows). All workers have all
+//! leaves, and the whole model but for cut experts; rank 0 has the sums.
 
 use std::path::Path;
 
@@ -31,20 +31,27 @@ impl RowCalls for RowLink {
         Ok(self.0.swap(values, counts).wait()?)
     }
 
-    fn give(&self, values: Vec<f32>, block: usize) -> Result<(), Error> {
-        let sent = self.0.transmit(values, (0, GRADIENTS + block as u32));
+    fn give(&self, values: Vec<f32>, number: usize) -> Result<(), Error> {
+        let sent = self.0.transmit(values, (0, GRADIENTS + number as u32));
         Ok(sent.wait().map(drop)?)
     }
 
-    fn get(&self, n: usize, rank: usize, block: usize) -> Result<Vec<f32>, Error> {
-        Ok(self.0.receive(n, (rank, GRADIENTS + block as u32)).wait()?)
+    fn get(&self, n: usize, rank: usize, number: usize) -> Result<Vec<f32>, Error> {
+        Ok(self
+            .0
+            .receive(n, (rank, GRADIENTS + number as u32))
+            .wait()?)
     }
 }
 
 /// The place of rank `rank` of `of` in a group.
-pub(super) fn seat(link: Link, rank: usize, of: usize) -> RowSeat {
-    let calls = Box::new(RowLink(link));
-    RowSeat { calls, rank, of }
+pub(super) fn seat(link: Link, (rank, of): (usize, usize), cuts_experts: bool) -> RowSeat {
+    RowSeat {
+        calls: Box::new(RowLink(link)),
+        rank,
+        of,
+        cuts_experts,
+    }
 }
 
 /// Computes all leaves of a step, or rows that are held out, with the other ranks. Gives their

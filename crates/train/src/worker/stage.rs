@@ -49,6 +49,8 @@ pub(super) struct StageWorker<'a> {
     seat: Option<Seat>,
     /// This worker's rank, while it has a part of each row.
     of_rows: Option<usize>,
+    /// Whether it then has a part of the experts too.
+    cuts_experts: bool,
     /// A step, and the values before it.
     values: (Option<u64>, Vec<f32>),
 }
@@ -71,11 +73,12 @@ enum Turn {
 impl<'a> StageWorker<'a> {
     pub(super) fn new(
         (channel, activity): (&'a RunChannel, &Arc<Activity>),
-        run: TrainingRun,
+        (run, cuts_experts): (TrainingRun, bool),
         exchange: PathBuf,
     ) -> Self {
         Self {
             channel,
+            cuts_experts,
             activity: Arc::clone(activity),
             run,
             exchange,
@@ -106,7 +109,8 @@ impl<'a> StageWorker<'a> {
                 let seated = joined.and_then(|link| {
                     if self.run.net.stage().of == 1 {
                         self.of_rows = Some(rank);
-                        self.run.net.cut_rows(Some(rows::seat(link, rank, of)));
+                        let seat = rows::seat(link, (rank, of), self.cuts_experts);
+                        self.run.net.cut_rows(Some(seat));
                     } else {
                         self.seat = Some(Seat { link, rank, of });
                     }

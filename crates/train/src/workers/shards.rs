@@ -76,8 +76,7 @@ impl RankGroup {
 
     /// Whether the ranks have the state of the training.
     pub(super) fn has_state(&self) -> bool {
-        self.sharding
-            .is_some_and(|sharding| sharding != Sharding::Rows)
+        self.sharding.is_some_and(Sharding::has_state)
     }
 }
 

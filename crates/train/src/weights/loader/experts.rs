@@ -9,6 +9,7 @@ use super::super::{
 };
 use super::{WeightLoader, check};
 use crate::error::Error;
+use crate::shard::share;
 
 /// Numbers of adapters of experts begin here, behind those of any other matrices.
 pub(super) const FIRST_OF_EXPERTS: u64 = 1 << 63;
@@ -92,7 +93,13 @@ impl WeightLoader<'_> {
             of_kind(1).transpose()?,
             of_kind(2).transpose()?,
         ];
+        let here = !self.elsewhere;
+        let held = match self.experts {
+            Some((rank, ranks)) => share(0..of.count, rank, ranks),
+            None => 0..of.count,
+        };
         for index in 0..of.count {
+            self.elsewhere = !(here && held.contains(&index));
             let parts = expert_parts(self.config.width, of, index);
             let mut own = |n: usize| {
                 let (part, [rows, cols]) = parts[n];
@@ -106,6 +113,7 @@ impl WeightLoader<'_> {
             };
             experts.push([own(0)?, own(1)?, own(2)?]);
         }
+        self.elsewhere = !here;
         Ok(experts)
     }
 
