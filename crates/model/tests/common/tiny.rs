@@ -134,7 +134,7 @@ impl Tiny {
         file
     }
 
-    #[expect(clippy::too_many_lines, reason = "one line for each key of a family")]
+    /// The entries of `tiny.tsv` for the family, in their order; a later one of a name counts.
     fn metadata(&self) -> Vec<(String, MetadataValue)> {
         let name = self.family.name();
         let tokens: Vec<String> = (0..self.vocab).map(|i| format!("t{i}")).collect();
@@ -142,178 +142,64 @@ impl Tiny {
             ("general.architecture".to_owned(), name.into()),
             ("tokenizer.ggml.tokens".to_owned(), tokens.into()),
         ];
-        let mut add = |key: &str, value| entries.push((format!("{name}.{key}"), value));
-        for (key, value) in [
-            ("block_count", self.layers + self.more_blocks()),
-            ("embedding_length", self.width),
-            ("feed_forward_length", self.ffn),
-            ("context_length", 4096),
-            ("attention.head_count", self.heads),
-            ("attention.head_count_kv", self.kv_heads),
-            ("attention.key_length", self.head_dim),
-            ("attention.value_length", self.head_dim),
-        ] {
-            add(key, (value as u32).into());
-        }
-        if self.family == ModelFamily::DeepSeek {
-            let Heads {
-                plain,
-                value,
-                latent,
-            } = self.latent_heads();
-            for (key, size) in [
-                ("attention.key_length_mla", plain + TURNED),
-                ("attention.value_length_mla", value),
-                ("attention.q_lora_rank", latent),
-                ("attention.kv_lora_rank", latent),
-                ("rope.dimension_count", TURNED),
-                ("nextn_predict_layers", 1),
-                ("leading_dense_block_count", 1),
-                ("expert_shared_count", 1),
-                ("expert_gating_func", 2),
-                ("expert_group_count", 4),
-                ("expert_group_used_count", 2),
-                ("rope.scaling.original_context_length", 512),
-            ] {
-                add(key, (size as u32).into());
+        let mut set = |key: &str, value| {
+            let key = format!("{name}.{key}");
+            entries.retain(|(known, _)| *known != key);
+            entries.push((key, value));
+        };
+        let own = format!("{:?}", self.family);
+        for row in include_str!("tiny.tsv").lines().skip(1) {
+            let columns: Vec<&str> = row.split('\t').collect();
+            let [families, key, kind, text] = columns[..] else {
+                panic!("{row:?}");
+            };
+            let is_meant = match families {
+                "*" => true,
+                "experts" => self.has_experts(self.layers),
+                some => some.split(',').any(|family| family == own),
+            };
+            if is_meant {
+                set(key, self.value(kind, text));
             }
-            add("expert_weights_scale", 2.5f32.into());
-            add("expert_weights_norm", true.into());
-            add("rope.scaling.type", "yarn".into());
-            add("rope.scaling.factor", 8f32.into());
-            add("rope.scaling.yarn_log_multiplier", 0.1f32.into());
-        }
-        add("attention.layer_norm_rms_epsilon", 1e-6f32.into());
-        add("rope.freq_base", 1e4f32.into());
-        if self.has_experts(self.layers) {
-            for (key, value) in [
-                ("expert_count", self.experts_of()),
-                ("expert_used_count", 3),
-                ("expert_feed_forward_length", EXPERT_FFN),
-                ("expert_shared_feed_forward_length", self.ffn),
-            ] {
-                add(key, (value as u32).into());
-            }
-        }
-        if matches!(
-            self.family,
-            ModelFamily::Gemma2
-                | ModelFamily::Gemma3
-                | ModelFamily::Gemma4
-                | ModelFamily::GptOss
-                | ModelFamily::Olmo2
-                | ModelFamily::Phi3
-        ) {
-            add("attention.sliding_window", (self.window as u32).into());
-        }
-        match self.family {
-            ModelFamily::GptOss => {
-                add("rope.scaling.type", "yarn".into());
-                add("rope.scaling.factor", 8f32.into());
-                add("rope.scaling.original_context_length", 512u32.into());
-            }
-            ModelFamily::Glm4Moe => {
-                for (key, value) in [
-                    ("nextn_predict_layers", 1u32),
-                    ("leading_dense_block_count", 1),
-                    ("expert_shared_count", 2),
-                    ("expert_gating_func", 2),
-                    ("rope.dimension_count", 16),
-                ] {
-                    add(key, value.into());
-                }
-                add("expert_weights_scale", 2.5f32.into());
-                add("expert_weights_norm", true.into());
-            }
-            ModelFamily::MiniMaxM2 | ModelFamily::Phi3 => {
-                add("rope.dimension_count", 16u32.into());
-            }
-            ModelFamily::Mistral => {
-                add("rope.scaling.type", "yarn".into());
-                add("rope.scaling.factor", 8f32.into());
-                add("rope.scaling.original_context_length", 64u32.into());
-                add("attention.temperature_scale", 0.1f32.into());
-            }
-            ModelFamily::Gemma2 => {
-                add("attn_logit_softcapping", 2f32.into());
-                add("final_logit_softcapping", 20f32.into());
-            }
-            ModelFamily::Granite => {
-                for (key, value) in [
-                    ("embedding_scale", 6.0f32),
-                    ("attention.scale", 0.15),
-                    ("residual_scale", 0.22),
-                    ("logit_scale", 0.5),
-                ] {
-                    add(key, value.into());
-                }
-            }
-            ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => {
-                add("shortconv.l_cache", (TAPS as u32).into());
-                add("leading_dense_block_count", 1u32.into());
-                add("expert_gating_func", 2u32.into());
-                add("expert_weights_norm", true.into());
-                // 0 for layers without attention; the last entry of a name counts.
-                let heads =
-                    (0..self.layers).map(|i| u32::from(self.attends(i)) * self.kv_heads as u32);
-                let heads: Vec<u32> = heads.collect();
-                entries.retain(|(key, _)| !key.ends_with("head_count_kv"));
-                entries.push((format!("{name}.attention.head_count_kv"), heads.into()));
-            }
-            ModelFamily::NemotronH => {
-                for (key, value) in [
-                    ("expert_shared_count", 1),
-                    ("expert_gating_func", 2),
-                    ("ssm.conv_kernel", TAPS),
-                    ("ssm.state_size", STATE),
-                    ("ssm.group_count", KEY_HEADS),
-                    ("ssm.time_step_rank", VALUE_HEADS),
-                    ("ssm.inner_size", VALUE_HEADS * STATE),
-                ] {
-                    add(key, (value as u32).into());
-                }
-                add("expert_weights_norm", true.into());
-                let of = |kind: &[u8], n: usize| -> Vec<u32> {
-                    let size = |block| u32::from(kind.contains(block)) * n as u32;
-                    NEMOTRON.iter().map(size).collect()
-                };
-                for (key, list) in [
-                    ("attention.head_count_kv", of(b"*", self.kv_heads)),
-                    ("feed_forward_length", of(b"-E", self.ffn)),
-                ] {
-                    let key = format!("{name}.{key}");
-                    entries.retain(|(known, _)| *known != key);
-                    entries.push((key, list.into()));
-                }
-            }
-            ModelFamily::Dbrx => {
-                add("attention.layer_norm_epsilon", 1e-5f32.into());
-                add("attention.clamp_kqv", 2f32.into()); // which some values exceed
-            }
-            ModelFamily::Qwen3Next | ModelFamily::Qwen35 | ModelFamily::Qwen35Moe => {
-                for (key, value) in [
-                    ("full_attention_interval", 4),
-                    ("nextn_predict_layers", self.more_blocks() as u32),
-                    ("rope.dimension_count", 16),
-                    ("ssm.conv_kernel", TAPS as u32),
-                    ("ssm.state_size", STATE as u32),
-                    ("ssm.group_count", KEY_HEADS as u32),
-                    ("ssm.time_step_rank", VALUE_HEADS as u32),
-                    ("ssm.inner_size", (VALUE_HEADS * STATE) as u32),
-                ] {
-                    add(key, value.into());
-                }
-            }
-            _ => {}
         }
         if self.family == ModelFamily::Gemma4 {
-            for (key, value) in gemma4::entries(self) {
-                let key = format!("{name}.{key}");
-                entries.retain(|(known, _)| *known != key);
-                entries.push((key, value));
-            }
+            gemma4::entries(self)
+                .into_iter()
+                .for_each(|(key, value)| set(key, value));
         }
         entries
+    }
+
+    /// A value of `tiny.tsv`, or the size that it names.
+    fn value(&self, kind: &str, text: &str) -> MetadataValue {
+        let heads = self.latent_heads();
+        let of_blocks = |kind: &[u8], n: usize| -> Vec<u32> {
+            let size = |block| u32::from(kind.contains(block)) * n as u32;
+            NEMOTRON.iter().map(size).collect()
+        };
+        let kv = self.kv_heads as u32;
+        let size = match text {
+            "blocks" => self.layers + self.more_blocks(),
+            "more_blocks" => self.more_blocks(),
+            "width" => self.width,
+            "ffn" => self.ffn,
+            "heads" => self.heads,
+            "kv_heads" => self.kv_heads,
+            "head_dim" => self.head_dim,
+            "window" => self.window,
+            "experts" => self.experts_of(),
+            "key_mla" => heads.plain + TURNED,
+            "value_mla" => heads.value,
+            "latent" => heads.latent,
+            "kv_of_attention" => {
+                let of = (0..self.layers).map(|i| u32::from(self.attends(i)) * kv);
+                return of.collect::<Vec<u32>>().into(); // 0 for layers without attention
+            }
+            "kv_of_blocks" => return of_blocks(b"*", self.kv_heads).into(),
+            "ffn_of_blocks" => return of_blocks(b"-E", self.ffn).into(),
+            _ => return value_of(kind, text),
+        };
+        (size as u32).into()
     }
 
     /// Blocks behind the layers, for predicting more than one token: their weights are not read.
@@ -689,5 +575,22 @@ impl TinyFile {
             shape: vec![values.len()],
             bytes: values.iter().flat_map(|x| x.to_le_bytes()).collect(),
         });
+    }
+}
+
+/// The value of a metadata entry of a table, of a type of GGUF.
+pub(crate) fn value_of(kind: &str, text: &str) -> MetadataValue {
+    match kind {
+        "u32" => MetadataValue::U32(text.parse().unwrap()),
+        "i32" => MetadataValue::I32(text.parse().unwrap()),
+        "f32" => MetadataValue::F32(text.parse().unwrap()),
+        "f64" => MetadataValue::F64(text.parse().unwrap()),
+        "bool" => MetadataValue::Bool(text.parse().unwrap()),
+        "str" => text.into(),
+        "u32s" => {
+            let list = text.split(',').map(|n| n.parse().unwrap());
+            list.collect::<Vec<u32>>().into()
+        }
+        _ => panic!("no type {kind}"),
     }
 }

@@ -6,11 +6,11 @@ use std::path::Path;
 use paceline_base::testing::long;
 use paceline_base::{BlockType, KernelClass, SplitMix64};
 use paceline_model::{Config, Error, ModelFamily, ModelSource};
-use paceline_weights::gguf::{Array, MetadataValue};
+use paceline_weights::gguf::MetadataValue;
 
 use super::{check, refusal};
 use crate::common::runner::Runner;
-use crate::common::tiny::{NEMOTRON, Tiny, TinyFile};
+use crate::common::tiny::{NEMOTRON, Tiny, TinyFile, value_of};
 use crate::common::{gemma4, kernels, try_load};
 
 /// A model of one layer or two, small enough to be written hundreds of times.
@@ -97,26 +97,6 @@ fn integers_that_lie_are_refused() {
     }
 }
 
-/// The value of a column of `gguf.tsv`; none takes the entry away.
-fn value_of(kind: &str, text: &str) -> Option<MetadataValue> {
-    let u32s = || {
-        text.split(',')
-            .map(|n| n.parse().unwrap())
-            .collect::<Vec<u32>>()
-    };
-    Some(match kind {
-        "-" => return None,
-        "u32" => MetadataValue::U32(text.parse().unwrap()),
-        "i32" => MetadataValue::I32(text.parse().unwrap()),
-        "f32" => MetadataValue::F32(text.parse().unwrap()),
-        "f64" => MetadataValue::F64(text.parse().unwrap()),
-        "bool" => MetadataValue::Bool(text.parse().unwrap()),
-        "str" => text.into(),
-        "u32s" => MetadataValue::Array(Array::U32(u32s())),
-        _ => panic!("no type {kind}"),
-    })
-}
-
 /// Sizes, settings and keys of every family, each with a value that is impossible, is not that of
 /// the weights, or changes the arithmetic.
 #[test]
@@ -130,7 +110,8 @@ fn entries_that_lie_are_refused() {
         };
         let named = |it: &&ModelFamily| format!("{it:?}") == family;
         let family = *ModelFamily::ALL.iter().find(named).unwrap();
-        check_entry(dir.path(), family, key, value_of(kind, text), expected);
+        let value = (kind != "-").then(|| value_of(kind, text));
+        check_entry(dir.path(), family, key, value, expected);
         checked += 1;
     }
     assert!(checked > 130, "{checked} rows");
