@@ -27,6 +27,11 @@ fn gguf(family: ModelFamily, entries: &[(&str, Entry)]) -> Config {
     Config::read(&ModelSource::open(&path).unwrap()).unwrap()
 }
 
+/// As [`gguf`], with one entry changed.
+fn gguf_with(family: ModelFamily, key: &str, value: impl Into<Entry>) -> Config {
+    gguf(family, &[(key, value.into())])
+}
+
 /// The configuration of a golden Hugging Face folder with these fields changed; null takes away.
 fn hf(name: &str, changes: &Value) -> Config {
     let dir = folder(name, changes);
@@ -73,10 +78,7 @@ fn ropes_of_gguf_files() {
     assert_turns(turns(&llama, 0), 1.0, second(1e4, 32.0));
 
     // A part of the head turns, in two halves of that part.
-    let partial = gguf(
-        ModelFamily::Qwen3,
-        &[("rope.dimension_count", 16u32.into())],
-    );
+    let partial = gguf_with(ModelFamily::Qwen3, "rope.dimension_count", 16u32);
     assert_eq!(partial.ropes[0].pairs, RopePairs::Halves);
     assert_eq!(partial.ropes[0].frequencies.len(), 8);
     assert_turns(turns(&partial, 0), 1.0, second(1e4, 16.0));
@@ -92,10 +94,7 @@ fn ropes_of_gguf_files() {
         assert_turns(turns(&gemma, 0), scale, scale * second(1e6, 128.0));
         assert_turns(turns(&gemma, 1), 1.0, second(1e4, 128.0));
     }
-    let local = gguf(
-        ModelFamily::Gemma3,
-        &[("rope.freq_base_swa", 5e4f32.into())],
-    );
+    let local = gguf_with(ModelFamily::Gemma3, "rope.freq_base_swa", 5e4f32);
     assert_turns(turns(&local, 1), 1.0, second(5e4, 128.0));
 }
 
@@ -125,9 +124,7 @@ fn ropes_of_hugging_face_folders() {
 /// Old, newer and newest names of the fields; contexts of 0.5, 1 and 3 times the original one.
 #[test]
 fn scaled_ropes_are_those_of_transformers() {
-    let text = std::fs::read(golden("ropes.json")).unwrap();
-    let cases: Value = serde_json::from_slice(&text).unwrap();
-    for case in cases["cases"].as_array().unwrap() {
+    for case in golden_json("ropes.json")["cases"].as_array().unwrap() {
         let context = case["context"].as_u64().unwrap() as usize;
         let config = hf("llama-tied", &case["fields"]);
         let rope = config.ropes[0].for_context(context);
@@ -188,14 +185,10 @@ fn folders_of_this_year_read() {
     let config = json!({"model_type": "gemma3", "text_config": text});
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     let gemma = Config::read(&ModelSource::open(dir.path()).unwrap()).unwrap();
-    assert_eq!(
-        (gemma.width, gemma.heads, gemma.kv_heads, gemma.head_dim),
-        (2560, 8, 4, 256)
-    );
-    assert_eq!(
-        (gemma.vocab, gemma.context, gemma.tied),
-        (262_208, 131_072, Some(true))
-    );
+    let heads = (gemma.heads, gemma.kv_heads, gemma.head_dim);
+    assert_eq!((gemma.width, heads), (2560, (8, 4, 256)));
+    assert_eq!((gemma.vocab, gemma.context), (262_208, 131_072));
+    assert_eq!(gemma.tied, Some(true));
     assert_turns(turns(&gemma, 0), 0.125, 0.125 * second(1e6, 256.0));
     assert_turns(turns(&gemma, 1), 1.0, second(1e4, 256.0));
     assert_eq!(windows(&gemma)[4..6], [Some(1024), None]);
@@ -244,8 +237,11 @@ fn windows_of_layers() {
     let (full, near) = (None, Some(70));
     let gemma = gguf(ModelFamily::Gemma3, &[]);
     assert_eq!(windows(&gemma), [near, near, near, near, near, full]);
-    let pattern = ("attention.sliding_window_pattern", 2u32.into());
-    let gemma = gguf(ModelFamily::Gemma3, &[pattern]);
+    let gemma = gguf_with(
+        ModelFamily::Gemma3,
+        "attention.sliding_window_pattern",
+        2u32,
+    );
     assert_eq!(windows(&gemma), [near, full, near, full, near, full]);
     assert_eq!(
         gemma.layers.iter().map(|l| l.rope).collect::<Vec<_>>(),
@@ -253,8 +249,7 @@ fn windows_of_layers() {
     );
 
     // Rows that see later ones too: half to each side, and their own.
-    let both = ("attention.causal", false.into());
-    let gemma = gguf(ModelFamily::Gemma3, &[both]);
+    let gemma = gguf_with(ModelFamily::Gemma3, "attention.causal", false);
     assert!(gemma.bidirectional);
     assert_eq!(windows(&gemma)[0], Some(36));
 
@@ -283,13 +278,10 @@ fn scales_of_gemma() {
         (plain.layers[0].query_scale, plain.embedding_scale),
         (root(128.0), 16.0)
     );
-    let scalar = gguf(
-        ModelFamily::Gemma3,
-        &[("attention.query_scalar", 24f32.into())],
-    );
+    let scalar = gguf_with(ModelFamily::Gemma3, "attention.query_scalar", 24f32);
     assert_eq!(scalar.layers[0].query_scale, root(24.0));
     // The 27B model: 62 layers, scores by the width per head.
-    let large = gguf(ModelFamily::Gemma3, &[("block_count", 62u32.into())]);
+    let large = gguf_with(ModelFamily::Gemma3, "block_count", 62u32);
     assert_eq!(large.layers[0].query_scale, root(256.0 / 4.0));
 }
 
@@ -321,8 +313,12 @@ fn keys_that_say_what_is_computed_pass() {
         assert_eq!(gguf(family, &entries), plain, "{family:?}");
     }
     let plain = gguf(ModelFamily::Llama, &[]);
-    let window = ("attention.sliding_window", (plain.context as u32).into());
-    assert_eq!(gguf(ModelFamily::Llama, &[window]), plain);
+    let window = gguf_with(
+        ModelFamily::Llama,
+        "attention.sliding_window",
+        plain.context as u32,
+    );
+    assert_eq!(window, plain);
 
     let plain = hf("llama-tied", &json!({}));
     let same = json!({
@@ -337,13 +333,9 @@ fn keys_that_say_what_is_computed_pass() {
 /// Most layers see 512 positions, and keep little more than those.
 #[test]
 fn windows_keep_a_third_of_the_cache_at_32768_positions() {
-    let gemma = gguf(
-        ModelFamily::Gemma3,
-        &[
-            ("block_count", 18u32.into()),
-            ("attention.sliding_window", 512u32.into()),
-        ],
-    );
+    let entries = ["block_count", "attention.sliding_window"].into_iter();
+    let entries: Vec<_> = entries.zip([18u32, 512].map(Entry::from)).collect();
+    let gemma = gguf(ModelFamily::Gemma3, &entries);
     let mut full = gemma.clone();
     full.layers.iter_mut().for_each(|layer| layer.window = None);
     let bytes = |config: &Config| {
@@ -467,13 +459,8 @@ fn latent_attention_and_groups() {
         (v3.kv_heads, v3.head_dim, v3.layers[0].value_dim),
         (1, 48, 32)
     );
-    assert_eq!(
-        v3.layers
-            .iter()
-            .filter(|layer| layer.experts.is_some())
-            .count(),
-        2
-    );
+    let mixtures = v3.layers.iter().filter(|layer| layer.experts.is_some());
+    assert_eq!(mixtures.count(), 2);
     let groups = v3.layers[1].experts.unwrap().groups.unwrap();
     assert_eq!((groups.count, groups.used, groups.largest), (4, 2, 2));
     // 1 + 0.1 ln 40 squared, over the root of 48.
@@ -487,25 +474,15 @@ fn latent_attention_and_groups() {
     let old = hf("deepseek-v2", &json!({"topk_method": "greedy"}));
     assert_eq!(old.layers[1].experts.unwrap().groups, None);
     assert_eq!(old.latent.unwrap().query_rank, None);
-    let kimi = hf(
-        "deepseek-v3-bf16",
-        &json!({"model_type": "kimi_k2", "n_group": 1}),
-    );
-    assert_eq!(
-        (kimi.family, kimi.layers[1].experts.unwrap().groups),
-        (ModelFamily::DeepSeek, None)
-    );
-    let growth = hf("mistral4-bf16", &json!({}))
-        .latent
-        .unwrap()
-        .growth
-        .unwrap();
+    let fields = json!({"model_type": "kimi_k2", "n_group": 1});
+    let kimi = hf("deepseek-v3-bf16", &fields);
+    assert_eq!(kimi.family, ModelFamily::DeepSeek);
+    assert_eq!(kimi.layers[1].experts.unwrap().groups, None);
+    let latent = hf("mistral4-bf16", &json!({})).latent.unwrap();
+    let growth = latent.growth.unwrap();
     assert_eq!((growth.rate, growth.length), (0.1, 16.0));
 
-    let file = gguf(
-        ModelFamily::DeepSeek,
-        &[("attention.temperature_scale", 0.5f32.into())],
-    );
+    let file = gguf_with(ModelFamily::DeepSeek, "attention.temperature_scale", 0.5f32);
     let latent = file.latent.unwrap();
     assert_eq!(
         (latent.plain, latent.turned, latent.value_dim),
@@ -521,14 +498,10 @@ fn latent_attention_and_groups() {
 #[test]
 fn layers_with_indexers() {
     let own = |changes: &Value| {
-        let config = hf("glm-dsa-sparse-bf16", changes);
-        let selections = config
-            .layers
-            .iter()
-            .map(|layer| layer.latent.unwrap().selection);
-        selections
-            .map(|of| matches!(of, Selection::Own(_)))
-            .collect::<Vec<_>>()
+        let layers = hf("glm-dsa-sparse-bf16", changes).layers.into_iter();
+        let selections = layers.map(|layer| layer.latent.unwrap().selection);
+        let own = selections.map(|of| matches!(of, Selection::Own(_)));
+        own.collect::<Vec<_>>()
     };
     assert_eq!(own(&json!({})), [true, false, true]);
     let pattern = |text| json!({"indexer_types": null, "index_topk_pattern": text});
@@ -555,14 +528,9 @@ fn an_absent_indexer_bounds_the_context() {
     std::fs::copy(whole.join("config.json"), path.join("config.json")).unwrap();
     let weights = std::fs::read(whole.join("model.safetensors")).unwrap();
     // Another name of equal length hides a tensor.
-    let (from, to) = (
-        &b"0.self_attn.indexer.wk"[..],
-        &b"0.self_attn.indexer.no"[..],
-    );
-    let at = weights
-        .windows(from.len())
-        .position(|part| part == from)
-        .unwrap();
+    let [from, to] = [b"0.self_attn.indexer.wk", b"0.self_attn.indexer.no"];
+    let mut places = weights.windows(from.len());
+    let at = places.position(|part| part == from).unwrap();
     let bare = [&weights[..at], to, &weights[at + to.len()..]].concat();
     std::fs::write(path.join("model.safetensors"), bare).unwrap();
     let model = Arc::new(load(&path, KernelClass::Cpu, &kernels()));
@@ -591,13 +559,8 @@ fn an_indexer_of_blocks_has_two_names() {
         let choices = config.layers.iter().map(|layer| layer.pooled);
         choices.map(|own| own.map(|own| own.choice)).collect()
     };
-    let choice = |top_k| {
-        Some(Choice {
-            top_k,
-            pool: 16,
-            local: 1,
-        })
-    };
+    let (pool, local) = (16, 1);
+    let choice = |top_k| Some(Choice { top_k, pool, local });
     let own = config(json!({"index_topk_blocks": 3}));
     assert_eq!(choices(&own), [None, choice(48), choice(48)]);
     let published = config(json!({
@@ -634,16 +597,11 @@ fn uses_of_experts_are_counted() {
             Vec::from_iter(layers)
         );
         for uses in uses {
-            assert_eq!(
-                (uses.rows.len(), uses.rows.iter().sum::<u64>()),
-                (experts, 70 * 3),
-                "{family:?}"
-            );
-            assert!(
-                uses.rows.iter().all(|rows| *rows <= 70),
-                "{family:?} {:?}",
-                uses.rows
-            );
+            let rows = uses.rows;
+            let sizes = (rows.len(), rows.iter().sum::<u64>());
+            assert_eq!(sizes, (experts, 70 * 3), "{family:?}");
+            let is_within = rows.iter().all(|rows| *rows <= 70);
+            assert!(is_within, "{family:?} {rows:?}");
         }
     }
 }

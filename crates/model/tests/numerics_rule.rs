@@ -63,6 +63,22 @@ impl<'a> Case<'a> {
         Schedule::new(model, mix, [(&tokens[..len], expected)], 1).run(&title);
     }
 
+    /// Every instruction set on 1 to 3 threads: the first `len` tokens in chunks, then all sequences
+    /// in batches. The portable set is a hundred times slower: `slow` tokens in one length of chunks.
+    fn on_every_set(&self, slow: (usize, usize), len: usize, chunks: impl Fn(usize) -> Vec<usize>) {
+        for (i, set) in InstructionSet::available().iter().enumerate() {
+            let model = self.load(*set, 1 + i % 3);
+            if *set == InstructionSet::Scalar {
+                self.in_chunks(&model, slow.0, slow.1);
+                continue;
+            }
+            for chunk in chunks(i) {
+                self.in_chunks(&model, len, chunk);
+            }
+            self.among_strangers(&model, 3, i as u64);
+        }
+    }
+
     /// All sequences, up to `most` in a step.
     fn among_strangers(&self, model: &Model, most: usize, seed: u64) {
         let mix = Mix {
@@ -74,11 +90,8 @@ impl<'a> Case<'a> {
             .sequences
             .iter()
             .map(|(tokens, expected)| (&tokens[..], expected));
-        let title = format!(
-            "{}, {}, batch of {most}, seed {seed}",
-            self.title,
-            describe(model)
-        );
+        let on = describe(model);
+        let title = format!("{}, {on}, batch of {most}, seed {seed}", self.title);
         Schedule::new(model, mix, sequences, seed).run(&title);
     }
 }
@@ -136,18 +149,8 @@ fn experts_follow_the_rule() {
         let sequences = random_sequences(300, &[200, 64, 90], 3);
         let title = format!("{family:?}");
         let case = Case::new(&path, KernelClass::Cpu, sequences, &title);
-        for (i, set) in InstructionSet::available().iter().enumerate() {
-            let model = case.load(*set, 1 + i % 3);
-            if *set == InstructionSet::Scalar {
-                case.in_chunks(&model, 70, 7); // a hundred times slower
-                continue;
-            }
-            let chunks = [1, 3, 64, 200];
-            for chunk in &chunks[if long() { 0..4 } else { i % 4..i % 4 + 1 }] {
-                case.in_chunks(&model, 200, *chunk);
-            }
-            case.among_strangers(&model, 3, i as u64);
-        }
+        let turn = |i: usize| if long() { 0..4 } else { i % 4..i % 4 + 1 };
+        case.on_every_set((70, 7), 200, |i| [1, 3, 64, 200][turn(i)].to_vec());
     }
 }
 
@@ -160,17 +163,7 @@ fn delta_nets_follow_the_rule() {
         Tiny::new(family, block_type).write(&path);
         let sequences = random_sequences(300, &[200, 64, 130, 67], 3);
         let case = Case::new(&path, class, sequences, &format!("{family:?}"));
-        for (i, set) in InstructionSet::available().iter().enumerate() {
-            let model = case.load(*set, 1 + i % 3);
-            if *set == InstructionSet::Scalar {
-                case.in_chunks(&model, 70, 7); // a hundred times slower
-                continue;
-            }
-            for chunk in [1, 3, 63, 65, 200] {
-                case.in_chunks(&model, 200, chunk);
-            }
-            case.among_strangers(&model, 3, i as u64);
-        }
+        case.on_every_set((70, 7), 200, |_| vec![1, 3, 63, 65, 200]);
     }
 }
 
@@ -183,17 +176,7 @@ fn layers_that_differ_follow_the_rule() {
     for class in [KernelClass::Cpu, KernelClass::CpuF32] {
         let sequences = random_sequences(300, &[300, 64, 150, 129], 3);
         let case = Case::new(&path, class, sequences, "toy");
-        for (i, set) in InstructionSet::available().iter().enumerate() {
-            let model = case.load(*set, 1 + i % 3);
-            if *set == InstructionSet::Scalar {
-                case.in_chunks(&model, 130, 63); // a hundred times slower
-                continue;
-            }
-            for chunk in [1, 63, 64, 65, 200] {
-                case.in_chunks(&model, 300, chunk);
-            }
-            case.among_strangers(&model, 3, i as u64);
-        }
+        case.on_every_set((130, 63), 300, |_| vec![1, 63, 64, 65, 200]);
     }
 }
 
@@ -208,16 +191,13 @@ fn chunks_threads_and_instruction_sets_change_nothing() {
         let case = Case::new(&path, KernelClass::Cpu, sequences, family.name());
         for (set, threads) in configurations() {
             let model = case.load(set, threads);
-            if set == InstructionSet::Scalar {
-                // A hundred times slower: as many tokens as fill a page and Gemma's window.
-                [7, 80]
-                    .into_iter()
-                    .for_each(|chunk| case.in_chunks(&model, 80, chunk));
-            } else {
-                [1, 7, 64, 150]
-                    .into_iter()
-                    .for_each(|chunk| case.in_chunks(&model, 150, chunk));
-            }
+            // A hundred times slower: as many tokens as fill a page and Gemma's window.
+            let (len, chunks) = match set {
+                InstructionSet::Scalar => (80, &[7, 80][..]),
+                _ => (150, &[1, 7, 64, 150][..]),
+            };
+            let in_chunks = |chunk: &usize| case.in_chunks(&model, len, *chunk);
+            chunks.iter().for_each(in_chunks);
         }
     }
 }
