@@ -127,17 +127,7 @@ impl Pipeline<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
-
-    fn costs(seconds: &[(usize, f64)]) -> Costs {
-        let mut costs = Costs::default();
-        for (rows, seconds) in seconds {
-            costs.record(*rows, Duration::from_secs_f64(*seconds));
-        }
-        costs
-    }
 
     fn best(rounds: &Costs, intervals: &Costs, acceptance: f64, pass: f64) -> WindowShape {
         let pipeline = Pipeline {
@@ -153,8 +143,8 @@ mod tests {
     /// Four stages of 2 ms and links of 25 ms.
     fn slow() -> (Costs, Costs) {
         (
-            costs(&[(1, 0.108), (9, 0.116)]),
-            costs(&[(1, 0.002), (9, 0.004)]),
+            Costs::of(&[(1, 0.108), (9, 0.116)]),
+            Costs::of(&[(1, 0.002), (9, 0.004)]),
         )
     }
 
@@ -187,9 +177,9 @@ mod tests {
         // Fast links, and each row takes as long as a step: windows only use idle stages.
         let dear: Vec<(usize, f64)> = (1..=9).map(|n| (n, 0.008 * n as f64)).collect();
         let stage: Vec<(usize, f64)> = (1..=9).map(|n| (n, 0.002 * n as f64)).collect();
-        let shape = best(&costs(&dear), &costs(&stage), 0.3, 0.0);
+        let shape = best(&Costs::of(&dear), &Costs::of(&stage), 0.3, 0.0);
         assert!(shape.gain < 1.1, "{shape:?}");
-        let shape = best(&costs(&dear), &costs(&stage), 0.97, 0.0);
+        let shape = best(&Costs::of(&dear), &Costs::of(&stage), 0.97, 0.0);
         assert!(
             shape.windows > 1 && (1.5..4.0).contains(&shape.gain),
             "{shape:?}"

@@ -232,6 +232,16 @@ impl Costs {
         }
     }
 
+    /// Times that were measured.
+    #[cfg(test)]
+    pub(crate) fn of(seconds: &[(usize, f64)]) -> Self {
+        let mut costs = Self::default();
+        for (rows, seconds) in seconds {
+            costs.record(*rows, Duration::from_secs_f64(*seconds));
+        }
+        costs
+    }
+
     /// Fixed, without a time.
     pub(crate) fn never() -> Self {
         Self {
@@ -380,14 +390,6 @@ mod tests {
         }
     }
 
-    fn costs(seconds: &[(usize, f64)]) -> Costs {
-        let mut costs = Costs::default();
-        for (rows, seconds) in seconds {
-            costs.record(*rows, Duration::from_secs_f64(*seconds));
-        }
-        costs
-    }
-
     #[test]
     fn guesses_are_what_followed_last_time() {
         const NONE: [u32; 0] = [];
@@ -414,8 +416,8 @@ mod tests {
 
     #[test]
     fn drafts_need_to_pay() {
-        let cheap = costs(&[(1, 1.0), (9, 2.5)]);
-        let dear = costs(&[(1, 1.0), (2, 2.0), (3, 3.0), (5, 5.0), (9, 9.0)]);
+        let cheap = Costs::of(&[(1, 1.0), (9, 2.5)]);
+        let dear = Costs::of(&[(1, 1.0), (2, 2.0), (3, 3.0), (5, 5.0), (9, 9.0)]);
         let of = |acceptance: f64, costs: &Costs| {
             let candidate = DraftCandidate {
                 acceptance,
@@ -428,13 +430,13 @@ mod tests {
         assert_eq!(of(trained(60, 0), &dear), 0, "each row costs a step");
         assert_eq!(of(trained(0, 0), &cheap), 0, "nothing is known of the text");
         assert_eq!(of(trained(60, 40), &cheap), 0, "guesses were wrong");
-        let few = of(trained(10, 0), &costs(&[(1, 1.0), (9, 3.0)]));
+        let few = of(trained(10, 0), &Costs::of(&[(1, 1.0), (9, 3.0)]));
         assert!((1..8).contains(&few), "{few}");
     }
 
     #[test]
     fn rows_of_all_drafts_are_bounded() {
-        let costs = costs(&[(8, 1.0), (40, 1.1)]);
+        let costs = Costs::of(&[(8, 1.0), (40, 1.1)]);
         let candidates = [DraftCandidate {
             acceptance: trained(60, 0),
             guesses: 16,
@@ -465,7 +467,7 @@ mod tests {
 
     #[test]
     fn unknown_numbers_of_rows_lie_on_lines() {
-        let costs = costs(&[(2, 1.0), (4, 2.0), (8, 3.0)]);
+        let costs = Costs::of(&[(2, 1.0), (4, 2.0), (8, 3.0)]);
         for (rows, expected) in [(2, 1.0), (3, 1.5), (4, 2.0), (6, 2.5), (8, 3.0)] {
             assert!((costs.relative(2, rows) - expected).abs() < 1e-9, "{rows}");
         }

@@ -113,40 +113,23 @@ impl Sequence {
         context: usize,
     ) -> Result<Self, Error> {
         let prompt_len = request.prompt.len();
-        Ok(Self {
-            id,
+        let state = Snapshot {
+            model: String::new(),
             prompt_len,
             tokens_left: request.max_tokens.min(context - prompt_len),
             min_tokens: request.min_tokens,
             tokens: request.prompt,
-            computed: 0,
-            reused: 0,
-            read_by: None,
-            chosen_at: usize::MAX,
-            pages: SequencePages::default(),
-            adapter: None,
-            names: Vec::new(),
-            holds: false,
-            order: request.order,
-            due: None,
-            passed: 0,
-            withheld: false,
-            ticket: 0,
-            n_in_flight: 0,
-            rows_in_flight: 0,
-            ahead: Vec::new(),
-            course: 0,
-            guesser: None,
-            drafts: DraftCounts::default(),
-            gone: false,
             logprobs: request.logprobs,
-            scores: request.prompt_logprobs.then(Vec::new),
+            prompt_logprobs: request.prompt_logprobs,
             shown: request.shown,
-            guide: guide.map(Box::new),
+            order: request.order,
+            adapter: None,
+            constraint: None,
             sampler: Sampler::new(request.sampling)?,
             decoder: StreamDecoder::new(),
             stops: StopMatcher::new(request.stop)?,
-        })
+        };
+        Ok(Self::restored(id, state, guide))
     }
 
     /// Sets the adapter, before it has pages.

@@ -52,17 +52,7 @@ impl GainEstimate<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
-
-    fn costs(seconds: &[(usize, f64)]) -> Costs {
-        let mut costs = Costs::default();
-        for (rows, seconds) in seconds {
-            costs.record(*rows, Duration::from_secs_f64(*seconds));
-        }
-        costs
-    }
 
     fn best(costs: &Costs, pass: f64, acceptance: f64, room: usize) -> (f64, usize) {
         best_of(costs, (pass, false), acceptance, room)
@@ -98,13 +88,13 @@ mod tests {
 
     #[test]
     fn slow_links_want_deep_drafts_and_dear_rows_none() {
-        let slow_links = costs(&[(1, 0.1), (9, 0.11)]);
+        let slow_links = Costs::of(&[(1, 0.1), (9, 0.11)]);
         let (gain, depth) = best(&slow_links, 0.002, 0.8, 16);
         assert!(gain > 3.0 && depth == 8, "{gain} {depth}");
         let (gain, depth) = best(&slow_links, 0.002, 0.4, 16);
         assert!((1.3..2.0).contains(&gain) && depth < 8, "{gain} {depth}");
         // A fast model, with rows as expensive as steps: no gain.
-        let dear = costs(&[(1, 0.01), (9, 0.09)]);
+        let dear = Costs::of(&[(1, 0.01), (9, 0.09)]);
         assert_eq!(best(&dear, 0.0025, 0.8, 16), (1.0, 0));
         assert_eq!(best(&slow_links, 0.002, 0.0, 16), (1.0, 0));
         // A draft model as slow as its model.

@@ -26,24 +26,32 @@ fn tools() -> Vec<Json> {
         .to_vec()
 }
 
+/// Several calls are allowed.
+const fn rules(tools: &[Json], is_required: bool) -> CallRules<'_> {
+    CallRules {
+        tools,
+        is_required,
+        is_parallel: true,
+        has_any_arguments: false,
+        answer: None,
+    }
+}
+
+/// A tokenizer of bytes and these control tokens, with its grammars.
+fn vocabulary(controls: &[&str]) -> (Tokenizer, Grammars) {
+    let tokenizer = crate::engine::tests::tiny::byte_tokenizer(controls);
+    let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+    (tokenizer, grammars)
+}
+
 impl Case {
     /// `None` for a format without a marker for optional calls.
     fn constraint(&self, tokenizer: &Tokenizer, is_required: bool) -> Option<Constraint> {
         let tools = tools();
-        let rules = CallRules {
-            tools: &tools,
-            is_required,
-            is_parallel: true,
-            has_any_arguments: false,
-            answer: None,
-        };
+        let rules = rules(&tools, is_required);
         let grammar = self.syntax().constraint(tokenizer, &[], &rules).unwrap()?;
-        let relaxed: Vec<&str> = grammar
-            .relaxed
-            .iter()
-            .map(|(_, u)| u.keyword.as_str())
-            .collect();
-        assert_eq!(relaxed, ["uniqueItems"]);
+        let relaxed = grammar.relaxed.iter().map(|(_, u)| u.keyword.as_str());
+        assert_eq!(relaxed.collect::<Vec<_>>(), ["uniqueItems"]);
         Some(grammar.constraint)
     }
 
@@ -66,10 +74,8 @@ impl Case {
         let mut events = reader.push(answer);
         events.extend(reader.finish());
         assert_eq!(reader.failed_calls(), 0, "{answer}");
-        events
-            .iter()
-            .filter(|event| matches!(event, Event::CallEnd { .. }))
-            .count()
+        let is_end = |event: &&Event| matches!(event, Event::CallEnd { .. });
+        events.iter().filter(is_end).count()
     }
 }
 
@@ -77,14 +83,10 @@ impl Case {
 fn an_answer_of_a_schema_stands_beside_calls() {
     let (schema, tools) = (json!({"type": "object", "required": ["n"]}), tools());
     for case in &CASES {
-        let tokenizer = crate::engine::tests::tiny::byte_tokenizer(case.controls);
-        let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+        let (tokenizer, grammars) = vocabulary(case.controls);
         let rules = CallRules {
-            tools: &tools,
-            is_required: false,
-            is_parallel: true,
-            has_any_arguments: false,
             answer: Some(&schema),
+            ..rules(&tools, false)
         };
         let grammar = case.syntax().constraint(&tokenizer, &[], &rules).unwrap();
         if case.is(ToolCallFormat::Harmony) {
@@ -102,29 +104,16 @@ fn an_answer_of_a_schema_stands_beside_calls() {
     }
 }
 
-/// At least one call is required, several are allowed.
-const fn required(tools: &[Json]) -> CallRules<'_> {
-    CallRules {
-        tools,
-        is_required: true,
-        is_parallel: true,
-        has_any_arguments: false,
-        answer: None,
-    }
-}
-
 /// In arguments of calls, and in answers after reasoning.
 #[test]
 fn white_space_in_calls_is_bounded() {
-    let tokenizer = crate::engine::tests::tiny::byte_tokenizer(&[]);
-    let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+    let (tokenizer, grammars) = vocabulary(&[]);
     let syntax = Syntax::of(&ChatTemplate::new("<tool_call> </think>").unwrap());
     let schema = json!({"type": "object", "required": ["n"]});
     let answer = syntax.bound_json(&tokenizer, &[], &schema);
     let tools = tools();
-    let call = syntax
-        .constraint(&tokenizer, &[], &required(&tools))
-        .unwrap();
+    let rules = rules(&tools, true);
+    let call = syntax.constraint(&tokenizer, &[], &rules).unwrap();
     let begun = r#"<tool_call>{"name": "look", "arguments": {"#;
     for (constraint, begun) in [
         (answer, "<think>a</think>{"),
@@ -141,14 +130,13 @@ fn a_model_may_think_before_it_answers_or_calls() {
         ("", "<think>a {b</think>\n"),
         ("<think>\n", "a {b</think>\n"),
     ] {
-        let tokenizer = crate::engine::tests::tiny::byte_tokenizer(&[]);
-        let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+        let (tokenizer, grammars) = vocabulary(&[]);
         let prompt = tokenizer.encode(prompt, Specials::AsText, false).unwrap();
         let syntax = Syntax::of(&ChatTemplate::new("<tool_call> </think>").unwrap());
         let schema = json!({"type": "object", "required": ["n"]});
         let answer = syntax.bound_json(&tokenizer, &prompt, &schema);
         let tools = tools();
-        let call = syntax.constraint(&tokenizer, &prompt, &required(&tools));
+        let call = syntax.constraint(&tokenizer, &prompt, &rules(&tools, true));
         let call = call.unwrap().unwrap().constraint;
         for (constraint, text) in [(&answer, r#"{"n": 1}"#), (&call, CASES[0].calls[0])] {
             let passed = |text: &str| passes(&grammars, &tokenizer, constraint, text);
@@ -165,8 +153,7 @@ fn a_model_may_think_before_it_answers_or_calls() {
 #[test]
 fn what_the_reader_takes_for_a_call_passes() {
     for case in &CASES {
-        let tokenizer = crate::engine::tests::tiny::byte_tokenizer(case.controls);
-        let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+        let (tokenizer, grammars) = vocabulary(case.controls);
         for is_required in [false, true] {
             let Some(constraint) = case.constraint(&tokenizer, is_required) else {
                 assert!(
@@ -276,8 +263,7 @@ fn drawn(
 fn what_passes_is_a_call_for_the_reader() {
     const DRAWS: usize = 16;
     for case in &CASES {
-        let tokenizer = crate::engine::tests::tiny::byte_tokenizer(case.controls);
-        let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
+        let (tokenizer, grammars) = vocabulary(case.controls);
         let constraint = case.constraint(&tokenizer, true).unwrap();
         let mut state = 0x2545_f491_4f6c_dd1d;
         let draw = |_| drawn(&grammars, &tokenizer, &constraint, &mut state);
@@ -307,16 +293,9 @@ fn gemmas_calls_are_held_to_their_form() {
     };
     let strict = tools();
     for controls in [&controls[..], &[]] {
-        let tokenizer = crate::engine::tests::tiny::byte_tokenizer(controls);
-        let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
-        let rules = CallRules {
-            tools: &strict[1..],
-            is_required: true,
-            is_parallel: true,
-            has_any_arguments: false,
-            answer: None,
-        };
-        let grammar = case.syntax().constraint(&tokenizer, &[], &rules);
+        let (tokenizer, grammars) = vocabulary(controls);
+        let grammar = case.syntax();
+        let grammar = grammar.constraint(&tokenizer, &[], &rules(&strict[1..], true));
         let CallGrammar {
             constraint,
             relaxed,
@@ -337,11 +316,8 @@ fn gemmas_calls_are_held_to_their_form() {
         ] {
             assert_eq!(passed(broken), None, "{broken}");
         }
-        let rules = CallRules {
-            tools: &strict,
-            ..rules
-        };
-        let grammar = case.syntax().constraint(&tokenizer, &[], &rules);
+        let all = rules(&strict, true);
+        let grammar = case.syntax().constraint(&tokenizer, &[], &all);
         assert!(grammar.unwrap().is_none());
     }
 }

@@ -173,9 +173,7 @@ fn strangers_are_not_constrained() {
     let mut rig = Rig::new(&tiny, sizes);
     let ids = [&free, &held, &free].map(|wanted| rig.submit(wanted));
     rig.drain();
-    for (id, wanted) in ids.into_iter().zip([&free, &held, &free]) {
-        assert_eq!(rig.outcomes[&id], alone(&tiny, wanted, CONTEXT));
-    }
+    rig.check_alone(&tiny, &ids, [&free, &held, &free]);
     assert_eq!(rig.outcomes[&ids[1]].text.len(), 30);
 }
 

@@ -85,10 +85,7 @@ impl OnMlx {
 
     /// The outcome of a request in an engine of its own, and the tokens that it did not compute.
     fn answer(&self, request: &GenerationRequest, store: Option<&Shelf>) -> (SequenceOutcome, u64) {
-        let mut rig = self.rig(0, store);
-        let id = rig.submit(request);
-        rig.drain();
-        (rig.outcomes.remove(&id).unwrap(), rig.engine.n_reused())
+        self.rig(0, store).answer(request)
     }
 }
 

@@ -138,10 +138,7 @@ fn after_a_restart(
     wanted: &GenerationRequest,
     shelf: &Shelf,
 ) -> (SequenceOutcome, u64) {
-    let mut rig = rig(tiny, sizes(), shelf);
-    let id = rig.submit(wanted);
-    rig.drain();
-    (rig.outcomes.remove(&id).unwrap(), rig.engine.n_reused())
+    rig(tiny, sizes(), shelf).answer(wanted)
 }
 
 #[test]
@@ -200,27 +197,20 @@ fn pages_with_other_numbers_are_for_their_sequence_alone() {
         let wanted = sampled(prompt(3 * PAGE + 9, 1), 20, 1);
         let (own, _) = after_a_restart(&tiny, &wanted, &shelf);
         let mut rig = rig(&tiny, sizes(), &shelf.as_kind(ShelfKind::Foreign));
-        let mut answer = |wanted: &GenerationRequest| {
-            let before = rig.engine.n_reused();
-            let id = rig.submit(wanted);
-            rig.drain();
-            let reused = rig.engine.n_reused() - before;
-            (rig.outcomes.remove(&id).unwrap(), reused)
-        };
-        let (first, reused) = answer(&wanted);
+        let (first, reused) = rig.answer(&wanted);
         assert_eq!(first.read_by.as_deref(), Some("other"));
         assert_eq!((&first.tokens, reused), (&own.tokens, 3 * PAGE as u64));
         // Pages of windows that no row reads stay where they are.
         let stored = lock(&shelf.0).pages.keys().any(|(_, pool)| *pool == 0);
         assert!(!stored, "pages with other numbers are stored");
-        assert_eq!(answer(&wanted), (own.clone(), 0));
+        assert_eq!(rig.answer(&wanted), (own.clone(), 0));
         // It finds its first pages in the cache, and the later ones in the store.
         let longer = sampled(prompt(4 * PAGE + 9, 1), 5, 1);
         let (expected, _) = after_a_restart(&tiny, &longer, &shelf);
-        let (again, reused) = answer(&longer);
+        let (again, reused) = rig.answer(&longer);
         assert_eq!(again.read_by.as_deref(), Some("other"));
         assert_eq!((&again.tokens, reused), (&expected.tokens, 4 * PAGE as u64));
-        assert_eq!(answer(&wanted).1, 3 * PAGE as u64, "its own pages");
+        assert_eq!(rig.answer(&wanted).1, 3 * PAGE as u64, "its own pages");
     }
 }
 
@@ -229,16 +219,14 @@ fn pages_with_other_numbers_are_for_their_sequence_alone() {
 fn a_prompt_of_many_is_recalled_once() {
     let tiny = TinyModel::new(1);
     let shelf = Shelf::default();
-    let wanted = |seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed);
-    after_a_restart(&tiny, &wanted(0), &shelf);
+    let wanted = [0, 1, 2, 3].map(|seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed));
+    after_a_restart(&tiny, &wanted[0], &shelf);
     let mut rig = rig(&tiny, sizes(), &shelf);
-    let ids: Vec<_> = (0..4).map(|seed| rig.submit(&wanted(seed))).collect();
+    let ids = wanted.each_ref().map(|r| rig.submit(r));
     rig.drain();
     assert_eq!(rig.engine.n_reused(), 4 * 3 * PAGE as u64);
     assert_eq!(lock(&shelf.0).got, 3);
-    for (id, seed) in ids.iter().zip(0..) {
-        assert_eq!(rig.outcomes[id], alone(&tiny, &wanted(seed), CONTEXT));
-    }
+    rig.check_alone(&tiny, &ids, &wanted);
 }
 
 /// A prompt longer than the restore limit of a step, while another answer is generated.
@@ -254,10 +242,7 @@ fn answers_go_on_while_a_long_prompt_is_recalled() {
         };
         let shelf = Shelf::default();
         let long = sampled(prompt(LONG + 3, 1), 5, 1);
-        let mut first = rig(&tiny, config.clone(), &shelf);
-        let id = first.submit(&long);
-        first.drain();
-        let expected = first.outcomes.remove(&id).unwrap();
+        let (expected, _) = rig(&tiny, config.clone(), &shelf).answer(&long);
         let mut rig = rig(&tiny, config, &shelf);
         let short = rig.submit(&sampled(prompt(10, 5), 60, 2));
         rig.steps(3);

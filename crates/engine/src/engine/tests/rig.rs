@@ -213,6 +213,28 @@ impl Rig {
         engine.pages.check(owners);
     }
 
+    /// The outcome of a request, and the tokens that the engine did not compute for it.
+    pub(super) fn answer(&mut self, request: &GenerationRequest) -> (SequenceOutcome, u64) {
+        let before = self.engine.n_reused();
+        let id = self.submit(request);
+        self.drain();
+        let reused = self.engine.n_reused() - before;
+        (self.outcomes.remove(&id).unwrap(), reused)
+    }
+
+    /// Compares these outcomes with those of the requests alone.
+    pub(super) fn check_alone<'r>(
+        &self,
+        tiny: &TinyModel,
+        ids: &[SequenceId],
+        requests: impl IntoIterator<Item = &'r GenerationRequest>,
+    ) {
+        for (id, request) in ids.iter().zip(requests) {
+            let expected = alone(tiny, request, self.engine.config.context);
+            assert_eq!(self.outcomes[id], expected, "{:?}", request.adapter);
+        }
+    }
+
     /// Several steps.
     pub(super) fn steps(&mut self, n: usize) {
         (0..n).for_each(|_| drop(self.step()));

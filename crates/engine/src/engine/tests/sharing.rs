@@ -20,6 +20,14 @@ fn sizes() -> EngineConfig {
     }
 }
 
+/// [`sizes`] with another cache.
+fn caching(cache_positions: usize) -> EngineConfig {
+    EngineConfig {
+        cache_positions,
+        ..sizes()
+    }
+}
+
 /// An answer of `n` tokens to `prompt`.
 fn sampled(prompt: Vec<u32>, n: usize, seed: u64) -> GenerationRequest {
     let mut request = request(prompt, n, SamplingParams { seed, ..SAMPLED });
@@ -42,12 +50,8 @@ fn check_chat(tiny: &TinyModel, least: u64) {
     let mut computed = 0;
     for turn in 0..4 {
         let wanted = sampled(said.clone(), 30, turn);
-        let before = rig.engine.n_reused();
-        let id = rig.submit(&wanted);
-        rig.drain();
-        let reused = (rig.engine.n_reused() - before) as usize;
-        assert_eq!(reused, computed / PAGE * PAGE, "turn {turn}");
-        let outcome = rig.outcomes.remove(&id).unwrap();
+        let (outcome, reused) = rig.answer(&wanted);
+        assert_eq!(reused, (computed / PAGE * PAGE) as u64, "turn {turn}");
         assert_eq!(outcome, alone(tiny, &wanted, CONTEXT));
         said.extend(&outcome.tokens);
         computed = said.len() - 1;
@@ -74,15 +78,12 @@ fn an_agents_second_turn_reuses_its_prefix() {
     let mut shared = 0;
     for turn in 0..3 {
         let wanted = sampled([&said[..], &prompt(6, 7)].concat(), 200, turn);
-        let before = rig.engine.n_reused();
-        let id = rig.submit(&wanted);
-        rig.drain();
-        let reused = (rig.engine.n_reused() - before) as usize;
+        let (outcome, reused) = rig.answer(&wanted);
+        let reused = reused as usize;
         assert!(
             reused * 100 >= shared * 95 && reused <= shared,
             "turn {turn}: {reused} of {shared} tokens"
         );
-        let outcome = rig.outcomes.remove(&id).unwrap();
         assert_eq!(outcome, alone(&tiny, &wanted, context));
         shared = said.len();
         said.extend(prompt(90, 50 + turn as u32));
@@ -93,58 +94,42 @@ fn an_agents_second_turn_reuses_its_prefix() {
 fn a_prompt_that_is_known_takes_one_row() {
     let tiny = TinyModel::new(1);
     let mut rig = Rig::new(&tiny, sizes());
-    let wanted = |seed| sampled(prompt(2 * PAGE + 1, 1), 5, seed);
-    rig.submit(&wanted(1));
-    rig.drain();
+    let wanted = [1, 2, 3, 4].map(|seed| sampled(prompt(2 * PAGE + 1, 1), 5, seed));
+    rig.answer(&wanted[0]);
     let steps = rig.n_steps;
-    let ids: Vec<_> = (2..5).map(|seed| rig.submit(&wanted(seed))).collect();
+    let ids: Vec<_> = wanted[1..].iter().map(|r| rig.submit(r)).collect();
     rig.drain();
     // One token per step from the first on, and one idle step.
     assert!(rig.n_steps - steps <= 5, "{} steps", rig.n_steps - steps);
-    for (id, seed) in ids.iter().zip(2..) {
-        assert_eq!(rig.outcomes[id], alone(&tiny, &wanted(seed), CONTEXT));
-    }
+    rig.check_alone(&tiny, &ids, &wanted[1..]);
 }
 
 #[test]
 fn shared_pages_make_room_for_more_sequences() {
     let tiny = TinyModel::new(1);
     // Each alone needs four of five pages.
-    let config = EngineConfig {
-        cache_positions: CONTEXT + PAGE,
-        ..sizes()
-    };
-    let mut rig = Rig::new(&tiny, config);
-    let wanted = |seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed);
-    rig.submit(&wanted(0));
-    rig.drain();
-    let ids: Vec<_> = (1..4).map(|seed| rig.submit(&wanted(seed))).collect();
+    let mut rig = Rig::new(&tiny, caching(CONTEXT + PAGE));
+    let wanted = [0, 1, 2, 3].map(|seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed));
+    rig.answer(&wanted[0]);
+    let ids: Vec<_> = wanted[1..].iter().map(|r| rig.submit(r)).collect();
     rig.step();
     assert_eq!(rig.engine.running.len(), 3, "three pages and one each");
     rig.drain();
     assert_eq!(rig.preemptions, 0);
-    for (id, seed) in ids.iter().zip(1..) {
-        assert_eq!(rig.outcomes[id], alone(&tiny, &wanted(seed), CONTEXT));
-    }
+    rig.check_alone(&tiny, &ids, &wanted[1..]);
 }
 
 #[test]
 fn a_sequence_that_gave_up_its_pages_finds_them_again() {
     let tiny = TinyModel::new(1);
-    let config = EngineConfig {
-        cache_positions: CONTEXT,
-        ..sizes()
-    };
-    let mut rig = Rig::new(&tiny, config);
+    let mut rig = Rig::new(&tiny, caching(CONTEXT));
     let wanted = |i| sampled(prompt(PAGE + 40, i), 100, i.into());
     let is_long = |r: &GenerationRequest| alone(&tiny, r, CONTEXT).tokens.len() == 100;
     let wanted: Vec<GenerationRequest> = (0..).map(wanted).filter(is_long).take(2).collect();
     let ids: Vec<_> = wanted.iter().map(|r| rig.submit(r)).collect();
     rig.drain();
     assert!(rig.preemptions > 0 && rig.engine.n_reused() >= 2 * PAGE as u64);
-    for (id, wanted) in ids.iter().zip(&wanted) {
-        assert_eq!(rig.outcomes[id], alone(&tiny, wanted, CONTEXT));
-    }
+    rig.check_alone(&tiny, &ids, &wanted);
 }
 
 /// Simultaneous answers to one uncached prompt, as for an API's `n`.
@@ -155,18 +140,12 @@ fn answers_to_one_prompt_compute_it_once() {
         TinyModel::toy(1),
         TinyModel::delta_net(1),
     ] {
-        let config = EngineConfig {
-            cache_positions: 5 * CONTEXT,
-            ..sizes()
-        };
-        let mut rig = Rig::new(&tiny, config);
-        let wanted = |seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed);
-        let ids: Vec<_> = (0..4).map(|seed| rig.submit(&wanted(seed))).collect();
+        let mut rig = Rig::new(&tiny, caching(5 * CONTEXT));
+        let wanted = [0, 1, 2, 3].map(|seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed));
+        let ids = wanted.each_ref().map(|r| rig.submit(r));
         rig.drain();
         assert_eq!(rig.engine.n_reused(), 3 * 3 * PAGE as u64);
-        for (id, seed) in ids.iter().zip(0..) {
-            assert_eq!(rig.outcomes[id], alone(&tiny, &wanted(seed), CONTEXT));
-        }
+        rig.check_alone(&tiny, &ids, &wanted);
     }
 }
 
@@ -174,11 +153,7 @@ fn answers_to_one_prompt_compute_it_once() {
 #[test]
 fn nobody_waits_for_a_prompt_that_was_cancelled() {
     let tiny = TinyModel::new(1);
-    let config = EngineConfig {
-        cache_positions: 5 * CONTEXT,
-        ..sizes()
-    };
-    let mut rig = Rig::new(&tiny, config);
+    let mut rig = Rig::new(&tiny, caching(5 * CONTEXT));
     let wanted = |seed| sampled(prompt(3 * PAGE + 2, 1), 20, seed);
     let first = rig.submit(&wanted(0));
     let second = rig.submit(&wanted(1));
