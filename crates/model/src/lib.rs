@@ -10,7 +10,7 @@
 //! - [`shape`]: a model's sizes for the planner, including models that paceline cannot compute.
 //! - [`trace`]: what a rank did when, for `paceline trace`.
 //! - [`encoder`]: a text in, one vector out; one node, no cache.
-//! - [`families`] has one file per family: a configuration reader, and a layer unless shared.
+//! - [`families`] has a file for each group of relatives: a configuration reader, and a layer.
 //!
 //! A model knows no requests, sampling or text. Each [`BatchSequence`] lists the cache pages of its
 //! sequence.

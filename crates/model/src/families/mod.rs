@@ -1,5 +1,5 @@
-//! Model families, one file each: a configuration reader and, where it is the first with such a
-//! layer, the order of operations in it.
+//! Model families, relatives in one file: a configuration reader and, unless another file has it,
+//! the order of operations in a layer.
 //!
 //! `LayerStep` has the operations; the CPU and the MLX backend implement it. Family files hold no
 //! kernels and no buffers.
@@ -20,25 +20,18 @@ mod gemma3n;
 mod gemma4;
 mod glm4moe;
 mod gpt_oss;
-mod granite;
 mod kimi_linear;
 mod layer_step;
 mod lfm2;
 mod llama;
 mod minimax_m2;
 mod minimax_m3;
-mod mistral;
-mod mixtral;
 mod names;
 mod nemotron_h;
 mod olmo2;
 mod phi3;
-mod qwen2;
-mod qwen2moe;
-mod qwen3;
-mod qwen3moe;
+mod qwen;
 mod qwen4;
-mod smollm3;
 mod uncomputed;
 
 pub use layer_step::{Half, LayerStep};
@@ -451,21 +444,18 @@ impl ModelFamily {
 
     pub(crate) fn config(self, fields: &ConfigFields<'_>) -> Result<Config, Error> {
         match self {
-            Self::Llama => llama::config(fields),
-            Self::Qwen2 => qwen2::config(fields),
-            Self::Qwen3 => qwen3::config(fields),
-            Self::Mistral => mistral::config(fields),
-            Self::SmolLm3 => smollm3::config(fields),
-            Self::Granite => granite::config(fields),
+            Self::Llama | Self::Mistral | Self::SmolLm3 | Self::Granite | Self::Mixtral => {
+                llama::config(self, fields)
+            }
+            Self::Qwen2 | Self::Qwen3 | Self::Qwen2Moe | Self::Qwen3Moe => {
+                qwen::config(self, fields)
+            }
             Self::Olmo2 => olmo2::config(fields),
             Self::Phi3 => phi3::config(fields),
             Self::Gemma2 => gemma2::config(fields),
             Self::Gemma3 => gemma3::config(fields),
             Self::Gemma3n => gemma3n::config(fields),
             Self::Gemma4 => gemma4::config(fields),
-            Self::Mixtral => mixtral::config(fields),
-            Self::Qwen2Moe => qwen2moe::config(fields),
-            Self::Qwen3Moe => qwen3moe::config(fields),
             Self::Dbrx => dbrx::config(fields),
             Self::GptOss => gpt_oss::config(fields),
             Self::Glm4Moe => glm4moe::config(fields),

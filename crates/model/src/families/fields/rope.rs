@@ -143,11 +143,10 @@ impl ConfigFields<'_> {
         };
         let has = |name| file.has(&format!("rope_factors_{name}.weight"));
         match (self.gguf_scaling()?, has("long") && has("short")) {
-            (Some("longrope"), false) => Err(wrong_value(
-                "rope scaling",
-                "longrope",
-                "its factors, rope_factors_long and rope_factors_short, in the file",
-            )),
+            (Some("longrope"), false) => {
+                let expected = "its factors, rope_factors_long and rope_factors_short, in the file";
+                Err(wrong_value("rope scaling", "longrope", expected))
+            }
             (_, has_factors) => Ok(has_factors),
         }
     }
@@ -155,7 +154,7 @@ impl ConfigFields<'_> {
     /// `LongRoPE` without its factors, which are read with the weights.
     fn gguf_longrope(&self, mut plain: Rope) -> Result<Rope, Error> {
         let magnitude = self.opt_float("rope.scaling.attn_factor", "")?;
-        plain.magnitude = checked_magnitude(f64::from(magnitude.unwrap_or(1.0)))?;
+        plain.magnitude = usable(MAGNITUDE, f64::from(magnitude.unwrap_or(1.0)))?;
         plain.long = Some(LongContext {
             original: self.gguf_original_context()?,
             frequencies: LongFrequencies::Fixed(plain.frequencies.clone()),
@@ -357,7 +356,7 @@ impl ConfigFields<'_> {
         let magnitude = number(parameters, "attention_factor")?.unwrap_or(usual);
         let long = plain.clone().with_factors(&long).frequencies;
         Ok(Rope {
-            magnitude: checked_magnitude(magnitude)?,
+            magnitude: usable(MAGNITUDE, magnitude)?,
             long: Some(LongContext {
                 original,
                 frequencies: LongFrequencies::Fixed(long),
@@ -372,6 +371,8 @@ const HF_TYPES: &str = "default, linear, dynamic, yarn, longrope or llama3";
 const GGUF_TYPES: &str = "none, linear, yarn or longrope";
 
 const ORIGINAL: &str = "original_max_position_embeddings";
+/// Factor of cosines and sines.
+const MAGNITUDE: &str = "attention factor of rope";
 
 /// A factor for each of `pairs` pairs.
 fn factors(
@@ -385,30 +386,21 @@ fn factors(
     };
     let list = list.ok_or(Error::MissingField { field: name })?;
     if list.len() != pairs {
-        let expected = format!("one for each of {pairs} pairs");
-        return Err(wrong_value(
-            name,
-            format!("a list of {}", list.len()),
-            expected,
-        ));
+        let (got, expected) = (list.len(), format!("one for each of {pairs} pairs"));
+        return Err(wrong_value(name, format!("a list of {got}"), expected));
     }
-    let usable = |factor: &f64| factor.is_finite() && *factor >= MIN_DIVISOR;
-    let factor = |value: &Value| match value.as_f64().filter(usable) {
-        Some(factor) => Ok(factor as f32),
+    let factor = |value: &Value| match value.as_f64() {
+        Some(factor) => usable(name, factor).map(|factor| factor as f32),
         None => Err(wrong_value(name, value, "0.001 or more")),
     };
     list.iter().map(factor).collect()
 }
 
-/// Factor of cosines and sines.
-fn checked_magnitude(magnitude: f64) -> Result<f64, Error> {
-    match magnitude.is_finite() && magnitude >= MIN_DIVISOR {
-        true => Ok(magnitude),
-        false => Err(wrong_value(
-            "attention factor of rope",
-            magnitude,
-            "0.001 or more",
-        )),
+/// A factor or divisor that leaves numbers finite.
+fn usable(name: &'static str, value: f64) -> Result<f64, Error> {
+    match value.is_finite() && value >= MIN_DIVISOR {
+        true => Ok(value),
+        false => Err(wrong_value(name, value, "0.001 or more")),
     }
 }
 
@@ -494,14 +486,10 @@ fn llama3(parameters: Option<&Value>, original: usize) -> Result<Llama3Scaling, 
         high: positive("high_freq_factor")?,
         original_context: original as f64,
     };
-    if scaling.high > scaling.low {
-        Ok(scaling)
-    } else {
-        Err(wrong_value(
-            "high_freq_factor",
-            scaling.high,
-            "above low_freq_factor",
-        ))
+    let (name, expected) = ("high_freq_factor", "above low_freq_factor");
+    match scaling.high > scaling.low {
+        true => Ok(scaling),
+        false => Err(wrong_value(name, scaling.high, expected)),
     }
 }
 
@@ -539,18 +527,12 @@ fn checked_yarn(yarn: Yarn) -> Result<Yarn, Error> {
         ("attention factor of yarn", yarn.magnitude),
     ];
     for (name, value) in positive {
-        if !(value.is_finite() && value >= MIN_DIVISOR) {
-            return Err(wrong_value(name, value, "0.001 or more"));
-        }
+        usable(name, value)?;
     }
-    if yarn.fast > yarn.slow {
-        Ok(yarn)
-    } else {
-        Err(wrong_value(
-            "beta_fast of yarn",
-            yarn.fast,
-            "above beta_slow",
-        ))
+    let (name, expected) = ("beta_fast of yarn", "above beta_slow");
+    match yarn.fast > yarn.slow {
+        true => Ok(yarn),
+        false => Err(wrong_value(name, yarn.fast, expected)),
     }
 }
 
@@ -562,18 +544,13 @@ pub(super) fn checked(
     linear: f64,
 ) -> Result<Rope, Error> {
     if !rotated.is_multiple_of(2) || rotated / 2 > MAX_PAIRS {
-        return Err(wrong_value(
-            "rotated elements",
-            rotated,
-            "an even number up to 8192",
-        ));
+        let expected = "an even number up to 8192";
+        return Err(wrong_value("rotated elements", rotated, expected));
     }
     // Below 1 the frequencies increase from pair to pair; the first one is 1 / linear.
     if !(base.is_finite() && base >= 1.0) {
         return Err(wrong_value("rope base", base, "1 or more"));
     }
-    if !(linear.is_finite() && linear >= MIN_DIVISOR) {
-        return Err(wrong_value("rope scaling factor", linear, "0.001 or more"));
-    }
+    let linear = usable("rope scaling factor", linear)?;
     Ok(Rope::new(pairs, rotated, base, linear))
 }
