@@ -311,7 +311,7 @@ def mlx():
     texts = held_out(known) + [draw.choice(RANDOM) for _ in range((a.requests or 100) - known)]
     parted, again, right, steps = [], 0, 0, 0
     for n, text in enumerate(texts):
-        body = chat(text, max_tokens=a.tokens or 48, logprobs=True, top_logprobs=2)
+        body = chat(text, max_tokens=a.tokens or 160, logprobs=True, top_logprobs=2)
         one, other = [servers[way].call("POST", "/v1/chat/completions", {"model": servers[way].model, **body}) for way in servers]
         of = other["usage"]["completion_tokens_details"].get("accepted_prediction_tokens", 0)
         right, steps = right + of, steps + other["usage"]["completion_tokens"] - of

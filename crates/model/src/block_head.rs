@@ -7,8 +7,9 @@
 //! ```
 //!
 //! DFlash predicts the places of the masks, DSpark the token after each place. DSpark also adds a
-//! bias of low rank by the token before (its Markov head), so that tokens of a block fit each
-//! other. Its confidence head is not read: the engine knows how often drafts are accepted.
+//! bias of low rank by the tokens before ([`markov`]). Its confidence head is not read: the engine
+//! knows how often drafts are accepted. A layer with a window sees the end of the context, and of
+//! the block the places before its own or all.
 //!
 //! A row of context has the cache position of the token behind it. The keys of a block are
 //! overwritten by the next context.
@@ -18,6 +19,7 @@
 
 mod config;
 mod forward;
+mod markov;
 
 use std::sync::Arc;
 
@@ -32,6 +34,7 @@ use crate::{Config, DraftBlock, DraftHead, DraftHeadCompute, Error, ModelSource}
 
 pub use config::BlockConfig;
 use forward::BlockCompute;
+use markov::Markov;
 
 /// A loaded head that drafts blocks.
 #[derive(Debug)]
@@ -52,8 +55,7 @@ pub struct BlockHead {
     output: PackedMatrix,
     /// `(draft vocabulary,)`: token of the model for each draft token.
     tokens: Vec<u32>,
-    /// `(vocabulary of the model, R)` and `(draft vocabulary, R)`: the bias by the token before.
-    markov: Option<(StoredTensor, PackedMatrix)>,
+    markov: Option<Markov>,
 }
 
 /// A layer, shaped like one of Qwen 3.
@@ -139,11 +141,7 @@ impl BlockHead {
                 expected: format!("{v} in a draft head without lm_head").into(),
             });
         }
-        let markov = |rank| {
-            let table = reader.tensor("markov_head.markov_w1", &[v, rank])?;
-            let bias = reader.matrix("markov_head.markov_w2", n, rank)?;
-            Ok::<_, Error>((StoredTensor::Whole(table), bias))
-        };
+        let markov = |of| Markov::read(reader, of, shape, v);
         let layers = 0..config.layers;
         let layers = layers.map(|i| BlockLayer::read(reader, &config, i));
         Ok(Self {
@@ -155,7 +153,7 @@ impl BlockHead {
             layers: layers.collect::<Result<_, _>>()?,
             output,
             tokens: reader.tokens(n, v)?,
-            markov: config.markov_rank.map(markov).transpose()?,
+            markov: config.markov.map(markov).transpose()?,
             config,
             class,
             kernels,
@@ -219,7 +217,7 @@ impl DraftHead for BlockHead {
 
     fn weight_bytes(&self) -> Bytes {
         let layers = self.layers.iter().flat_map(BlockLayer::matrices);
-        let bias = self.markov.iter().map(|(_, bias)| bias);
+        let bias = self.markov.iter().flat_map(Markov::matrices);
         let all = layers.chain([&self.fuse, &self.output]).chain(bias);
         Bytes(all.map(|matrix| matrix.bytes().0).sum())
     }

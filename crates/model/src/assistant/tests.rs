@@ -52,7 +52,7 @@ fn an_assistant_drafts_the_tokens_of_transformers() {
             .enumerate()
         {
             let draft = nth.checked_sub(3);
-            let features = &captured[(from - 1) * width..(end - 1).min(rows) * width];
+            let features = &captured[(from - 1).min(rows) * width..(end - 1).min(rows) * width];
             let part = HeadRows {
                 tokens: &tokens[from..end],
                 features: if draft > Some(0) { &state } else { features },

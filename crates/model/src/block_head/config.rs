@@ -6,6 +6,7 @@
 
 use serde_json::{Value, json};
 
+use super::markov::{self, MarkovKind};
 use crate::eagle::{MAX_SIZE, check_fixed, layer_of, wrong};
 use crate::{Config, Error, HeadConfig, ModelSource};
 
@@ -24,8 +25,12 @@ pub struct BlockConfig {
     pub mask: u32,
     /// Whether the first place predicts a token too.
     pub is_anchored: bool,
-    /// R: rank of the bias by the token before, if there is one.
-    pub markov_rank: Option<usize>,
+    /// Form and rank of the bias by the tokens before, if there is one.
+    pub(super) markov: Option<(MarkovKind, usize)>,
+    /// Rows of context that each layer sees; `None` for all.
+    pub(super) windows: Vec<Option<usize>>,
+    /// Whether a place sees only those before it, in layers with a window.
+    pub(super) is_causal: bool,
 }
 
 impl BlockConfig {
@@ -70,14 +75,6 @@ impl BlockConfig {
             fits.ok_or_else(|| wrong(field, of, format!("1 to {most}")))
         };
         let layers = number("num_hidden_layers", &layer["num_hidden_layers"], MAX_SIZE)? as usize;
-        let types = layer["layer_types"].as_array().into_iter().flatten();
-        if let Some(other) = types.into_iter().find(|of| **of != "full_attention") {
-            return Err(wrong(
-                "layer_types",
-                other,
-                "full_attention in a draft head",
-            ));
-        }
         let own = &json["dflash_config"];
         let mask = match &json["mask_token_id"] {
             Value::Null => &own["mask_token_id"],
@@ -85,22 +82,39 @@ impl BlockConfig {
         };
         let fits = mask.as_u64().filter(|mask| *mask < model.vocab as u64);
         let expected = || format!("a token below {}", model.vocab);
-        let markov_rank = match &json["markov_rank"] {
-            Value::Null => None,
-            rank if *rank == json!(0) => None,
-            rank => Some(number("markov_rank", rank, MAX_SIZE)? as usize),
-        };
-        if markov_rank.is_some() {
-            check_fixed(&[("markov_head_type", json, "vanilla".into())])?;
-        }
         Ok(Self {
             block: number("block_size", &json["block_size"], BLOCK_MAX)?.max(2) as usize,
             mask: fits.ok_or_else(|| wrong("mask_token_id", mask, expected()))? as u32,
             is_anchored: json["sample_from_anchor"].as_bool().unwrap_or(is_dspark),
             shape: HeadConfig::of_layer(json, model, captures(json, model.layers.len())?)?,
-            markov_rank,
+            markov: markov::of_config(json)?,
+            windows: windows(json, layers)?,
+            is_causal: json["sliding_window_non_causal"] != json!(true),
             layers,
         })
+    }
+}
+
+/// The windows of layers. Files of `speculators` alone say what the places of a block then see.
+fn windows(json: &Value, layers: usize) -> Result<Vec<Option<usize>>, Error> {
+    const FIELD: &str = "layer_types";
+    let (layer, own) = (layer_of(json), &json["transformer_layer_config"]);
+    let Some(types) = layer[FIELD].as_array() else {
+        return Ok(vec![None; layers]);
+    };
+    let size = &layer["sliding_window"];
+    let window = size.as_u64().filter(|n| (1..=MAX_SIZE).contains(n));
+    let of = |kind: &Value| match kind.as_str() {
+        Some("full_attention") => Ok(None),
+        Some("sliding_attention") if !own.is_null() => match window {
+            Some(window) => Ok(Some(window as usize)),
+            None => Err(wrong("sliding_window", size, format!("1 to {MAX_SIZE}"))),
+        },
+        _ => Err(wrong(FIELD, kind, "full_attention in a draft head")),
+    };
+    match types.len() == layers {
+        true => types.iter().map(of).collect(),
+        false => Err(wrong(FIELD, types.len(), format!("{layers}"))),
     }
 }
 

@@ -6,6 +6,7 @@ use paceline_tensor::{
     Activations, AttentionRows, AttentionScratch, AttentionStep, KvCache, PackedMatrix, vector,
 };
 
+use super::markov::MarkovRow;
 use super::{BlockHead, BlockLayer};
 use crate::draft_head::rows::{attention_rows, norm_rows, product, scatter, turn};
 use crate::{DraftHeadCompute, DraftPlace, Error, HeadRows, PassKind};
@@ -41,8 +42,7 @@ pub(super) struct BlockCompute {
     logits: Vec<f32>,
     /// That sequence.
     logits_of: Option<usize>,
-    /// `(1, R)`, quantised, and `(draft vocabulary,)`
-    before: Option<(Activations, Vec<f32>)>,
+    markov: Option<MarkovRow>,
     angles: Vec<(f32, f32)>,
     scratch: AttentionScratch,
 }
@@ -65,7 +65,7 @@ impl BlockCompute {
             (head.kernels).activations(rows, cols, head.precision(), [matrix])
         };
         let n = shape.draft_vocab;
-        let before = head.markov.as_ref();
+        let markov = head.markov.as_ref();
         Self {
             captured: alone(rows, shape.captures.len() * c, &head.fuse),
             context: buffer(rows, c, &|of| vec![&of.key, &of.value]),
@@ -85,7 +85,7 @@ impl BlockCompute {
             last: alone(config.block, c, &head.output),
             logits: vec![0.0; config.block * n],
             logits_of: None,
-            before: before.map(|(_, bias)| (alone(1, bias.cols(), bias), vec![0.0; n])),
+            markov: markov.map(|of| MarkovRow::new(of, |bias| alone(1, bias.cols(), bias))),
             angles: Vec::new(),
             scratch: (head.kernels).attention_scratch(block, shape.heads, (dim, dim), positions),
             cache,
@@ -149,24 +149,26 @@ impl BlockCompute {
             x.resize(rows);
         }
         let written = attention_rows(sequences, |s| (block, begin(s)));
-        // Each row sees the whole block.
         let each = sequences.iter().flat_map(|s| std::iter::repeat_n(s, block));
         let each: Vec<HeadRows<'_>> = each.copied().collect();
         let read = attention_rows(&each, |s| (1, begin(s) + block - 1));
         for (i, layer) in head.layers.iter().enumerate() {
-            self.attend(&head, (i, layer), (&written, &read));
+            self.project((i, layer), &written, rows);
+            self.attend((i, layer), &read);
             self.feed_forward(&head, layer, rows);
         }
         self.logits_of = None;
     }
 
-    fn attend(
+    /// residual -> q, and keys and values of the block in the cache
+    fn project(
         &mut self,
-        head: &BlockHead,
         (i, layer): (usize, &BlockLayer),
-        (written, read): (&[AttentionRows<'_>], &[AttentionRows<'_>]),
+        written: &[AttentionRows<'_>],
+        rows: usize,
     ) {
-        let (kernels, shape, rows) = (&*head.kernels, &head.config.shape, read.len());
+        let head = Arc::clone(&self.head);
+        let (kernels, shape) = (&*head.kernels, &head.config.shape);
         let norm = (&layer.norm[..], shape.norm_eps);
         norm_rows(kernels, &self.residual, norm, &mut self.normed);
         let products = [
@@ -183,19 +185,42 @@ impl BlockCompute {
         let of = head.turn(&layer.key_norm, 1.0, angles);
         turn(kernels, &mut self.k[..rows * k], k, of);
         kernels.write_kv(&mut self.cache, i, written, &self.k, &self.v);
-        let step = AttentionStep {
-            cache: &self.cache,
-            layer: i,
-            heads: shape.heads,
-            group: shape.heads / shape.kv_heads,
-            skipped: 0,
-            window: None,
-            sinks: None,
-            cap: None,
-            queries: &self.q,
-            sequences: read,
-        };
-        kernels.attention(&step, &mut self.scratch, self.attended.values_mut());
+    }
+
+    /// q, cache -> residual. `read` has a row for each place, which sees the whole block.
+    fn attend(&mut self, (i, layer): (usize, &BlockLayer), read: &[AttentionRows<'_>]) {
+        let head = Arc::clone(&self.head);
+        let (kernels, shape, rows) = (&*head.kernels, &head.config.shape, read.len());
+        let (block, window) = (head.config.block, head.config.windows[i]);
+        let is_causal = window.is_some() && head.config.is_causal;
+        let width = shape.heads * shape.head_dim;
+        // A place that sees those before it only has a window of its own.
+        let together = if is_causal { 1 } else { rows };
+        for (first, part) in (0..).step_by(together).zip(read.chunks(together)) {
+            let behind = if is_causal {
+                block - 1 - first % block
+            } else {
+                0
+            };
+            let own = part.iter().map(|row| AttentionRows {
+                position: row.position - behind,
+                ..*row
+            });
+            let step = AttentionStep {
+                cache: &self.cache,
+                layer: i,
+                heads: shape.heads,
+                group: shape.heads / shape.kv_heads,
+                skipped: 0,
+                window: window.map(|window| window + block - behind),
+                sinks: None,
+                cap: None,
+                queries: &self.q[first * width..],
+                sequences: &own.collect::<Vec<_>>(),
+            };
+            let out = &mut self.attended.values_mut()[first * width..];
+            kernels.attention(&step, &mut self.scratch, &mut out[..part.len() * width]);
+        }
         kernels.quantise(&mut self.attended);
         let out = product(&mut self.delta, &layer.attention_output, rows);
         kernels.products(&self.attended, [out]);
@@ -220,15 +245,15 @@ impl BlockCompute {
         vector::add_assign(&mut self.residual[..rows * shape.width], &self.delta);
     }
 
-    /// The logits of all places of sequence `i` that predict a token.
+    /// The logits of all places of sequence `i`.
     fn fill_logits(&mut self, i: usize) {
         let head = &*self.head;
-        let (config, c) = (&head.config, head.config.shape.width);
-        let first = (i * config.block + config.first()) * c;
-        self.last.resize(config.drafts());
-        let norm = (&head.output_norm[..], config.shape.norm_eps);
-        norm_rows(&head.kernels, &self.residual[first..], norm, &mut self.last);
-        let out = product(&mut self.logits, &head.output, config.drafts());
+        let (block, shape) = (head.config.block, &head.config.shape);
+        self.last.resize(block);
+        let rows = &self.residual[i * block * shape.width..];
+        let norm = (&head.output_norm[..], shape.norm_eps);
+        norm_rows(&head.kernels, rows, norm, &mut self.last);
+        let out = product(&mut self.logits, &head.output, block);
         head.kernels.products(&self.last, [out]);
         self.logits_of = Some(i);
     }
@@ -252,14 +277,20 @@ impl DraftHeadCompute for BlockCompute {
             self.fill_logits(i);
         }
         let head = &*self.head;
-        let n = head.config.shape.draft_vocab;
-        let logits = &self.logits[place.nth * n..(place.nth + 1) * n];
-        let (Some((table, weights)), Some((before, sum))) = (&head.markov, &mut self.before) else {
+        let (n, c) = (head.config.shape.draft_vocab, head.config.shape.width);
+        let at = head.config.first() + place.nth;
+        let logits = &self.logits[at * n..(at + 1) * n];
+        let (Some(of), Some(row)) = (&head.markov, &mut self.markov) else {
             return scatter(&head.tokens, logits, out);
         };
-        table.row(place.previous, before.values_mut());
-        head.kernels.quantise(before);
-        head.kernels.products(before, [product(sum, weights, 1)]);
+        let hidden = |at: usize| &self.last.values()[at * c..(at + 1) * c];
+        if place.nth == 0 {
+            row.begin();
+            if of.has_state() && at > 0 {
+                row.bias(of, &head.kernels, (place.previous, hidden(0)));
+            }
+        }
+        let sum = row.bias(of, &head.kernels, (place.previous, hidden(at)));
         vector::add_assign(sum, logits);
         scatter(&head.tokens, sum, out);
     }

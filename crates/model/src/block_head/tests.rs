@@ -11,6 +11,7 @@ use paceline_tensor::Kernels;
 use paceline_weights::safetensors::Safetensors;
 use serde_json::{Value, json};
 
+use super::markov::MarkovKind;
 use super::{BlockConfig, BlockHead};
 use crate::eagle::tests::{check, golden, tokens, values};
 use crate::{Config, DraftHead as _, DraftPlace, HeadRows, ModelSource, PassKind};
@@ -21,7 +22,7 @@ const MODEL: &str = "llama-untied-bf16";
 #[test]
 fn a_block_has_the_logits_of_speculators() {
     let source = ModelSource::open(&golden(MODEL)).unwrap();
-    for name in ["dflash", "dspark"] {
+    for name in ["dflash", "dspark", "dspark-gated", "dspark-rnn"] {
         let head = ModelSource::open(&golden(&format!("../heads/{name}"))).unwrap();
         let kernels = Arc::new(Kernels::new(2).unwrap());
         let head = BlockHead::load(&head, &source, KernelClass::CpuF32, kernels).unwrap();
@@ -37,9 +38,9 @@ fn a_block_has_the_logits_of_speculators() {
         );
         let width = head.width() * head.captures().len();
         let rows = captured.len() / width;
-        let bias = match head.markov {
-            Some(_) => values(&file, "bias"),
-            None => vec![0.0; n],
+        let (bias, previous) = match head.markov {
+            Some(_) => (values(&file, "bias"), tokens(&file, "previous")),
+            None => (vec![0.0; logits.len()], vec![token; head.config.block]),
         };
         let vocab = Config::read(&source).unwrap().vocab;
         let mut compute = Arc::new(head).reserve(rows, 2, 256).unwrap();
@@ -60,11 +61,12 @@ fn a_block_has_the_logits_of_speculators() {
             from = end;
         }
         for nth in 0..drafts {
-            let (mut all, previous) = (vec![0.0; vocab], token);
+            let (mut all, previous) = (vec![0.0; vocab], previous[first + nth]);
             compute.write_logits(0, DraftPlace { nth, previous }, &mut all);
             let got: Vec<f32> = places.iter().map(|token| all[*token as usize]).collect();
-            let of = &logits[(first + nth) * n..(first + nth + 1) * n];
-            let expected: Vec<f32> = of.iter().zip(&bias).map(|(x, bias)| x + bias).collect();
+            let of = (first + nth) * n..(first + nth + 1) * n;
+            let of = logits[of.clone()].iter().zip(&bias[of]);
+            let expected: Vec<f32> = of.map(|(x, bias)| x + bias).collect();
             check(&got, &expected, 1e-4);
         }
     }
@@ -76,7 +78,8 @@ fn configurations_of_all_publishers_are_read_and_others_refused() {
     let text = std::fs::read(golden("../heads/dspark/config.json")).unwrap();
     let usual: Value = serde_json::from_slice(&text).unwrap();
     let expected = BlockConfig::read(&usual, &model).unwrap();
-    assert_eq!((expected.drafts(), expected.markov_rank), (5, Some(32)));
+    assert_eq!(expected.drafts(), 5);
+    assert_eq!(expected.markov, Some((MarkovKind::Vanilla, 32)));
     let mut flat = usual["transformer_layer_config"].clone();
     let own = [
         ("architectures", json!(["DFlashDraftModel"])),
@@ -90,13 +93,13 @@ fn configurations_of_all_publishers_are_read_and_others_refused() {
     own.into_iter().for_each(|(name, value)| flat[name] = value);
     let of_zlab = BlockConfig {
         is_anchored: false,
-        markov_rank: None,
+        markov: None,
         ..expected.clone()
     };
     assert_eq!(BlockConfig::read(&flat, &model).unwrap(), of_zlab);
     for (field, value) in [
         ("/architectures", json!(["DFlash2DraftModel"])),
-        ("/markov_head_type", json!("rnn")),
+        ("/markov_head_type", json!("lstm")),
         ("/mask_token_id", json!(300)),
         ("/block_size", json!(1000)),
         ("/aux_hidden_state_layer_ids", json!([1, 3])),
