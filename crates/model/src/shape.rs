@@ -399,7 +399,7 @@ fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
         };
         let mut own = own.iter();
         let value = match own.find(|(usual, _)| *usual == hf) {
-            Some((_, place)) => text.pointer(place),
+            Some((_, place)) => text.pointer(place).or_else(|| text.get(hf)),
             None => text.get(hf).or_else(|| class_default(family, hf)),
         };
         value.and_then(Value::as_u64)

@@ -58,8 +58,9 @@ pub(super) fn place<'a, 'n>(config: &'a Value, name: &'n str) -> (&'a Value, &'n
         Some("kimi_linear" | "kimi_k3") => &KIMI,
         _ => &[],
     };
+    let has = |name: &str| config.get(name).is_some();
     match names.iter().find(|(usual, ..)| *usual == name) {
-        Some(&(_, "", own)) => (config, own),
+        Some(&(_, "", own)) if has(own) || !has(name) => (config, own),
         Some(&(_, within, own)) if config.get(within).is_some() => (&config[within], own),
         _ => (config, name),
     }
