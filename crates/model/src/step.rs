@@ -37,6 +37,7 @@ mod layer;
 mod per_layer;
 mod pooled;
 mod projections;
+mod routing;
 mod rows;
 mod softcap;
 mod streams;
