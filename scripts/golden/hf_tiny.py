@@ -548,6 +548,25 @@ DEEPSEEK_V4 = {
     "dtype": "bfloat16",
 }
 MODELS |= {"deepseek-v4-bf16": (DEEPSEEK_V4, torch.bfloat16, 1)}
+# As GLM 5.3 Flash: three streams, delta nets with a bound of decays, clamped gates; rows attend to
+# eight pools of four positions, those of the last layer to the pools of the one before.
+GLM5_NEXT = {k: v for k, v in LATENT.items() if k != "num_hidden_layers"} | {
+    "model_type": "glm5_next_text", "num_hidden_layers": 5, "q_lora_rank": 32,
+    "qk_rope_head_dim": 0, "n_routed_experts": 6, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.8, "swiglu_limit": 1.5,
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+    "layer_types": ["linear_attention", "indexed_attention"] * 2 + ["indexed_attention"],
+    "indexer_types": ["full", "full", "full", "full", "shared"], "index_topk": 32,
+    "index_kpool": 4, "index_n_heads": 4, "index_head_dim": 32, "linear_head_dim": 32,
+    "linear_num_heads": 2, "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0,
+    "hc_mult": 3, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "dtype": "bfloat16",
+}
+MODELS |= {
+    "glm5-next-bf16": ({
+        "architectures": ["Glm5NextForConditionalGeneration"], "model_type": "glm5_next",
+        "tie_word_embeddings": False, "vision_config": {}, "text_config": GLM5_NEXT},
+        torch.bfloat16, 1),
+}
 # Folders whose configuration and weights have the text part in a place of its own.
 WITH_PICTURES = ["gemma4-moe-bf16"]
 
@@ -607,6 +626,8 @@ def draw(model, rng):
             values = 0.3 * values + 1.0
         elif name.endswith("dt_bias"):
             values = 0.5 * values - 4.0  # states that outlast a chunk
+        elif name.endswith("_hc.scale"):
+            values = 0.3 * values + 1.0
         elif "conv1d" in name or name.endswith(("A_log", "conv.conv.weight")):
             values *= 0.5
         elif "norm" in name.replace("norm_attn_norm", ""):
@@ -655,8 +676,9 @@ def write_folder(folder, config, dtype, shards, seed):
         del state["lm_head.weight"]
     if "quantization_config" in config:
         state = dict(part for n, w in state.items() for part in in_mxfp4(n, w, seed))
-    elif config["model_type"] == "minimax_m3_vl":
-        state = dict(part for n, w in state.items() for part in minimax_m3_on_the_hub(n, w))
+    elif config["model_type"] in ON_THE_HUB:
+        named = ON_THE_HUB[config["model_type"]]
+        state = dict(part for n, w in state.items() for part in named(n, w))
     elif "text_config" in config:
         turn = config["model_type"] == "qwen3_vl_moe"
         state = {n.replace("model.", TEXT_PART, 1): w.mT.contiguous()
@@ -704,7 +726,7 @@ class TextPart(torch.nn.Module):
 
 
 def from_config(config, **named):
-    if config.model_type == "qwen3_vl_moe_text":
+    if config.model_type in ("qwen3_vl_moe_text", "glm5_next_text"):
         return TextPart(config, **named)
     return AutoModelForCausalLM.from_config(config, **named)
 
@@ -739,12 +761,12 @@ def from_mxfp4(folder, dtype):
 def as_on_the_hub(name, weight, kind):
     """The experts of a layer, which transformers 5 joins, one by one under the names of the hub."""
     mixtral = kind in ("mixtral", "minimax_m2")
+    if kind in ("kimi_linear", "glm5_next") and "conv1d" in name:
+        for part, rows in zip("qkv", weight.chunk(3)):
+            yield name.replace("conv1d", f"{part}_conv1d"), rows.clone()
+        return
     if kind == "kimi_linear":
         name = name.replace("forget_gate.", "")
-        if "conv1d" in name:
-            for part, rows in zip("qkv", weight.chunk(3)):
-                yield name.replace("conv1d", f"{part}_conv1d"), rows.clone()
-            return
         is_dense = "mlp." in name and name.split("mlp.")[1].startswith(("gate_p", "up", "down"))
         mixtral = not is_dense
     if name.endswith(("e_score_correction_bias", "expert_bias")):
@@ -822,6 +844,17 @@ def minimax_m3_on_the_hub(name, weight):
         yield name, weight.float() if name.endswith("e_score_correction_bias") else weight
 
 
+def glm5_next_on_the_hub(name, weight):
+    """The parts of a weight of GLM 5.3 under the names of the hub, in the order of its rows."""
+    name = name.replace("model.", TEXT_PART, 1).replace("forget_gate.", "")
+    for half in ("attn", "ffn"):
+        name = name.replace(f".{half}_hc.", f".hc_{half}_")
+    yield from as_on_the_hub(name, weight, "glm5_next")
+
+
+ON_THE_HUB = {"minimax_m3_vl": minimax_m3_on_the_hub, "glm5_next": glm5_next_on_the_hub}
+
+
 def write_weights(folder, state, shards):
     """model.safetensors, or that many shards (dealt out in turn) and their index."""
     if shards == 1:
@@ -862,8 +895,9 @@ def half_latent(attention):
     """Rounds latent numbers and rotated keys to half precision: they are what our cache holds."""
     expand = attention.expand_kv
     attention.expand_kv = lambda *parts: expand(*(x.half().to(x.dtype) for x in parts))
-    if getattr(attention, "indexer", None) is not None:
-        half_index(attention.indexer)
+    indexer = getattr(attention, "indexer", None)
+    if indexer is not None and not hasattr(indexer, "index_kpool"):  # whose keys stay in f32
+        half_index(indexer)
 
 
 def half_index(indexer):
@@ -906,18 +940,23 @@ def load(folder, attention="eager", dtype=torch.float32):
     stated = json.loads((folder / "config.json").read_text())
     if "text_config" in stated:
         model = from_config(
-            plain_config(folder), dtype=dtype, attn_implementation=attention,
-            experts_implementation="eager")
+            plain_config(folder), dtype=dtype, experts_implementation="eager",
+            attn_implementation="eager" if "kv_lora_rank" in stated["text_config"] else attention)
         state = load_file(folder / "model.safetensors")
-        if stated["model_type"] == "minimax_m3_vl":
+        if stated["model_type"] in ON_THE_HUB:
+            on_the_hub = ON_THE_HUB[stated["model_type"]]
             named = {part: n for n, w in model.state_dict().items()
-                     for part, _ in minimax_m3_on_the_hub(n, w)}
+                     for part, _ in on_the_hub(n, w)}
             parts = {}
             for part, name in named.items():
                 parts.setdefault(name, []).append(state[part])
             whole = model.state_dict()
             model.load_state_dict({n: torch.cat([w.reshape(-1) for w in ws]).reshape(whole[n].shape)
                                    for n, ws in parts.items()})
+            if attention == "half_kv":
+                for layer in model.model.layers:
+                    if hasattr(layer.self_attn, "expand_kv"):
+                        half_latent(layer.self_attn)
             return model.eval()
         turn = stated["model_type"] == "qwen3_vl_moe"
         model.load_state_dict({n.replace(TEXT_PART, "model."): w.mT
@@ -997,7 +1036,7 @@ def choose_prompt(model, folder, seed):
     which rounded keys and values turn no router to another expert."""
     rng = np.random.default_rng([seed, 1])
     has_pages = model.config.model_type in DELTA_NETS or folder.name.endswith("sparse-bf16")
-    has_pages = has_pages or model.config.model_type.startswith(("lfm2", "nemotron", "kimi", "deepseek_v4"))
+    has_pages = has_pages or model.config.model_type.startswith(("lfm2", "nemotron", "kimi", "deepseek_v4", "glm5"))
     length = PAGES_PROMPT if has_pages else PROMPT
     for _ in range(200):
         prompt = [BOS, *rng.integers(3, VOCABULARY, length - 1).tolist()]

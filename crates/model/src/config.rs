@@ -301,7 +301,9 @@ impl Config {
         let Some(Selection::Own(indexer)) = self.latent.map(|latent| latent.selection) else {
             return;
         };
-        let role = Role::Layer(0, LayerRole::IndexerKey);
+        let own = |layer: &LayerShape| layer.latent.is_some_and(|of| of.selection.is_own());
+        let layer = self.layers.iter().position(own).unwrap_or(0);
+        let role = Role::Layer(layer, LayerRole::IndexerKey);
         if source.has_any(self.family, role) {
             return;
         }

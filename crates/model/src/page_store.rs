@@ -179,7 +179,10 @@ fn other_type(cache: &KvCache, pool: usize, wanted: Option<KvType>) -> Option<Kv
         LayerStore::Rows(shape) | LayerStore::Latent(shape) | LayerStore::Indexed(shape, _) => {
             shape.kv_type == other
         }
-        LayerStore::State(_) | LayerStore::Delta(_) | LayerStore::Pooled(..) => false,
+        LayerStore::State(_)
+        | LayerStore::Delta(_)
+        | LayerStore::Pooled(..)
+        | LayerStore::IndexedPools(..) => false,
         LayerStore::Nothing => true,
     };
     stores.all(|(_, store)| is_other(store)).then_some(wanted)

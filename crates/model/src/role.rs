@@ -168,6 +168,10 @@ pub enum LayerRole {
     IndexerQueryNorm,
     /// `(I, C)`: weights of index queries.
     IndexerWeights,
+    /// `(X, C)`: gates of a pool's inputs, where index keys are of pools of positions (GLM 5.3).
+    IndexerGate,
+    /// `(pool, X)`: biases of these.
+    IndexerGateBias,
     /// `(G R, H D / G)`: the output of each group of heads, compressed (DeepSeek V4).
     GroupOutput,
     /// `(N D, C)`: inputs of compressed keys, or with `true` of compressed index keys.

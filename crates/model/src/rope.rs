@@ -128,6 +128,16 @@ impl Rope {
         self
     }
 
+    /// Of heads that do not turn.
+    pub(crate) const fn still() -> Self {
+        Self {
+            pairs: RopePairs::Halves,
+            frequencies: Vec::new(),
+            magnitude: 1.0,
+            long: None,
+        }
+    }
+
     /// The same pairs without rotation.
     #[must_use]
     pub fn without_turning(&self) -> Self {

@@ -339,7 +339,10 @@ impl LayerShard {
         let linears = query.into_iter().chain(more).map(|linear| &linear.matrix);
         let net = delta_net.iter().flat_map(|net| net.matrices());
         let index = latent.iter().flat_map(|latent| &latent.indexer);
-        let index = index.flat_map(|own| [&own.key.matrix, &own.weights.matrix]);
+        let index = index.flat_map(|own| {
+            let gate = own.gate.iter().map(|(matrix, _)| matrix);
+            [&own.key.matrix, &own.weights.matrix].into_iter().chain(gate)
+        });
         let pools = pooled
             .iter()
             .flat_map(|own| [Some(&own.query_key), own.key.as_ref()]);

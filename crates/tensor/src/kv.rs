@@ -207,6 +207,9 @@ pub enum LayerStore {
     /// As `Rows`, where an indexer selects pools of positions. Index keys of this many elements, in
     /// f32, are behind the heads.
     Pooled(KvShape, usize),
+    /// As `Indexed`, where an indexer selects pools of positions. Index rows are in f32: a key of
+    /// this many elements, or its input, and as many gates.
+    IndexedPools(KvShape, usize),
     /// A state of fixed size.
     State(StateShape),
     /// The state of a gated delta net.
@@ -221,7 +224,8 @@ impl LayerStore {
             Self::Rows(shape)
             | Self::Latent(shape)
             | Self::Indexed(shape, _)
-            | Self::Pooled(shape, _) => shape.heads,
+            | Self::Pooled(shape, _)
+            | Self::IndexedPools(shape, _) => shape.heads,
             Self::State(shape) => shape.heads,
             Self::Delta(_) => 1, // in one piece
             Self::Nothing => 0,
@@ -236,6 +240,9 @@ impl LayerStore {
                 shape.heads * (shape.key_bytes(shape.head_dim) + shape.key_bytes(dim))
             }
             Self::Pooled(shape, dim) => shape.page_bytes() + 4 * PAGE * dim,
+            Self::IndexedPools(shape, dim) => {
+                shape.heads * shape.key_bytes(shape.head_dim) + 8 * PAGE * dim
+            }
             Self::State(shape) => shape.page_bytes(),
             Self::Delta(shape) => shape.page_bytes(),
             Self::Nothing => 0,
@@ -294,7 +301,8 @@ impl KvCache {
             if let LayerStore::Rows(shape)
             | LayerStore::Latent(shape)
             | LayerStore::Indexed(shape, _)
-            | LayerStore::Pooled(shape, _) = store
+            | LayerStore::Pooled(shape, _)
+            | LayerStore::IndexedPools(shape, _) = store
             {
                 let (head_dim, value_dim) = (shape.head_dim, shape.value_dim);
                 let within = match store {
@@ -313,6 +321,7 @@ impl KvCache {
                 heads: store.heads(),
                 head_bytes: match store {
                     LayerStore::Pooled(shape, _) => shape.head_bytes(),
+                    LayerStore::IndexedPools(shape, _) => shape.key_bytes(shape.head_dim),
                     _ => store.page_bytes() / store.heads().max(1),
                 },
             }
@@ -387,19 +396,29 @@ impl KvCache {
             LayerStore::Rows(shape)
             | LayerStore::Latent(shape)
             | LayerStore::Indexed(shape, _)
-            | LayerStore::Pooled(shape, _) => shape,
+            | LayerStore::Pooled(shape, _)
+            | LayerStore::IndexedPools(shape, _) => shape,
             other => panic!("layer {layer} keeps {other:?}"),
         }
     }
 
-    /// Elements of a layer's index keys.
+    /// Elements of a layer's index rows, which are its keys where these have no gates.
     ///
     /// # Panics
     /// If it keeps none.
     pub(crate) fn index_dim(&self, layer: usize) -> usize {
         match self.layers[layer].store {
             LayerStore::Indexed(_, dim) | LayerStore::Pooled(_, dim) => dim,
+            LayerStore::IndexedPools(_, dim) => 2 * dim,
             other => panic!("layer {layer} keeps {other:?}"),
+        }
+    }
+
+    /// Elements of these that queries multiply: the first.
+    pub(crate) fn index_key_dim(&self, layer: usize) -> usize {
+        match self.layers[layer].store {
+            LayerStore::IndexedPools(_, dim) => dim,
+            _ => self.index_dim(layer),
         }
     }
 
@@ -407,13 +426,16 @@ impl KvCache {
     pub(crate) fn is_latent(&self, layer: usize) -> bool {
         matches!(
             self.layers[layer].store,
-            LayerStore::Latent(_) | LayerStore::Indexed(..)
+            LayerStore::Latent(_) | LayerStore::Indexed(..) | LayerStore::IndexedPools(..)
         )
     }
 
     /// Whether a layer's keys lie position by position, as [`LayerStore::Indexed`] says.
     pub(crate) fn is_selected(&self, layer: usize) -> bool {
-        matches!(self.layers[layer].store, LayerStore::Indexed(..))
+        matches!(
+            self.layers[layer].store,
+            LayerStore::Indexed(..) | LayerStore::IndexedPools(..)
+        )
     }
 
     /// The shape of a layer's states.
@@ -519,7 +541,7 @@ impl KvCache {
             key_scales: scales.as_ptr().cast(),
             values: keys.as_ptr(),
             value_scales: scales.as_ptr().cast(),
-            head_dim: dim,
+            head_dim: self.index_key_dim(layer),
             value_dim: 0,
             to_next: 0,
             values_to_next: 0,

@@ -38,8 +38,15 @@ pub enum Selection {
     Before,
 }
 
-/// A lightning indexer. It scores a position by the sum over its queries of
-/// `weight * max(query . key, 0)`; a row attends to the best.
+impl Selection {
+    pub(super) const fn is_own(self) -> bool {
+        matches!(self, Self::Own(_))
+    }
+}
+
+/// A lightning indexer. It scores a position, or a pool of positions, by the sum over its queries
+/// of `weight * max(query . key, 0)`; a row attends to the best, and to those behind the last whole
+/// pool.
 ///
 /// Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 2.1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +59,8 @@ pub struct Indexer {
     pub dim: usize,
     /// Which of them are rotated together.
     pub pairs: RopePairs,
+    /// Positions of a pool, chosen together by one key (GLM 5.3): a divisor of 64, 1 for none.
+    pub pool: usize,
 }
 
 /// An indexer of pools or of blocks of positions. A pool has one key, made of all of its rows. Its
@@ -98,6 +107,7 @@ impl Latent {
     /// Elements of an index key; 0 in layers without one.
     pub const fn index_dim(&self) -> usize {
         match self.selection {
+            Selection::Own(indexer) if indexer.pool > 1 => 2 * indexer.dim, // with gates
             Selection::Own(indexer) => indexer.dim,
             Selection::All | Selection::Before => 0,
         }

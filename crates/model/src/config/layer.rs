@@ -323,6 +323,9 @@ pub fn store(
                 },
             };
             match layer.latent.map(|latent| latent.selection) {
+                Some(Selection::Own(indexer)) if indexer.pool > 1 => {
+                    LayerStore::IndexedPools(shape, indexer.dim)
+                }
                 Some(Selection::Own(indexer)) => LayerStore::Indexed(shape, indexer.dim),
                 Some(Selection::Before) => LayerStore::Indexed(shape, 0),
                 Some(Selection::All) => LayerStore::Latent(shape),

@@ -38,7 +38,7 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
 }
 
 /// Sets the positions that rows of each layer attend to; layers with `own` have an indexer.
-fn set_selections(config: &mut Config, indexer: Indexer, own: &[bool]) {
+pub(super) fn set_selections(config: &mut Config, indexer: Indexer, own: &[bool]) {
     let set = |latent: &mut Option<Latent>, selection| {
         if let Some(latent) = latent {
             latent.selection = selection;

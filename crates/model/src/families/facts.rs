@@ -35,6 +35,7 @@ impl ModelFamily {
             Self::Qwen35Moe => "Qwen 3.5 to 3.8 with experts",
             Self::Qwen4Exp => "Qwen4-Exp without n-gram embeddings",
             Self::KimiLinear => "Kimi Linear, Kimi K3",
+            Self::Glm5Next => "GLM 5.3 Flash",
             Self::Lfm2 => "LFM2",
             Self::Lfm2Moe => "LFM2 with experts",
             Self::NemotronH => "Nemotron-H, Nemotron 3 Nano",
@@ -57,6 +58,7 @@ impl ModelFamily {
             | Self::DeepSeek4
             | Self::Qwen4Exp
             | Self::KimiLinear
+            | Self::Glm5Next
             | Self::MiniMaxM3
             | Self::Lfm2
             | Self::Lfm2Moe
@@ -94,6 +96,7 @@ impl ModelFamily {
             Self::Dbrx => &["dbrx-bf16"],
             Self::GptOss => &["gpt-oss-bf16", "gpt-oss-mxfp4"],
             Self::Glm4Moe => &["glm4moe-bf16", "glm4moe-air-bf16"],
+            Self::Glm5Next => &["glm5-next-bf16"],
             Self::MiniMaxM2 => &["minimax-m2-bf16"],
             Self::MiniMaxM3 => &["minimax-m3-bf16", "minimax-m3-blocks-bf16"],
             Self::DeepSeek => &[

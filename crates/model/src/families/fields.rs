@@ -72,8 +72,18 @@ pub(crate) fn class_default(model_type: Option<&str>, field: &str) -> Option<&'s
             "vocab_size": 262_400, "vocab_size_per_layer_input": 262_144
         })
     });
+    static GLM_NEXT: LazyLock<Value> = LazyLock::new(|| {
+        serde_json::json!({
+            "index_kpool": 16, "linear_conv_kernel_dim": 4, "linear_head_dim": 128,
+            "linear_lower_bound": -5.0, "linear_num_heads": 64, "qk_rope_head_dim": 0,
+            "routed_scaling_factor": 2.5, "swiglu_limit": 10.0
+        })
+    });
     if model_type == Some(ModelFamily::Gemma3n.hf_name()) {
         return GEMMA3N.get(field);
+    }
+    if model_type == Some(ModelFamily::Glm5Next.hf_name()) {
+        return GLM_NEXT.get(field);
     }
     if model_type != Some(ModelFamily::Gemma3.hf_name()) {
         return None;

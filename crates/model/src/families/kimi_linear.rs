@@ -34,6 +34,17 @@ const fn hf_own(role: Role) -> Option<&'static str> {
         _ => return None,
     };
     match part {
+        LayerRole::AttentionStreams(StreamPart::Scores) => Some("self_attention_res_proj"),
+        LayerRole::AttentionStreams(StreamPart::ScoreNorm) => Some("self_attention_res_norm"),
+        LayerRole::FfnStreams(StreamPart::Scores) => Some("mlp_res_proj"),
+        LayerRole::FfnStreams(StreamPart::ScoreNorm) => Some("mlp_res_norm"),
+        part => delta_name(part),
+    }
+}
+
+/// Names of Kimi delta attention.
+pub(super) const fn delta_name(part: LayerRole) -> Option<&'static str> {
+    match part {
         LayerRole::DeltaGate => Some("self_attn.g_b_proj"),
         LayerRole::DeltaDecay => Some("self_attn.f_b_proj"),
         LayerRole::DeltaStep => Some("self_attn.b_proj"),
@@ -41,10 +52,6 @@ const fn hf_own(role: Role) -> Option<&'static str> {
         LayerRole::DeltaScale => Some("self_attn.A_log"),
         LayerRole::DeltaNorm => Some("self_attn.o_norm"),
         LayerRole::DeltaOutput => Some("self_attn.o_proj"),
-        LayerRole::AttentionStreams(StreamPart::Scores) => Some("self_attention_res_proj"),
-        LayerRole::AttentionStreams(StreamPart::ScoreNorm) => Some("self_attention_res_norm"),
-        LayerRole::FfnStreams(StreamPart::Scores) => Some("mlp_res_proj"),
-        LayerRole::FfnStreams(StreamPart::ScoreNorm) => Some("mlp_res_norm"),
         _ => None,
     }
 }

@@ -19,6 +19,7 @@ mod gemma3;
 mod gemma3n;
 mod gemma4;
 mod glm4moe;
+mod glm5_next;
 mod gpt_oss;
 mod kimi_linear;
 mod layer_step;
@@ -91,6 +92,8 @@ pub enum ModelFamily {
     GptOss,
     /// GLM 4.5 to 4.7, with experts.
     Glm4Moe,
+    /// GLM 5.3 Flash, text only: Kimi delta attention, latent attention and experts.
+    Glm5Next,
     /// MiniMax M2 to M2.7.
     MiniMaxM2,
     /// MiniMax M3, text only.
@@ -118,7 +121,7 @@ pub enum ModelFamily {
 }
 
 impl ModelFamily {
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 31] = [
         Self::Llama,
         Self::Qwen2,
         Self::Qwen3,
@@ -137,6 +140,7 @@ impl ModelFamily {
         Self::Dbrx,
         Self::GptOss,
         Self::Glm4Moe,
+        Self::Glm5Next,
         Self::MiniMaxM2,
         Self::MiniMaxM3,
         Self::DeepSeek,
@@ -185,6 +189,7 @@ impl ModelFamily {
             Self::Dbrx => "dbrx",
             Self::GptOss => "gpt-oss",
             Self::Glm4Moe => "glm4moe",
+            Self::Glm5Next => "glm5_next_text",
             Self::MiniMaxM2 => "minimax-m2",
             Self::MiniMaxM3 => "minimax_m3_vl_text",
             Self::DeepSeek => "deepseek2",
@@ -230,6 +235,7 @@ impl ModelFamily {
             Self::Qwen3 => &["qwen3vl", "qwen3_vl_text"],
             Self::Qwen3Moe => &["qwen3vlmoe", "qwen3_vl_moe_text"],
             Self::KimiLinear => &["kimi_k3"],
+            Self::Glm5Next => &["glm5_next"],
             Self::NemotronH => &["nemotron_h_moe"],
             Self::Gemma4 => &["gemma4_unified_text"],
             Self::DeepSeek => &[
@@ -291,9 +297,9 @@ impl ModelFamily {
         matches!(self, Self::Qwen2 | Self::Qwen2Moe | Self::GptOss)
     }
 
-    /// Whether a clamp of experts is of silu, not of gpt-oss's gate.
+    /// Whether a clamp of gates is of silu, not of gpt-oss's gate.
     pub(crate) const fn clamps_silu(self) -> bool {
-        matches!(self, Self::DeepSeek4)
+        matches!(self, Self::DeepSeek4 | Self::Glm5Next)
     }
 
     /// Whether heads have attention sinks.
@@ -308,7 +314,7 @@ impl ModelFamily {
 
     /// Whether all heads of a layer share one latent vector per position.
     pub(crate) const fn has_latent_attention(self) -> bool {
-        matches!(self, Self::DeepSeek | Self::KimiLinear)
+        matches!(self, Self::DeepSeek | Self::KimiLinear | Self::Glm5Next)
     }
 
     /// Whether only some of its files have a choice bias of the router.
@@ -422,6 +428,7 @@ impl ModelFamily {
             Self::Dbrx => &dbrx::NAMES,
             Self::GptOss => &gpt_oss::NAMES,
             Self::Glm4Moe => &glm4moe::NAMES,
+            Self::Glm5Next => &glm5_next::NAMES,
             Self::DeepSeek => &deepseek::NAMES,
             Self::DeepSeek4 => &deepseek4::NAMES,
             Self::Qwen3Next | Self::Qwen35 | Self::Qwen35Moe => &delta_net::NAMES,
@@ -459,6 +466,7 @@ impl ModelFamily {
             Self::Dbrx => dbrx::config(fields),
             Self::GptOss => gpt_oss::config(fields),
             Self::Glm4Moe => glm4moe::config(fields),
+            Self::Glm5Next => glm5_next::config(fields),
             Self::MiniMaxM2 => minimax_m2::config(fields),
             Self::MiniMaxM3 => minimax_m3::config(fields),
             Self::DeepSeek => deepseek::config(fields),
@@ -507,6 +515,7 @@ impl ModelFamily {
             }
             Self::Qwen4Exp => qwen4::layer(step, weights, index),
             Self::KimiLinear => kimi_linear::layer(step, weights, index),
+            Self::Glm5Next => glm5_next::layer(step, weights, index),
             Self::Lfm2 | Self::Lfm2Moe => lfm2::layer(step, weights, index),
             Self::NemotronH => nemotron_h::layer(step, weights, index),
         }

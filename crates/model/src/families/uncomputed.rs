@@ -12,15 +12,8 @@ pub struct UncomputedFamily {
 }
 
 /// Families that are refused with a reason.
-pub const UNCOMPUTED: &[UncomputedFamily] = &[
-    UncomputedFamily {
-        names: &["deepseek_v41"],
-        models: "DeepSeek V4.1",
-        lacks: "attention to compressed keys",
-    },
-    UncomputedFamily {
-        names: &["glm5_next", "glm5_next_text"],
-        models: "GLM 5.3 Flash",
-        lacks: "constrained residual streams",
-    },
-];
+pub const UNCOMPUTED: &[UncomputedFamily] = &[UncomputedFamily {
+    names: &["deepseek_v41"],
+    models: "DeepSeek V4.1",
+    lacks: "attention to compressed keys",
+}];

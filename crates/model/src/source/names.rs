@@ -92,6 +92,7 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::IndexerNorm => "indexer.k_norm",
         LayerRole::IndexerQueryNorm => "indexer.q_norm",
         LayerRole::IndexerWeights => "indexer.proj",
+        LayerRole::IndexerGate | LayerRole::IndexerGateBias => "indexer.pool", // no files of the family
         LayerRole::GroupOutput
         | LayerRole::RunInput(_)
         | LayerRole::RunGate(_)
@@ -285,6 +286,8 @@ fn hf_part(names: &FileNames, part: LayerRole) -> &'static str {
         LayerRole::IndexerNorm => "self_attn.indexer.k_norm",
         LayerRole::IndexerQueryNorm => "self_attn.indexer.q_norm",
         LayerRole::IndexerWeights => "self_attn.indexer.weights_proj",
+        LayerRole::IndexerGate => "self_attn.indexer.index_kpool_compress_gate",
+        LayerRole::IndexerGateBias => "self_attn.indexer.index_kpool_compress_ape",
         LayerRole::RouterScale => "router.scale",
         LayerRole::ExpertScales => "router.per_expert_scale",
         LayerRole::DenseNorm => "post_feedforward_layernorm_1",
@@ -386,6 +389,8 @@ impl LayerRole {
                 | Self::OutputScale
                 | Self::DeltaBias
                 | Self::DeltaScale
+                | Self::IndexerGate
+                | Self::IndexerGateBias
                 | Self::MambaSkip
         )
     }

@@ -3,6 +3,7 @@
 //! ```text
 //! x (T, C) -> index keys (T, X) = turned norm, to the cache; weights (T, I)
 //! compressed query (T, A) -> index queries (T, I, X), turned
+//! pools: gates (T, X), to the cache; a pool's last position gets the weighted mean of its keys
 //! scores of all positions -> selected (T, top_k), ascending; used up to the next indexer
 //! ```
 //!
@@ -20,7 +21,7 @@ use paceline_tensor::{
 
 use super::BatchSize;
 use super::latent::LatentInputs;
-use super::rows::{add_bias, product};
+use super::rows::{add_bias, product, whole};
 use crate::config::{Indexer, Selection};
 use crate::model::Model;
 use crate::weights;
@@ -36,6 +37,9 @@ pub(super) struct IndexBuffers {
     queries: RegisteredMemory<f32>,
     /// `(T, X)`
     keys: RegisteredMemory<f32>,
+    /// `(T, X)` and `(T, 2 X)`: gates of a pool's inputs, and these with their gates.
+    gates: RegisteredMemory<f32>,
+    rows: RegisteredMemory<f32>,
     /// `(T, I)`
     weights: RegisteredMemory<f32>,
     /// For contexts beyond the selection.
@@ -154,15 +158,18 @@ impl IndexBuffers {
         let heads = heads.unwrap_or(0);
         let choice = Choice {
             top_k: of.top_k,
-            pool: 1,
+            pool: of.pool,
             local: 0,
         };
+        let gated = usize::from(of.pool > 1);
         let selected =
             layer.and_then(|layer| SelectedPositions::new(model, (layer, heads), choice, size));
         Some(Self {
             of,
             queries: memory(of.heads * of.dim),
             keys: memory(of.dim),
+            gates: memory(gated * of.dim),
+            rows: memory(2 * gated * of.dim),
             weights: memory(of.heads),
             selected,
         })
@@ -178,7 +185,10 @@ impl IndexBuffers {
     ) {
         let (of, rows, kernels) = (self.of, x.rows(), place.kernels);
         let keys = product(&mut self.keys, &w.key, rows);
-        kernels.products(x, [keys, product(&mut self.weights, &w.weights, rows)]);
+        let gates = w.gate.as_ref();
+        let gates = gates.map(|(matrix, _)| whole(matrix, &mut self.gates, rows));
+        let outs = [keys, product(&mut self.weights, &w.weights, rows)];
+        kernels.products(x, outs.into_iter().chain(gates));
         kernels.products(compressed, [product(&mut self.queries, &w.query, rows)]);
         add_bias(&mut self.keys, w.key.bias.as_deref(), rows);
         add_bias(&mut self.queries, w.query.bias.as_deref(), rows);
@@ -204,12 +214,21 @@ impl IndexBuffers {
     pub(super) fn select(
         &mut self,
         place: &LatentInputs<'_>,
+        w: &weights::Indexer,
         (cache, layer): (&Mutex<&mut KvCache>, usize),
         sequences: &[AttentionRows<'_>],
     ) {
         let mut cache = lock(cache);
         let kernels = place.kernels;
-        kernels.write_index(&mut cache, layer, sequences, &self.keys);
+        match &w.gate {
+            None => kernels.write_index(&mut cache, layer, sequences, &self.keys),
+            Some((_, biases)) => {
+                self.join_gates(sequences.iter().map(|sequence| sequence.rows).sum());
+                kernels.write_index(&mut cache, layer, sequences, &self.rows);
+                let pools = (sequences, self.of.pool);
+                kernels.weigh_pools(&mut cache, layer, pools, &mut self.rows, biases);
+            }
+        }
         let step = IndexStep {
             cache: &cache,
             layer,
@@ -219,6 +238,19 @@ impl IndexBuffers {
             sequences,
         };
         select(kernels, &step, self.selected.as_mut());
+    }
+}
+
+impl IndexBuffers {
+    /// keys, gates (T, X) -> rows (T, 2 X)
+    fn join_gates(&mut self, rows: usize) {
+        let n = self.of.dim;
+        let parts = self.keys.chunks_exact(n).zip(self.gates.chunks_exact(n));
+        let outs = self.rows.chunks_exact_mut(2 * n).take(rows);
+        for (out, (key, gates)) in outs.zip(parts) {
+            out[..n].copy_from_slice(key);
+            out[n..].copy_from_slice(gates);
+        }
     }
 }
 

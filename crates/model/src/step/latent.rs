@@ -181,7 +181,9 @@ impl LatentBuffers {
             // SAFETY: each row is visited once.
             let (latent, turned) = unsafe { keys.part(t) }.split_at_mut(of.rank);
             kernels.rms_norm_in_place(latent, &own.norm, of.norm_eps);
-            kernels.rope(turned, of.turned, place.angles_of(t), place.rope.pairs);
+            if of.turned > 0 {
+                kernels.rope(turned, of.turned, place.angles_of(t), place.rope.pairs);
+            }
         });
     }
 
@@ -198,7 +200,9 @@ impl LatentBuffers {
                 let (latent, turned) = out.split_at_mut(of.rank);
                 latent.copy_from_slice(&self.by_head[(head * rows + t) * of.rank..][..of.rank]);
                 turned.copy_from_slice(&query[of.plain..]);
-                kernels.rope(turned, of.turned, place.angles_of(t), place.rope.pairs);
+                if of.turned > 0 {
+                    kernels.rope(turned, of.turned, place.angles_of(t), place.rope.pairs);
+                }
                 let factor = self.factors[t];
                 out.iter_mut().for_each(|x| *x *= factor);
             }

@@ -256,7 +256,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let latents = ws.latents.as_ref().expect("made for this family");
         let index = ws.index.as_mut().expect("made for this family");
         index.project(&place, own, &ws.x, latents.compressed());
-        index.select(&place, (self.cache, held), sequences);
+        index.select(&place, own, (self.cache, held), sequences);
         Ok(())
     }
 
@@ -481,15 +481,11 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let hidden = ws.hidden.of(held);
         let ffn = hidden.cols();
         let (gate, up, config) = (&ws.gate, &ws.up, self.model.config());
+        let function = experts::GateFunction::new(config, config.dense_clamp);
         kernels.fill_rows(hidden, |t, out| {
             let part = t * ffn..(t + 1) * ffn;
             let (gate, up) = (&gate[part.clone()], up.get(part).unwrap_or_default());
-            experts::activate(
-                kernels,
-                (config.dense_clamp, config.activation),
-                [gate, up],
-                out,
-            );
+            experts::activate(kernels, function, [gate, up], out);
         });
         Ok(())
     }

@@ -162,7 +162,9 @@ impl SparseScratch {
         (choice, positions): (Choice, usize),
     ) -> Result<Self, Error> {
         let (shape, gathered) = match store {
-            LayerStore::Indexed(shape, _) => (shape, LayerStore::Indexed(shape, 0)),
+            LayerStore::Indexed(shape, _) | LayerStore::IndexedPools(shape, _) => {
+                (shape, LayerStore::Indexed(shape, 0))
+            }
             LayerStore::Pooled(mut shape, _) => {
                 if choice.local > 0 {
                     shape.heads = 1; // each has blocks of its own
@@ -264,6 +266,59 @@ impl Kernels {
         });
     }
 
+    /// As [`pool_index`](Self::pool_index), from rows of X inputs and X gates: an element of a key
+    /// is the mean of its inputs, weighted by the softmax of its gates plus `biases` `(pool, X)`.
+    /// Zeros follow in the place of gates.
+    ///
+    /// # Panics
+    /// As there, and if pools do not divide a page.
+    pub fn weigh_pools(
+        &self,
+        cache: &mut KvCache,
+        layer: usize,
+        (sequences, pool): (&[AttentionRows<'_>], usize),
+        keys: &mut [f32],
+        biases: &[f32],
+    ) {
+        let (rows, dim) = (rows_of(sequences), cache.index_dim(layer));
+        assert!(PAGE.is_multiple_of(pool) && biases.len() == pool * dim / 2);
+        let writer = cache.writer(layer);
+        let keys = DisjointMut::new(&mut keys[..rows * dim], dim);
+        self.for_rows(rows, |t| {
+            let row = row_of(sequences, t);
+            if !row.seen().is_multiple_of(pool) {
+                return;
+            }
+            let (page, last) = (row.sequence.page(row.position / PAGE), row.position % PAGE);
+            // SAFETY: each row is visited once.
+            let key = unsafe { keys.part(t) };
+            key.fill(0.0);
+            let (mut inputs, mut gates, mut weights) = ([0.0; PAGE], [0.0; PAGE], [0.0; PAGE]);
+            let [inputs, gates, weights] =
+                [&mut inputs, &mut gates, &mut weights].map(|all| &mut all[..pool]);
+            for (d, key) in key[..dim / 2].iter_mut().enumerate() {
+                let first = last + 1 - pool;
+                // SAFETY: only this row reads or writes its pool.
+                unsafe {
+                    writer.index_line(page, first, d, inputs);
+                    writer.index_line(page, first, dim / 2 + d, gates);
+                }
+                let biases = biases.iter().skip(d).step_by(dim / 2);
+                gates
+                    .iter_mut()
+                    .zip(biases)
+                    .for_each(|(x, bias)| *x += bias);
+                let largest = gates.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                self.exp_scaled(gates, largest, 1.0, weights);
+                let pairs = inputs.iter().zip(&*weights);
+                let sum: f32 = pairs.map(|(x, weight)| x * weight).sum();
+                *key = sum / weights.iter().sum::<f32>();
+            }
+            // SAFETY: as above.
+            unsafe { writer.write_index(page, last, key) }
+        });
+    }
+
     /// Selects the positions that each row attends to: `out` is `(rows, room)`. A row has the
     /// first of them, ascending. Allocates nothing.
     ///
@@ -293,7 +348,7 @@ impl Kernels {
         block: std::ops::Range<usize>,
         scratch: &mut SparseScratch,
     ) {
-        let dim = step.cache.index_dim(step.layer);
+        let dim = step.cache.index_key_dim(step.layer);
         let kv_type = step.cache.index_type(step.layer);
         let kernel = match kv_type {
             KvType::F16 => self.table.index_f16,

@@ -1,5 +1,5 @@
 //! Index keys of pools of positions, behind the keys and values of a layer
-//! ([`LayerStore::Pooled`]).
+//! ([`LayerStore::Pooled`], [`LayerStore::IndexedPools`]).
 //!
 //! A position has a row of `dim` elements in f32, `(dim, 64)` in a page. The last position of a
 //! pool has the pool's key, the others have what that key is made of.
@@ -46,7 +46,10 @@ impl KvCache {
     }
 
     pub(super) fn is_pooled(&self, layer: usize) -> bool {
-        matches!(self.layers[layer].store, LayerStore::Pooled(..))
+        matches!(
+            self.layers[layer].store,
+            LayerStore::Pooled(..) | LayerStore::IndexedPools(..)
+        )
     }
 }
 
@@ -67,6 +70,20 @@ impl KvWriter<'_> {
                     .add(d * PAGE + slot)
                     .read()
             };
+        }
+    }
+
+    /// Element `d` of the index rows of `out.len()` consecutive positions of a page.
+    ///
+    /// # Safety
+    /// No other thread writes these positions.
+    pub(crate) unsafe fn index_line(&self, page: u32, slot: usize, d: usize, out: &mut [f32]) {
+        assert!(slot + out.len() <= PAGE && d < self.cache.index_dim(self.layer));
+        let start = self.cache.pooled_offset(self.layer, page);
+        // SAFETY: the index keys of a page lie within the cache.
+        unsafe {
+            let line = self.data.add(start).cast::<f32>().add(d * PAGE + slot);
+            line.copy_to_nonoverlapping(out.as_mut_ptr(), out.len());
         }
     }
 

@@ -210,6 +210,15 @@ impl ConfigFields<'_> {
         })
     }
 
+    /// Clamp of gates.
+    pub(crate) fn silu_clamp(&self) -> Result<f32, Error> {
+        let limit = self.opt_float("", "swiglu_limit")?.unwrap_or(10.0); // default of the classes
+        match limit.is_finite() && limit > 0.0 {
+            true => Ok(limit),
+            false => Err(wrong_value("swiglu_limit", limit, "above 0")),
+        }
+    }
+
     /// Experts of each layer.
     pub(crate) fn token_experts(&self, config: &Config) -> Result<Vec<Experts>, Error> {
         let normalised = self.says_normalised(true)?;
@@ -219,11 +228,7 @@ impl ConfigFields<'_> {
             return Err(wrong_value("scoring_func", other, "sqrtsoftplus"));
         }
         experts.scale = self.expert_scale()?;
-        let limit = self.opt_float("", "swiglu_limit")?.unwrap_or(10.0); // default of the class
-        if !(limit.is_finite() && limit > 0.0) {
-            return Err(wrong_value("swiglu_limit", limit, "above 0"));
-        }
-        experts.clamp = Some(limit);
+        experts.clamp = Some(self.silu_clamp()?);
         let experts = self.with_ungated_shared(experts)?;
         let hashed = self.hashed_layers(config.layers.len())?;
         let of = |hashed: bool| Experts {

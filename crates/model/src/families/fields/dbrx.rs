@@ -48,6 +48,22 @@ const KIMI: [(&str, &str, &str); 11] = [
     ),
 ];
 
+/// The same of GLM 5.3, where a folder has the object.
+const GLM_NEXT: [(&str, &str, &str); 4] = [
+    ("linear_head_dim", "linear_attn_config", "head_dim"),
+    ("linear_num_heads", "linear_attn_config", "num_heads"),
+    (
+        "linear_conv_kernel_dim",
+        "linear_attn_config",
+        "short_conv_kernel_size",
+    ),
+    (
+        "linear_lower_bound",
+        "linear_attn_config",
+        "gate_lower_bound",
+    ),
+];
+
 /// Order of the norm that divides the weights of the chosen experts.
 const NORMALISE: &str = "moe_normalize_expert_weights";
 
@@ -56,6 +72,7 @@ pub(super) fn place<'a, 'n>(config: &'a Value, name: &'n str) -> (&'a Value, &'n
     let names = match config.get("model_type").and_then(Value::as_str) {
         Some("dbrx") => &DBRX[..],
         Some("kimi_linear" | "kimi_k3") => &KIMI,
+        Some("glm5_next_text" | "glm5_next") => &GLM_NEXT,
         _ => &[],
     };
     let has = |name: &str| config.get(name).is_some();

@@ -1,6 +1,6 @@
 //! Fields of lightning indexers (DeepSeek V3.2, GLM 5).
 
-use paceline_tensor::RopePairs;
+use paceline_tensor::{PAGE, RopePairs};
 use serde_json::Value;
 
 use super::{ConfigFields, field, wrong_value};
@@ -8,7 +8,9 @@ use crate::Error;
 use crate::config::{Indexer, Latent, MAX_HEADS, MAX_WIDTH};
 
 /// Architectures and model types with an indexer, and their queries of a row by default.
-const INDEXED: [(&str, usize); 4] = [
+const INDEXED: [(&str, usize); 6] = [
+    ("glm5_next", 32),
+    ("glm5_next_text", 32),
     ("deepseek32", 64),
     ("deepseek_v32", 64),
     ("glm-dsa", 32),
@@ -46,11 +48,29 @@ impl ConfigFields<'_> {
             top_k,
             heads: heads.unwrap_or(usual.map_or(64, |(_, heads)| *heads)),
             dim,
+            pool: self.index_pool(top_k)?,
             pairs: match name.starts_with("glm") {
                 true => RopePairs::Adjacent,
                 false => RopePairs::Halves,
             },
         }))
+    }
+
+    /// Positions of a pool that an indexer chooses together, of `top_k` in all.
+    fn index_pool(&self, top_k: usize) -> Result<usize, Error> {
+        const FIELD: &str = "index_kpool";
+        let Some(pool) = self.opt_size("", FIELD, 1, PAGE as u64)? else {
+            return Ok(1);
+        };
+        if !PAGE.is_multiple_of(pool) || !top_k.is_multiple_of(pool) {
+            let expected = format!("a divisor of index_topk, {top_k}, and of {PAGE}");
+            return Err(wrong_value(FIELD, pool, expected));
+        }
+        const TAIL: &str = "index_kpool_always_select_tail";
+        match self.hf(TAIL, "true or false", Value::as_bool)? {
+            Some(false) if pool > 1 => Err(wrong_value(TAIL, false, "true")),
+            _ => Ok(pool),
+        }
     }
 
     /// Whether each of `layers` layers has an indexer of its own; others use the selection of the

@@ -32,6 +32,7 @@ enum Kind {
     V3,
     Kimi,
     Glm,
+    GlmNext,
     Mistral,
 }
 
@@ -44,6 +45,7 @@ impl ConfigFields<'_> {
         Ok(match name {
             "deepseek_v2" => Kind::V2,
             "glm4_moe_lite" => Kind::Glm,
+            "glm5_next_text" | "glm5_next" => Kind::GlmNext,
             "kimi_linear" | "kimi_k3" => Kind::Kimi,
             "mistral4" => Kind::Mistral,
             _ => Kind::V3,
@@ -54,13 +56,19 @@ impl ConfigFields<'_> {
     pub(crate) fn latent(&self) -> Result<Latent, Error> {
         let size = |gguf, hf| self.size(gguf, hf, 1, MAX_LATENT);
         let query_rank = self.opt_size("attention.q_lora_rank", "q_lora_rank", 0, MAX_LATENT)?;
-        let turned = size("rope.dimension_count", "qk_rope_head_dim")?;
+        let is_next = self.latent_kind()? == Kind::GlmNext;
+        let turned = ("rope.dimension_count", "qk_rope_head_dim");
+        let turned = match is_next {
+            true => self.size(turned.0, turned.1, 0, 0)?,
+            false => size(turned.0, turned.1)?,
+        };
         let (plain, value_dim) = match self {
             Self::Gguf { .. } => self.gguf_latent_heads(turned)?,
             Self::Hf(_) => (size("", "qk_nope_head_dim")?, size("", "v_head_dim")?),
         };
         let norm_eps = match self {
             Self::Gguf { .. } => self.float("attention.layer_norm_rms_epsilon", "")?,
+            Self::Hf(_) if is_next => self.float("", "rms_norm_eps")?,
             Self::Hf(_) => HF_EPS,
         };
         let latent = Latent {
@@ -306,7 +314,7 @@ impl ConfigFields<'_> {
         }
         let (gating, name) = match kind {
             Kind::V2 | Kind::Mistral => (Gating::Softmax, "softmax"),
-            Kind::V3 | Kind::Glm | Kind::Kimi => (Gating::Sigmoid, "sigmoid"),
+            Kind::V3 | Kind::Glm | Kind::GlmNext | Kind::Kimi => (Gating::Sigmoid, "sigmoid"),
         };
         match self.hf("scoring_func", "a string", Value::as_str)? {
             Some(other) if other != name => Err(wrong_value("scoring_func", other, name)),
@@ -367,7 +375,7 @@ impl ConfigFields<'_> {
     /// list.
     pub(crate) fn dense_of(&self, layers: usize) -> Result<Vec<bool>, Error> {
         let usual = match self.latent_kind()? {
-            Kind::V3 => 3,
+            Kind::V3 | Kind::GlmNext => 3,
             Kind::Glm | Kind::Kimi => 1,
             Kind::V2 | Kind::Mistral => 0,
         };

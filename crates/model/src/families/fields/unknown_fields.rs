@@ -23,11 +23,11 @@ const READ: &str = "\
     hc_sinkhorn_iters head_dim \
     heads_per_ngram hidden_act hidden_activation hidden_size hidden_size_per_layer_input \
     hybrid_override_pattern index_block_size index_head_dim index_local_blocks index_n_heads \
-    index_skip_topk_offset index_topk index_topk_blocks index_topk_freq index_topk_pattern \
+    index_kpool index_kpool_always_select_tail index_skip_topk_offset index_topk index_topk_blocks index_topk_freq index_topk_pattern \
     indexer_budget indexer_compress_ratio indexer_head_dim indexer_kv_heads indexer_n_heads \
     indexer_types intermediate_size is_causal kv_lora_rank laurel_rank layer_norm_epsilon \
     layer_types latent_moe_use_norm layers_block_type linear_attn_config linear_conv_kernel_dim linear_head_dim \
-    linear_key_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads \
+    linear_key_head_dim linear_lower_bound linear_num_heads linear_num_key_heads linear_num_value_heads \
     linear_value_head_dim llama_4_scaling_beta logit_scale logits_scaling \
     make_ngram_vocab_size_divisible_by mamba_head_dim mamba_hidden_act mamba_num_heads \
     mamba_proj_bias max_position_embeddings max_seq_len max_window_layers mla_use_nope mla_use_output_gate mlp_bias \
