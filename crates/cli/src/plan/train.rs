@@ -164,6 +164,8 @@ fn of_catalogue(entry: &ModelEntry) -> ModelSizes {
         layer.latent = (entry.kv_lora_rank > 0).then(|| latent(entry));
         if i < entry.linear_layers {
             layer.cache = LayerCache::Delta(DeltaNet {
+                least_decay: None,
+                low_rank_gates: false,
                 taps: 4,
                 order: HeadOrder::Grouped,
                 rule: StateRule::Difference,
