@@ -48,11 +48,10 @@ fn passes(
 fn tokens(allowed: &Allowed<'_>, vocab: usize) -> Option<Vec<u32>> {
     match allowed {
         Allowed::All => None,
-        Allowed::Only(mask) => Some(
-            (0..vocab as u32)
-                .filter(|id| mask.is_allowed(*id))
-                .collect(),
-        ),
+        Allowed::Only(mask) => {
+            let ids = 0..vocab as u32;
+            Some(ids.filter(|id| mask.is_allowed(*id)).collect())
+        }
         Allowed::Complete | Allowed::Broken => panic!("{allowed:?}"),
     }
 }
@@ -69,14 +68,11 @@ fn knowing_the_text_ahead_changes_no_mask() {
     let marked = format!("start: \"ab\" <[{call}]> /[xy]/ \"cd\" <[{end}]>");
     let schema = r#"{"type": "object", "properties": {"field_1": {"enum": ["red", "reed"]}},
         "required": ["field_1"], "additionalProperties": false}"#;
+    let schema = Grammar::JsonSchema(schema.into());
     for (grammar, text, soles) in [
         (Grammar::Regex("abc(d|e)fgh".into()), "abcdfgh", 6),
         (Grammar::Lark(marked), "ab<call>xcd</call>", 4),
-        (
-            Grammar::JsonSchema(schema.into()),
-            r#"{"field_1":"reed"}"#,
-            8,
-        ),
+        (schema, r#"{"field_1":"reed"}"#, 8),
     ] {
         let constraint = whole(grammar);
         let [mut plain, mut ahead] = [(); 2].map(|()| grammars.guide(constraint.clone()).unwrap());
@@ -114,6 +110,7 @@ fn each_kind_of_grammar() {
     let choice = |texts: [&str; 2]| Grammar::Choice(texts.map(str::to_owned).to_vec());
     let email = r#"{"type": "string", "format": "email"}"#;
     let ipv6 = r#"{"type": "string", "format": "ipv6"}"#;
+    let object = Grammar::JsonObject;
     let cases = [
         (json(schema), r#"{"a": 12}"#, Some(true)),
         (json(schema), r#"{"a": "#, Some(false)),
@@ -121,12 +118,8 @@ fn each_kind_of_grammar() {
         (json(schema), r#"{"b": 1}"#, None),
         (json(email), r#""\"a b\"@[IPv6:::1]""#, Some(true)),
         (json(ipv6), r#""::ffff:192.168.0.256""#, None),
-        (
-            Grammar::JsonObject,
-            r#"{"any": [1, {"x": null}]}"#,
-            Some(true),
-        ),
-        (Grammar::JsonObject, "[1]", None),
+        (object.clone(), r#"{"any": [1, {"x": null}]}"#, Some(true)),
+        (object, "[1]", None),
         (regex("[ab]+c"), "abbac", Some(true)),
         (regex("[ab]+c"), "abba", Some(false)),
         (regex("[ab]+c"), "xabc", None),
@@ -137,11 +130,8 @@ fn each_kind_of_grammar() {
     ];
     for (grammar, text, expected) in cases {
         let constraint = whole(grammar);
-        assert_eq!(
-            passes(&grammars, &tokenizer, &constraint, text),
-            expected,
-            "{constraint:?} {text}"
-        );
+        let passed = passes(&grammars, &tokenizer, &constraint, text);
+        assert_eq!(passed, expected, "{constraint:?} {text}");
     }
 }
 
@@ -194,24 +184,22 @@ fn white_space_in_json_is_bounded() {
 fn grammars_begin_where_they_should() {
     let tokenizer = tokenizer();
     let grammars = Grammars::new(&tokenizer, tokenizer.vocab_size()).unwrap();
-    let digits = || Grammar::Regex("[0-9]+;".into());
-    let after = Constraint {
-        grammar: digits(),
-        start: Start::After {
-            marker: "</think>".into(),
-        },
+    let begun = |start| Constraint {
+        grammar: Grammar::Regex("[0-9]+;".into()),
+        start,
     };
-    let lazily = Constraint {
-        grammar: digits(),
-        start: Start::Lazily {
-            markers: vec!["<call>".into(), "CALL".into()],
-            except: Some(DelimitedSpan {
-                open: "<think>".into(),
-                close: "</think>".into(),
-                is_open: false,
-            }),
-        },
+    let after = begun(Start::After {
+        marker: "</think>".into(),
+    });
+    let thought = DelimitedSpan {
+        open: "<think>".into(),
+        close: "</think>".into(),
+        is_open: false,
     };
+    let lazily = begun(Start::Lazily {
+        markers: vec!["<call>".into(), "CALL".into()],
+        except: Some(thought),
+    });
     for (constraint, text, expected) in [
         (&after, "hm 1 < 2", Some(true)),
         (&after, "hm</think>12;", Some(true)),
@@ -222,11 +210,8 @@ fn grammars_begin_where_they_should() {
         (&lazily, "words<call>x", None),
         (&lazily, "<think><call>x</think>y<call>1", Some(false)),
     ] {
-        assert_eq!(
-            passes(&grammars, &tokenizer, constraint, text),
-            expected,
-            "{text}"
-        );
+        let passed = passes(&grammars, &tokenizer, constraint, text);
+        assert_eq!(passed, expected, "{text}");
     }
 }
 

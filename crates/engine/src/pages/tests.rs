@@ -15,10 +15,8 @@ impl Pages {
             self.check_tokens(owned, computed);
         }
         let mut spare = vec![0; self.pages.len()];
-        let unused = self.unused.values();
-        unused
-            .chain(&self.free)
-            .for_each(|p| spare[*p as usize] += 1);
+        let unused = self.unused.values().chain(&self.free);
+        unused.for_each(|p| spare[*p as usize] += 1);
         let is_free = |p: usize| self.free.contains(&(p as u32));
         for (p, page) in self.pages.iter().enumerate() {
             assert_eq!(page.users, users[p], "users of page {p}");
@@ -41,10 +39,7 @@ impl Pages {
         for (i, held) in owned.windows().enumerate() {
             let window = &self.windows[i];
             assert_eq!(held.first_page + held.pages.len(), owned.len());
-            assert!(
-                held.first_page <= window.first_page(computed),
-                "of window {i}"
-            );
+            assert!(held.first_page <= window.first_page(computed), "{i}");
             for (page, all) in held.pages.iter().zip(&owned.pages[held.first_page..]) {
                 let slot = &window.slots[*page as usize];
                 assert!(slot.users > 0 && slot.of.is_none_or(|of| of == *all));
@@ -56,17 +51,12 @@ impl Pages {
     fn check_window(&self, i: usize) {
         let window = &self.windows[i];
         let mut spare = vec![0; window.slots.len()];
-        let unused = window.unused.values();
-        unused
-            .chain(&window.free)
-            .for_each(|p| spare[*p as usize] += 1);
+        let unused = window.unused.values().chain(&window.free);
+        unused.for_each(|p| spare[*p as usize] += 1);
         for (p, slot) in window.slots.iter().enumerate() {
             let page = p as u32;
-            assert_eq!(
-                spare[p],
-                usize::from(slot.users == 0),
-                "page {p} of window {i}"
-            );
+            let is_spare = usize::from(slot.users == 0);
+            assert_eq!(spare[p], is_spare, "page {p} of window {i}");
             assert!(slot.of.is_none() || !window.free.contains(&page));
             if let Some(of) = slot.of {
                 let all = &self.pages[of as usize];
@@ -114,6 +104,12 @@ impl Pages {
     pub(crate) fn n_free(&self) -> usize {
         self.free.len()
     }
+}
+
+/// Pages of `tokens` that a sequence would find.
+fn found(pages: &Pages, tokens: &[u32]) -> usize {
+    let mut pages = pages.clone();
+    pages.reuse(tokens, &mut SequencePages::default()) / PAGE
 }
 
 fn tokens(n: usize, seed: u32) -> Vec<u32> {
@@ -218,10 +214,8 @@ fn sequences_that_compute_the_same_share_it_afterwards() {
     pages.register(&all[..PAGE + 1], &mut b);
     assert_eq!(pages.available(), 1, "one page is shared");
     pages.register(&all, &mut b);
-    assert_eq!(
-        (a.pages()[..2] == b.pages()[..2], pages.available()),
-        (true, 2)
-    );
+    assert_eq!(a.pages()[..2], b.pages()[..2]);
+    assert_eq!(pages.available(), 2);
     pages.check([(&a, &*all), (&b, &*all)].into_iter());
     pages.release(&mut a);
     assert_eq!(pages.available(), 3, "the other one still has them");
@@ -237,30 +231,20 @@ fn what_was_unused_longest_is_forgotten_first_and_ends_before_beginnings() {
         let (mut owned, _) = computed(&mut pages, all);
         pages.release(&mut owned);
     }
-    let longer = |all: &[u32]| [all, &[0]].concat();
     // `new` is the older one now. Its last page is evicted first.
     for (needed, of_old, of_new) in [(1, 3, 2), (2, 3, 1), (3, 3, 0), (4, 2, 0), (6, 0, 0)] {
         let mut pages = pages.clone();
         assert!(pages.grow(&mut SequencePages::default(), needed));
-        let known = |all: &[u32]| {
-            pages
-                .clone()
-                .reuse(&longer(all), &mut SequencePages::default())
-                / PAGE
-        };
-        assert_eq!((known(&old), known(&new)), (of_old, of_new), "{needed}");
+        let known = [&old, &new].map(|all| found(&pages, &[all, &[0][..]].concat()));
+        assert_eq!(known, [of_old, of_new], "{needed}");
     }
 }
 
 /// Released pages are found again only as far as the windows reach back.
 #[test]
 fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
-    let window = WindowPool {
-        back: PAGE + 1,
-        pages: 4,
-        every: 1,
-    };
-    let mut pages = Pages::new(20, &[window]);
+    let (back, pages, every) = (PAGE + 1, 4, 1);
+    let mut pages = Pages::new(20, &[WindowPool { back, pages, every }]);
     let all = tokens(8 * PAGE, 1);
     let mut owned = SequencePages::default();
     for i in 1..=8 {
@@ -268,48 +252,24 @@ fn windows_let_pages_go_and_known_ones_stay_until_they_are_needed() {
         pages.register(&all[..i * PAGE], &mut owned);
         pages.release_windows(&mut owned, i * PAGE, 0);
         pages.check([(&owned, &all[..i * PAGE])].into_iter());
-        assert_eq!(
-            owned
-                .windows()
-                .map(|w| (w.first_page, w.pages.len()))
-                .next(),
-            Some((i - 1, 1))
-        );
+        let held = owned.windows().next().unwrap();
+        assert_eq!((held.first_page, held.pages.len()), (i - 1, 1));
     }
     pages.release(&mut owned);
     // Pages 4 to 8 of the window remain: a row at the beginning of page i reads page i - 1.
-    for (n, expected) in [
-        (8 * PAGE, 7),
-        (6 * PAGE + 1, 6),
-        (5 * PAGE, 0),
-        (4 * PAGE + 1, 0),
-    ] {
-        let reused = pages
-            .clone()
-            .reuse(&all[..n], &mut SequencePages::default());
-        assert_eq!(reused, expected * PAGE, "{n} tokens");
-    }
+    let ends = [8 * PAGE, 6 * PAGE + 1, 5 * PAGE, 4 * PAGE + 1];
+    assert_eq!(ends.map(|n| found(&pages, &all[..n])), [7, 6, 0, 0]);
 }
 
 /// Few states stay: some at regular distances, those at the end of the prompt, and at the end of a
 /// sequence. A sequence that starts from a retained state does not remove it.
 #[test]
 fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
-    let window = WindowPool {
-        back: PAGE + 1,
-        pages: 12,
-        every: 8,
-    };
-    let mut pages = Pages::new(60, &[window]);
+    let (back, pages, every) = (PAGE + 1, 12, 8);
+    let mut pages = Pages::new(60, &[WindowPool { back, pages, every }]);
     let all = tokens(25 * PAGE, 1);
     let prompt = 20 * PAGE + 10;
     let mut owned = SequencePages::default();
-    let reuse = |pages: &Pages, n: usize| {
-        let found = pages
-            .clone()
-            .reuse(&all[..n], &mut SequencePages::default());
-        found / PAGE
-    };
     let read = |pages: &mut Pages, owned: &mut SequencePages, from: usize, end: usize| {
         for i in from + 1..=end {
             assert!(pages.grow(owned, i));
@@ -320,13 +280,13 @@ fn states_are_saved_at_ends_of_prompts_and_now_and_then() {
     };
     read(&mut pages, &mut owned, 0, 23);
     pages.release(&mut owned);
-    let known = [24, 23, 22, 21, 20, 19, 18, 12, 8, 7].map(|i| reuse(&pages, i * PAGE + 1));
+    let known = [24, 23, 22, 21, 20, 19, 18, 12, 8, 7].map(|i| found(&pages, &all[..i * PAGE + 1]));
     assert_eq!(known, [23, 23, 20, 20, 20, 19, 16, 8, 8, 0]);
     let mut again = SequencePages::default();
     assert_eq!(pages.reuse(&all[..19 * PAGE + 1], &mut again), 19 * PAGE);
     read(&mut pages, &mut again, 19, 22);
     pages.release(&mut again);
-    assert_eq!(reuse(&pages, 19 * PAGE + 1), 19);
+    assert_eq!(found(&pages, &all[..19 * PAGE + 1]), 19);
 }
 
 /// Sequences start, grow and end. There are few kinds of tokens, so that prefixes are often equal.
@@ -407,8 +367,7 @@ proptest! {
         }
         running.iter_mut().for_each(|(owned, ..)| pages.release(owned));
         prop_assert_eq!(pages.available(), n);
-        prop_assert_eq!(pages.windows[0].available(), few.min(n));
-        prop_assert_eq!(pages.windows[1].available(), n);
-        prop_assert_eq!(pages.windows[2].available(), n);
+        let available: Vec<usize> = pages.windows.iter().map(|w| w.available()).collect();
+        prop_assert_eq!(available, [few.min(n), n, n]);
     }
 }

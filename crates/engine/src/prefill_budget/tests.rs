@@ -22,6 +22,13 @@ struct StepTimeModel {
     row_s: f64,
 }
 
+const MACHINE: StepTimeModel = StepTimeModel {
+    step_s: 0.02,
+    answer_s: 0.001,
+    mix_s: 0.004,
+    row_s: 0.0005,
+};
+
 impl StepTimeModel {
     fn time(self, step: Composition) -> f64 {
         let rows = step.prompt as f64;
@@ -31,19 +38,14 @@ impl StepTimeModel {
 }
 
 fn machines() -> impl Strategy<Value = StepTimeModel> {
-    let part = |range: std::ops::Range<f64>| range;
-    (
-        part(1.0..100.0),
-        part(0.0..0.5),
-        part(0.0..0.5),
-        part(0.01..1.0), // on one thread two thirds were measured
-    )
-        .prop_map(|(ms, answer, mix, row)| StepTimeModel {
-            step_s: ms / 1e3,
-            answer_s: ms * answer / 1e3,
-            mix_s: ms * mix / 1e3,
-            row_s: ms * row / 1e3,
-        })
+    // Of a row: on one thread two thirds were measured.
+    let parts = (1.0..100.0f64, 0.0..0.5, 0.0..0.5, 0.01..1.0);
+    parts.prop_map(|(ms, answer, mix, row)| StepTimeModel {
+        step_s: ms / 1e3,
+        answer_s: ms * answer / 1e3,
+        mix_s: ms * mix / 1e3,
+        row_s: ms * row / 1e3,
+    })
 }
 
 /// Steps with `decoding` rows during an endless prompt; the rows and duration of each.
@@ -122,14 +124,8 @@ fn a_short_prompt_does_not_wait_for_a_long_one() {
 
 #[test]
 fn milliseconds_are_kept() {
-    let machine = StepTimeModel {
-        step_s: 0.02,
-        answer_s: 0.001,
-        mix_s: 0.004,
-        row_s: 0.0005,
-    };
-    let mut pacer = begun(StepTimeTarget::Millis(100), machine);
-    let steps = steps(&mut pacer, machine, 4, 40);
+    let mut pacer = begun(StepTimeTarget::Millis(100), MACHINE);
+    let steps = steps(&mut pacer, MACHINE, 4, 40);
     let (rows, seconds) = steps[39];
     // 24 ms without prompts, 4 ms more with some: 144 rows would fill the remaining 72 ms. One tile
     // below that, a further tile looks too expensive by the 4 ms.
@@ -139,17 +135,11 @@ fn milliseconds_are_kept() {
 /// A step delayed by seconds costs at most some steps of small budgets.
 #[test]
 fn one_delayed_step_changes_little() {
-    let machine = StepTimeModel {
-        step_s: 0.02,
-        answer_s: 0.001,
-        mix_s: 0.004,
-        row_s: 0.0005,
-    };
-    let mut pacer = begun(StepTimeTarget::Auto, machine);
-    let usual = steps(&mut pacer, machine, 4, 40)[39].0;
+    let mut pacer = begun(StepTimeTarget::Auto, MACHINE);
+    let usual = steps(&mut pacer, MACHINE, 4, 40)[39].0;
     let step = rows(4, usual);
     pacer.record(step, Duration::from_secs(5));
-    let after = steps(&mut pacer, machine, 4, 10);
+    let after = steps(&mut pacer, MACHINE, 4, 10);
     assert!(after[0].0 >= usual / 2, "{after:?} after {usual}");
     assert_eq!(after[9].0, usual);
 }
@@ -164,11 +154,8 @@ fn without_times_or_a_pace_prompts_get_all_room() {
     assert_eq!(PrefillBudget::new(StepTimeTarget::Auto).budget(3, 509), 509);
     assert_eq!(told(StepTimeTarget::Off).budget(3, 509), 509);
     assert_eq!(told(StepTimeTarget::Auto).budget(0, 512), 512);
-    assert_eq!(
-        told(StepTimeTarget::Auto).budget(3, 509),
-        0,
-        "steps of three are measured first"
-    );
+    // Steps of three are measured first.
+    assert_eq!(told(StepTimeTarget::Auto).budget(3, 509), 0);
 }
 
 #[test]
@@ -176,15 +163,7 @@ fn paces_are_read_and_shown() {
     for text in ["auto", "off", "1", "60000"] {
         assert_eq!(text.parse::<StepTimeTarget>().unwrap().to_string(), text);
     }
-    for text in [
-        "",
-        "0",
-        "60001",
-        "-5",
-        "fast",
-        "1.5",
-        "99999999999999999999",
-    ] {
+    for text in " 0 60001 -5 fast 1.5 99999999999999999999".split(' ') {
         let error = text.parse::<StepTimeTarget>().unwrap_err().to_string();
         let expected = "expected `auto`, `off` or milliseconds from 1 to 60000";
         assert_eq!(error, format!("pace is {text:?}, {expected}"));

@@ -4,17 +4,14 @@ use proptest::prelude::*;
 
 use super::*;
 
-const fn turn(priority: i32, served: u64, due_ms: Option<u64>) -> QueueKey {
+fn turn(priority: i32, served: u64, due_ms: Option<u64>) -> QueueKey {
     QueueKey {
         passed: 0,
         priority,
         places: 0,
         resumes: false,
         served,
-        due: match due_ms {
-            Some(ms) => Some(Duration::from_millis(ms)),
-            None => None,
-        },
+        due: due_ms.map(Duration::from_millis),
     }
 }
 
@@ -28,6 +25,11 @@ fn turns_go_by_priority_service_deadline_and_age() {
         resumes: true,
         ..of(places, served)
     };
+    let passed = QueueKey {
+        passed: PASSED_MAX,
+        ..turn(-9, 9, None)
+    };
+    let due = |ms| turn(0, 0, Some(ms));
     let cases: [(&[QueueKey], usize); 11] = [
         (&[turn(0, 0, None), turn(0, 0, None)], 0),
         (&[turn(0, 0, None), turn(1, 9, None)], 1),
@@ -37,21 +39,9 @@ fn turns_go_by_priority_service_deadline_and_age() {
         (&[resumed(2, 0), of(1, 9)], 1),
         (&[of(0, 0), turn(1, 9, None)], 1),
         (&[turn(0, 5, Some(1)), turn(0, 4, None)], 1),
-        (
-            &[turn(0, 0, None), turn(0, 0, Some(9)), turn(0, 0, Some(8))],
-            2,
-        ),
+        (&[turn(0, 0, None), due(9), due(8)], 2),
         (&[turn(-1, 0, None), turn(0, 7, None), turn(0, 7, None)], 1),
-        (
-            &[
-                turn(9, 0, None),
-                QueueKey {
-                    passed: PASSED_MAX,
-                    ..turn(-9, 9, None)
-                },
-            ],
-            1,
-        ),
+        (&[turn(9, 0, None), passed], 1),
     ];
     for (turns, expected) in cases {
         assert_eq!(next(turns.iter().copied()), Some(expected), "{turns:?}");
@@ -97,10 +87,8 @@ fn nothing_gives_way_to_a_lower_priority() {
     assert_eq!(preemption_victim(&clients([1, 1, 1]), low), None);
     assert_eq!(preemption_victim(&clients([1, 1, 1]), same), Some(2));
     assert_eq!(preemption_victim(&clients([1, 1, 1]), high), Some(2));
-    assert_eq!(
-        preemption_victim(&orders([(1, 5), (1, 0), (1, 5)]), same),
-        Some(1)
-    );
+    let mixed = orders([(1, 5), (1, 0), (1, 5)]);
+    assert_eq!(preemption_victim(&mixed, same), Some(1));
 }
 
 /// Otherwise a client with many requests would soon have some that precede all others, and take

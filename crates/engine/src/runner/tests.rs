@@ -6,7 +6,7 @@ mod real;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-use crate::{DraftCounts, Finish, GenerationRequest, Reply, SamplingParams, Sink};
+use crate::{DraftCounts, Finish, GenerationRequest, Reply, Sink};
 
 /// Generous for any machine; only a failing test waits this long.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -15,9 +15,6 @@ fn request(prompt: Vec<u32>, max_tokens: usize) -> GenerationRequest {
     GenerationRequest {
         prompt,
         max_tokens,
-        sampling: SamplingParams::default(),
-        stop: Vec::new(),
-        logprobs: None,
         ..GenerationRequest::default()
     }
 }

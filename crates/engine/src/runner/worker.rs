@@ -238,7 +238,7 @@ impl<C: Core> EngineWorker<C> {
     }
 }
 
-fn reply(event: Event) -> (SequenceId, Reply) {
+pub(super) fn reply(event: Event) -> (SequenceId, Reply) {
     match event {
         Event::PromptRead {
             id,

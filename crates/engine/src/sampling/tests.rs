@@ -79,7 +79,7 @@ fn reference(p: &SamplingParams, logits: &[f32], (tokens, prompt_len): History<'
     let largest = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weight = |temperature: f32| move |x: &f64| ((x - largest) / f64::from(temperature)).exp();
     let drawn: Vec<f64> = x.iter().map(weight(p.temperature)).collect();
-    let mut weights: Vec<f64> = match p.order {
+    let weights: Vec<f64> = match p.order {
         TemperatureOrder::First => drawn.clone(),
         TemperatureOrder::Last => x.iter().map(weight(1.0)).collect(),
     };
@@ -101,24 +101,17 @@ fn reference(p: &SamplingParams, logits: &[f32], (tokens, prompt_len): History<'
     }
     order.retain(|i| weights[*i] >= f64::from(p.min_p));
     let all: f64 = order.iter().map(|i| drawn[*i]).sum();
-    let weight = |i| {
-        if order.contains(&i) {
-            drawn[i] / all
-        } else {
-            0.0
-        }
-    };
-    weights = (0..weights.len()).map(weight).collect();
-    weights
+    let is_in = |i: &usize| order.contains(i);
+    let weight = |i| if is_in(&i) { drawn[i] / all } else { 0.0 };
+    (0..weights.len()).map(weight).collect()
 }
 
 /// `n` logits of a bell curve of standard deviation 2.
 fn random_logits(n: usize, seed: u64) -> Vec<f32> {
     let mut rng = Pcg64Mcg::seed_from_u64(seed);
     let mut unit = || (rng.next_u64() >> 40) as f32 / (1u64 << 24) as f32;
-    (0..n)
-        .map(|_| 2.0 * ((0..12).map(|_| unit()).sum::<f32>() - 6.0))
-        .collect()
+    let bell = |_| 2.0 * ((0..12).map(|_| unit()).sum::<f32>() - 6.0);
+    (0..n).map(bell).collect()
 }
 
 /// Every combination of filters and penalties.
@@ -166,21 +159,16 @@ fn what_may_be_drawn_equals_the_reference() {
         let history: Vec<u32> = (0..12).map(|i| i * i % vocab as u32).collect();
         let mut bench = SamplerFixture::new(vocab);
         for mut params in all_params() {
-            params
-                .logit_bias
-                .retain(|(token, _)| (*token as usize) < vocab);
+            let is_known = |(token, _): &(u32, f32)| (*token as usize) < vocab;
+            params.logit_bias.retain(is_known);
             let expected = reference(&params, &logits, (&history, 4));
             let weights = bench.weights(&params, &logits, (&history, 4));
             let all = total(weights);
             for (token, (weight, expected)) in weights.iter().zip(expected).enumerate() {
                 let got = f64::from(*weight) / all;
-                assert_eq!(
-                    got > 0.0,
-                    expected > 0.0,
-                    "token {token} of {vocab}, {params:?}"
-                );
+                let is_near = (got - expected).abs() <= 1e-5 * expected;
                 assert!(
-                    (got - expected).abs() <= 1e-5 * expected,
+                    is_near && (got > 0.0) == (expected > 0.0),
                     "token {token} of {vocab}: {got}, expected {expected}, {params:?}"
                 );
             }
@@ -223,11 +211,8 @@ fn draws_are_distributed_as_the_reference() {
         let (mut of_one_seed, mut of_seeds) = ([0; 6], [0; 6]);
         for seed in 0..DRAWS {
             of_one_seed[bench.sample(&mut sampler, &logits, history) as usize] += 1;
-            let mut fresh = Sampler::new(SamplingParams {
-                seed,
-                ..params.clone()
-            })
-            .unwrap();
+            let params = params.clone();
+            let mut fresh = Sampler::new(SamplingParams { seed, ..params }).unwrap();
             of_seeds[bench.sample(&mut fresh, &logits, history) as usize] += 1;
         }
         for counts in [of_one_seed, of_seeds] {
@@ -286,10 +271,8 @@ fn logits_that_are_no_numbers_are_drawn_only_for_want_of_others() {
         (&[-3e38, 3e38], &[1]),
     ];
     for (logits, allowed) in cases {
-        for params in [
-            PLAIN,
-            plain(|p| (p.top_k, p.top_p, p.min_p) = (2, 0.99, 0.1)),
-        ] {
+        let cut = plain(|p| (p.top_k, p.top_p, p.min_p) = (2, 0.99, 0.1));
+        for params in [PLAIN, cut] {
             let mut sampler = Sampler::new(params.clone()).unwrap();
             let mut bench = SamplerFixture::new(logits.len());
             let mut draw = |_| bench.sample(&mut sampler, logits, NO_HISTORY);
@@ -334,11 +317,8 @@ fn parameters_out_of_range_are_named() {
             set(&mut params, value);
             let error = params.check().unwrap_err();
             assert_eq!(error.name, name);
-            assert!(
-                error
-                    .to_string()
-                    .starts_with(&format!("{name} is {value}, expected "))
-            );
+            let said = format!("{name} is {value}, expected ");
+            assert!(error.to_string().starts_with(&said));
             assert_eq!(Sampler::new(params).unwrap_err().name, name);
         }
     }
@@ -403,11 +383,7 @@ fn a_bias_decides_before_anything_else() {
     };
     assert_eq!(greedy(&[], 1.0), 1);
     assert_eq!(greedy(&[(1, -100.0)], 1.0), 3);
-    assert_eq!(
-        greedy(&[(3, 0.5)], 1.0),
-        1,
-        "the first of two equal ones stays"
-    );
+    assert_eq!(greedy(&[(3, 0.5)], 1.0), 1, "the first of two equal ones");
     assert_eq!(greedy(&[(3, 0.6)], 1.0), 3);
     // Before the penalty: (-1 + 4) / 4 = 0.75 is above 1 - 0.4; after it, it would be -4 + 4.
     assert_eq!(greedy(&[(2, 4.0), (1, -0.4)], 4.0), 2);
@@ -415,9 +391,8 @@ fn a_bias_decides_before_anything_else() {
 
 /// `n` tokens drawn one after the other.
 fn draw(bench: &mut SamplerFixture, sampler: &mut Sampler, logits: &[f32], n: usize) -> Vec<u32> {
-    (0..n)
-        .map(|_| bench.sample(sampler, logits, NO_HISTORY))
-        .collect()
+    let sample = |_| bench.sample(sampler, logits, NO_HISTORY);
+    (0..n).map(sample).collect()
 }
 
 #[test]
@@ -433,11 +408,8 @@ fn a_seed_gives_the_same_tokens_for_ever() {
     let mut bench = SamplerFixture::new(logits.len());
     for (seed, expected) in recorded {
         let mut sampler = Sampler::new(SamplingParams { seed, ..PLAIN }).unwrap();
-        assert_eq!(
-            draw(&mut bench, &mut sampler, &logits, 12),
-            expected,
-            "seed {seed}"
-        );
+        let drawn = draw(&mut bench, &mut sampler, &logits, 12);
+        assert_eq!(drawn, expected, "seed {seed}");
     }
 }
 
@@ -476,19 +448,12 @@ fn a_serialised_sampler_is_checked() {
 fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
     let n = 50_000;
     let mut bench = SamplerFixture::new(n);
-    for (top_p, kept) in [
-        (0.5, 25_000),
-        (0.25, 12_500),
-        (1.0 / 64.0, 782),
-        (0.000_01, 1),
-    ] {
+    let shares = [(0.5, 25_000), (0.25, 12_500), (1.0 / 64.0, 782)];
+    for (top_p, kept) in shares.into_iter().chain([(0.000_01, 1)]) {
         let params = SamplingParams { top_p, ..PLAIN };
         let weights = bench.weights(&params, &vec![0.5; n], NO_HISTORY);
         let expected: Vec<f32> = (0..n).map(|i| f32::from(i < kept)).collect();
-        assert!(
-            weights == expected,
-            "top-p {top_p}: equals count by their ids"
-        );
+        assert!(weights == expected, "top-p {top_p}: equals by their ids");
     }
     // More than the first cut, and nearly all.
     for top_p in [0.9, 0.999, 0.999_999_9] {
@@ -497,22 +462,16 @@ fn top_p_of_a_flat_distribution_takes_the_share_it_says() {
         let weights = bench.weights(&params, &logits, NO_HISTORY).to_vec();
         let whole = bench.weights(&plain(|p| p.temperature = 5.0), &logits, NO_HISTORY);
         let wanted = f64::from(top_p) * total(whole);
-        let least = weights
-            .iter()
-            .copied()
-            .filter(|w| *w > 0.0)
-            .fold(1.0, f32::min);
-        assert!(total(&weights) >= wanted * (1.0 - 1e-9), "top-p {top_p}");
+        let kept = weights.iter().copied().filter(|w| *w > 0.0);
+        let least = kept.fold(1.0, f32::min);
+        let all = total(&weights);
+        assert!(all >= wanted * (1.0 - 1e-9), "top-p {top_p}");
         assert!(
-            total(&weights) - f64::from(least) < wanted,
-            "top-p {top_p}: one less would do"
+            all - f64::from(least) < wanted,
+            "{top_p}: one less would do"
         );
-        assert!(
-            weights
-                .iter()
-                .zip(whole)
-                .all(|(w, all)| (*w > 0.0) == (*all >= least))
-        );
+        let mut pairs = weights.iter().zip(whole);
+        assert!(pairs.all(|(w, all)| (*w > 0.0) == (*all >= least)));
     }
 }
 
@@ -542,11 +501,8 @@ fn log_probabilities_are_of_the_logits_as_they_came() {
         let SamplerFixture { kernels, scratch } = &mut bench;
         let mut copy = logits.clone();
         let choice = sampler.choose(kernels, &mut copy, asked(Some(3)), scratch);
-        let expected = ChosenToken {
-            token,
-            logprobs: Some(plain.clone()),
-        };
-        assert_eq!(choice, expected, "{params:?}");
+        let logprobs = Some(plain.clone());
+        assert_eq!(choice, ChosenToken { token, logprobs }, "{params:?}");
         let choice = sampler.choose(kernels, &mut logits.clone(), asked(None), scratch);
         assert_eq!(choice.logprobs, None);
     }
@@ -560,9 +516,8 @@ fn a_mask_is_never_left() {
         let mut bench = SamplerFixture::new(vocab);
         for seed in 0..40 {
             let mut logits = random_logits(vocab, seed);
-            let allowed: Vec<u32> = (0..1 + seed % 5)
-                .map(|i| ((i * 67 + seed * 13) % 300) as u32)
-                .collect();
+            let token = |i| ((i * 67 + seed * 13) % 300) as u32;
+            let allowed: Vec<u32> = (0..1 + seed % 5).map(token).collect();
             let mut mask = SimpleVob::alloc(vocab);
             allowed.iter().for_each(|token| mask.allow_token(*token));
             if seed % 7 == 0 {
@@ -623,25 +578,17 @@ fn ranks_send_no_more_logits_than_decide() {
         (PLAIN, Logits::Last),
     ] {
         assert_eq!(params.wanted(0), wanted, "{params:?}");
-        let changed = [
-            SamplingParams {
-                repetition_penalty: 1.1,
-                ..params.clone()
-            },
-            SamplingParams {
-                presence_penalty: 0.1,
-                ..params.clone()
-            },
-            SamplingParams {
-                frequency_penalty: -0.1,
-                ..params.clone()
-            },
-            SamplingParams {
-                logit_bias: vec![(3, -1.0)],
-                ..params
-            },
+        let changes: [fn(&mut SamplingParams); 4] = [
+            |p| p.repetition_penalty = 1.1,
+            |p| p.presence_penalty = 0.1,
+            |p| p.frequency_penalty = -0.1,
+            |p| p.logit_bias = vec![(3, -1.0)],
         ];
-        assert!(changed.iter().all(|p| p.wanted(0) == Logits::Last));
+        for change in changes {
+            let mut params = params.clone();
+            change(&mut params);
+            assert_eq!(params.wanted(0), Logits::Last);
+        }
     }
     // All forbidden tokens may have larger logits than the allowed ones.
     for (params, wanted) in [
@@ -660,9 +607,7 @@ fn awkward_logits(kind: usize, n: usize, seed: u64) -> Vec<f32> {
     let mut logits = random_logits(n, seed);
     match kind {
         0 => {}
-        1 => logits
-            .iter_mut()
-            .for_each(|x| *x = (*x * 4.0).round() / 4.0),
+        1 => logits.iter_mut().for_each(|x| *x = (*x * 4.).round() / 4.),
         // Some are 3 plus a few units in the last place, with often equal weights at temperatures
         // from 1 on.
         2 => (0..).zip(&mut logits).for_each(|(i, x)| {
@@ -702,9 +647,8 @@ fn the_largest_logits_of_ranks_give_the_tokens_of_all_logits() {
                 };
                 let mut run = |logits: &[f32]| {
                     let mut logits = logits.to_vec();
-                    forbidden
-                        .iter()
-                        .for_each(|i| logits[*i] = f32::NEG_INFINITY);
+                    let none = f32::NEG_INFINITY;
+                    forbidden.iter().for_each(|i| logits[*i] = none);
                     let mut sampler = Sampler::new(params.clone()).unwrap();
                     let mut sample = |_| bench.sample(&mut sampler, &logits, NO_HISTORY);
                     let tokens: Vec<u32> = (0..3).map(&mut sample).collect();

@@ -68,22 +68,16 @@ impl Dice {
     /// A random token that `mask` allows, biased towards tokens that end texts and lists.
     fn token(&mut self, mask: &SimpleVob, tokenizer: &Tokenizer) -> u32 {
         let all: Vec<u32> = mask.iter().collect();
-        let closes = |id: &&u32| {
-            tokenizer
-                .token_bytes(**id)
-                .and_then(<[u8]>::first)
-                .is_some_and(|first| b"\"]}".contains(first))
+        let closes = |id: &u32| {
+            let first = tokenizer.token_bytes(*id).and_then(<[u8]>::first);
+            first.is_some_and(|first| b"\"]}".contains(first))
         };
-        let closing: Vec<u32> = all
-            .iter()
-            .filter(|id| tokenizer.is_end_of_generation(**id))
-            .chain(all.iter().filter(closes))
-            .copied()
-            .collect();
-        let from = if closing.is_empty() || self.once_in(2) {
-            &all
-        } else {
-            &closing
+        let ends = |id: &u32| tokenizer.is_end_of_generation(*id);
+        let each = || all.iter().copied();
+        let closing: Vec<u32> = each().filter(ends).chain(each().filter(closes)).collect();
+        let from = match closing.is_empty() || self.once_in(2) {
+            true => &all,
+            false => &closing,
         };
         from[self.below(from.len())]
     }
@@ -144,9 +138,8 @@ fn size_of(value: &Json) -> f64 {
 
 fn required(schema: &Json, value: &Json) -> bool {
     let names = schema["required"].as_array().into_iter().flatten();
-    names
-        .filter_map(Json::as_str)
-        .all(|name| value.get(name).is_some())
+    let mut names = names.filter_map(Json::as_str);
+    names.all(|name| value.get(name).is_some())
 }
 
 fn in_properties(schema: &Json, value: &Json) -> Option<String> {
@@ -193,14 +186,8 @@ fn random_answers_to_random_schemas_validate() {
         ended += 1;
         let document: Json = serde_json::from_str(&text)
             .unwrap_or_else(|error| panic!("schema {i}: {error}: {text:?}\n{schema}"));
-        assert_eq!(
-            wrong(&schema, &document),
-            None,
-            "schema {i}: {text}\n{schema}"
-        );
+        let wrong = wrong(&schema, &document);
+        assert_eq!(wrong, None, "schema {i}: {text}\n{schema}");
     }
-    assert!(
-        ended * 10 >= SCHEMAS * 9,
-        "{ended} of {SCHEMAS} answers ended"
-    );
+    assert!(ended * 10 >= SCHEMAS * 9, "{ended} of {SCHEMAS} ended");
 }

@@ -50,10 +50,7 @@ fn check(tiny: &TinyModel, by: &TinyModel) {
         for (outcome, expected) in outcomes.iter().zip(&expected) {
             assert_eq!(outcome, expected, "{drafts} drafts");
         }
-        assert!(
-            0 < gained && gained < checked,
-            "{gained} of {checked} guesses were right"
-        );
+        assert!(0 < gained && gained < checked, "{gained} of {checked}");
     }
 }
 
@@ -79,10 +76,8 @@ fn of_the_same_mind(sampling: SamplingParams) -> (usize, usize) {
         let (outcomes, ..) = run(rig, std::slice::from_ref(&request));
         (outcomes[0].tokens.clone(), rig.n_steps)
     };
-    let (plain, drafted) = (
-        steps(&mut eager(&tiny, 0)),
-        steps(&mut drafting(&tiny, &tiny, 8)),
-    );
+    let plain = steps(&mut eager(&tiny, 0));
+    let drafted = steps(&mut drafting(&tiny, &tiny, 8));
     assert_eq!(plain.0, drafted.0);
     assert_eq!(plain.0.len(), 2 * PAGE);
     (plain.1, drafted.1)
@@ -137,24 +132,20 @@ fn a_draft_that_costs_more_than_it_gives_is_left() {
 
 #[test]
 fn a_draft_of_another_vocabulary_is_refused_by_its_first_token() {
-    let (tiny, other) = (TinyModel::new(1), Arc::new(byte_tokenizer(&[])));
-    let mut engine = tiny.engine(sizes(8));
-    let model: Arc<Model> = Arc::clone(&tiny.model);
-    let refused = engine.set_draft_model(&Draft {
-        network: DraftNetwork::Model {
-            model,
-            tokenizer: other,
-        },
-        now: frozen,
-    });
+    let tiny = TinyModel::new(1);
+    let other = TinyModel {
+        tokenizer: Arc::new(byte_tokenizer(&[])),
+        ..tiny.clone()
+    };
+    let refused = tiny
+        .engine(sizes(8))
+        .set_draft_model(&draft(&other, frozen));
     let error = refused.unwrap_err();
-    assert!(
-        matches!(error, Error::DraftVocabulary { token: 0, .. }),
-        "{error}"
-    );
     let text = error.to_string();
+    let is_first = matches!(error, Error::DraftVocabulary { token: 0, .. });
     assert!(
-        text.contains("token 0 of the draft model is") && text.contains("the model is \"a\""),
+        is_first && text.contains("token 0 of the draft model is"),
         "{text}"
     );
+    assert!(text.contains("the model is \"a\""), "{text}");
 }

@@ -7,7 +7,7 @@ use paceline_tensor::PAGE;
 use super::requests::{SAMPLED, prompt, request};
 use super::rig::{Rig, alone, id_of};
 use super::tiny::{END, TinyModel, VOCAB};
-use crate::{Engine, EngineConfig, Error, Finish, GenerationRequest, SamplingParams, SequenceId};
+use crate::{Engine, EngineConfig, Error, Finish, GenerationRequest, SamplingParams};
 
 const CONTEXT: usize = 2 * PAGE;
 
@@ -85,10 +85,9 @@ fn memory_follows_from_the_cache_when_other_sizes_are_huge() {
     };
     let mut rig = Rig::new(&tiny, config);
     let wanted = greedy(prompt(70, 1), 40);
-    let ids: Vec<SequenceId> = (0..20).map(|_| rig.submit(&wanted)).collect();
+    let ids = [(); 20].map(|()| rig.submit(&wanted));
     rig.drain();
-    let expected = alone(&tiny, &wanted, CONTEXT);
-    assert!(ids.iter().all(|id| rig.outcomes[id] == expected));
+    rig.check_alone(&tiny, &ids, [&wanted; 20]);
 }
 
 #[test]
@@ -154,10 +153,8 @@ fn answers_end_where_they_must() {
         let outcome = alone(&tiny, &greedy(prompt(n, 4), max_tokens), CONTEXT);
         assert!(!outcome.tokens.contains(&END), "the prompt is badly chosen");
         assert_eq!(outcome.tokens.len(), expected, "{n} {max_tokens}");
-        assert_eq!(
-            (outcome.finish, outcome.prompt_reads),
-            (Some(Finish::Length), 1)
-        );
+        assert_eq!(outcome.finish, Some(Finish::Length));
+        assert_eq!(outcome.prompt_reads, 1);
     }
 }
 
@@ -181,22 +178,16 @@ fn an_answer_has_its_least_number_of_tokens() {
 fn the_end_token_is_given_out_without_text() {
     let tiny = TinyModel::new(1);
     let ended = |seed| {
-        let outcome = alone(
-            &tiny,
-            &request(prompt(3, 1), 60, SamplingParams { seed, ..SAMPLED }),
-            CONTEXT,
-        );
+        let wanted = request(prompt(3, 1), 60, SamplingParams { seed, ..SAMPLED });
+        let outcome = alone(&tiny, &wanted, CONTEXT);
         (outcome.finish == Some(Finish::EndOfText)).then_some(outcome)
     };
     let outcome = (0..100).find_map(ended).unwrap();
     let (last, before) = outcome.tokens.split_last().unwrap();
     assert_eq!(*last, END);
     assert!(!before.contains(&END) && !outcome.text.contains("im_end"));
-    let bytes: Vec<u8> = before
-        .iter()
-        .flat_map(|t| tiny.tokenizer.token_bytes(*t).unwrap_or_default())
-        .copied()
-        .collect();
+    let bytes = before.iter().map(|t| tiny.tokenizer.token_bytes(*t));
+    let bytes = bytes.flatten().collect::<Vec<_>>().concat();
     assert_eq!(outcome.text, String::from_utf8_lossy(&bytes));
 }
 
@@ -219,14 +210,12 @@ fn a_full_queue_gives_the_request_back() {
 #[test]
 fn preempted_sequences_take_no_place_of_requests() {
     let tiny = TinyModel::new(1);
-    let mut rig = Rig::new(
-        &tiny,
-        EngineConfig {
-            cache_positions: CONTEXT,
-            max_waiting: 3,
-            ..sizes()
-        },
-    );
+    let config = EngineConfig {
+        cache_positions: CONTEXT,
+        max_waiting: 3,
+        ..sizes()
+    };
+    let mut rig = Rig::new(&tiny, config);
     for request in long_answers(&tiny, 2) {
         rig.submit(&request);
     }
@@ -249,9 +238,7 @@ fn cancelling_frees_pages_and_ends_events() {
             ..sizes()
         };
         let mut rig = Rig::new(&tiny, config);
-        let ids: Vec<SequenceId> = (0..4)
-            .map(|i| rig.submit(&greedy(prompt(40, i), 30)))
-            .collect();
+        let ids = [0, 1, 2, 3].map(|i| rig.submit(&greedy(prompt(40, i), 30)));
         rig.steps(steps);
         for &id in ids.iter().step_by(2) {
             rig.cancel(id);
@@ -260,10 +247,8 @@ fn cancelling_frees_pages_and_ends_events() {
                 rig.engine.snapshot(id).unwrap_err(),
                 rig.engine.take_snapshot(id).unwrap_err(),
             ] {
-                assert_eq!(
-                    error.to_string(),
-                    format!("sequence {} is not in this engine", id.0)
-                );
+                let expected = format!("sequence {} is not in this engine", id.0);
+                assert_eq!(error.to_string(), expected);
             }
             let outcome = rig.outcomes[&id].clone();
             let events = rig.step();

@@ -34,10 +34,8 @@ fn snapshot(tiny: &TinyModel) -> Value {
 /// Parses and restores a snapshot; returns the error.
 fn restore(rig: &mut Rig, value: Value) -> Result<(), String> {
     let snapshot: Snapshot = serde_json::from_value(value).map_err(|e| e.to_string())?;
-    rig.engine
-        .restore(snapshot)
-        .map(drop)
-        .map_err(|e| e.to_string())
+    let restored = rig.engine.restore(snapshot);
+    restored.map(drop).map_err(|e| e.to_string())
 }
 
 /// A field of a snapshot, a wrong value, and what is said of it. `*N` repeats a list or a text.
@@ -104,28 +102,18 @@ fn what_is_wrong_with_a_snapshot_is_said() {
     full["tokens"] = json!(vec![1; CONTEXT]);
     (full["prompt_len"], full["tokens_left"]) = (json!(CONTEXT), json!(0));
     let error = restore(&mut rig, full).unwrap_err();
-    assert_eq!(
-        error,
-        "snapshot may grow to 129 tokens, but the context holds 128"
-    );
-    assert_eq!(
-        restore(&mut rig, good),
-        Ok(()),
-        "the other values are right"
-    );
+    let expected = "snapshot may grow to 129 tokens, but the context holds 128";
+    assert_eq!(error, expected);
+    assert_eq!(restore(&mut rig, good), Ok(()), "all other values");
 }
 
 /// Paths of all values in `value`.
 fn paths(value: &Value, path: &str, out: &mut Vec<String>) {
     out.push(path.to_owned());
+    let mut inner = |key: &dyn std::fmt::Display, v| paths(v, &format!("{path}/{key}"), out);
     match value {
-        Value::Object(map) => map
-            .iter()
-            .for_each(|(k, v)| paths(v, &format!("{path}/{k}"), out)),
-        Value::Array(list) => {
-            let items = list.iter().enumerate();
-            items.for_each(|(i, v)| paths(v, &format!("{path}/{i}"), out));
-        }
+        Value::Object(map) => map.iter().for_each(|(key, v)| inner(key, v)),
+        Value::Array(list) => (0..).zip(list).for_each(|(i, v): (usize, _)| inner(&i, v)),
         _ => {}
     }
 }
@@ -134,26 +122,26 @@ fn paths(value: &Value, path: &str, out: &mut Vec<String>) {
 fn any_value_anywhere_is_refused_or_ends() {
     let tiny = TinyModel::new(1);
     let good = snapshot(&tiny);
-    let wrong = [
-        json!(null),
-        json!(true),
-        json!(0),
-        json!(1),
-        json!(-1),
-        json!(31),
-        json!(u64::MAX),
-        json!(1e300),
-        json!(""),
-        json!("ab"),
-        json!([]),
-        json!([255, 255]),
-        json!({}),
-    ];
+    let wrong = json!([
+        null,
+        true,
+        0,
+        1,
+        -1,
+        31,
+        u64::MAX,
+        1e300,
+        "",
+        "ab",
+        [],
+        [255, 255],
+        {}
+    ]);
     let mut all = Vec::new();
     paths(&good, "", &mut all);
     let (mut refused, mut ended) = (0, 0);
     for path in &all {
-        for wrong in &wrong {
+        for wrong in wrong.as_array().unwrap() {
             let mut value = good.clone();
             *value.pointer_mut(path).unwrap() = wrong.clone();
             let mut rig = rig(&tiny);
@@ -168,8 +156,6 @@ fn any_value_anywhere_is_refused_or_ends() {
             }
         }
     }
-    assert!(
-        refused > 100 && ended > 50,
-        "{refused} refused, {ended} ended"
-    );
+    let counts = (refused, ended);
+    assert!(refused > 100 && ended > 50, "{counts:?}");
 }

@@ -11,7 +11,7 @@ use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
 use super::requests::{endless, of_client, prompt};
-use super::rig::{Rig, alone};
+use super::rig::Rig;
 use super::tiny::TinyModel;
 use super::windows::VirtualPipeline;
 use crate::{EngineConfig, GenerationRequest, SequenceId};
@@ -161,9 +161,8 @@ pub(super) fn rig_of(
 fn streams_are_dealt_to_the_batches_under_way() {
     let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 2);
-    let ids: Vec<_> = (0..4)
-        .map(|i| rig.submit(&endless(prompt(9, i), 30)))
-        .collect();
+    let wanted = [0, 1, 2, 3].map(|i| endless(prompt(9, i), 30));
+    let ids = wanted.each_ref().map(|r| rig.submit(r));
     rig.steps(4); // prompts
     for _ in 0..20 {
         rig.step();
@@ -171,35 +170,23 @@ fn streams_are_dealt_to_the_batches_under_way() {
         assert_eq!(rig.engine.in_flight.len(), 1);
     }
     rig.drain();
-    for (id, i) in ids.iter().zip(0..) {
-        assert_eq!(
-            rig.outcomes[id],
-            alone(&tiny, &endless(prompt(9, i), 30), CONTEXT)
-        );
-    }
+    rig.check_alone(&tiny, &ids, &wanted);
 }
 
 #[test]
 fn chunks_of_one_prompt_follow_each_other() {
     let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 3);
-    let id = rig.submit(&endless(prompt(150, 1), 5)); // four chunks
-    rig.step();
-    assert_eq!(
-        (rig.engine.running[0].computed, rig.engine.in_flight.len()),
-        (40, 2)
-    );
-    rig.step();
-    assert_eq!(
-        (rig.engine.running[0].computed, rig.engine.in_flight.len()),
-        (80, 2)
-    );
+    let wanted = endless(prompt(150, 1), 5); // four chunks
+    let id = rig.submit(&wanted);
+    for computed in [40, 80] {
+        rig.step();
+        assert_eq!(rig.engine.running[0].computed, computed);
+        assert_eq!(rig.engine.in_flight.len(), 2);
+    }
     rig.drain();
     assert_eq!(rig.n_steps, 4 + 4);
-    assert_eq!(
-        rig.outcomes[&id],
-        alone(&tiny, &endless(prompt(150, 1), 5), CONTEXT)
-    );
+    rig.check_alone(&tiny, &[id], [&wanted]);
 }
 
 /// A step has room for the whole prompt, and the second stage would wait for all of it.
@@ -211,13 +198,13 @@ fn a_prompt_is_cut_for_the_stages_of_a_pipeline() {
         ..sizes()
     };
     let mut rig = rig(&tiny, sizes, 2);
-    let id = rig.submit(&endless(prompt(170, 1), 5));
+    let wanted = endless(prompt(170, 1), 5);
+    let id = rig.submit(&wanted);
     rig.step();
     assert_eq!(rig.engine.running[0].computed, 128);
     assert_eq!(rig.engine.in_flight.len(), 1);
     rig.drain();
-    let expected = alone(&tiny, &endless(prompt(170, 1), 5), CONTEXT);
-    assert_eq!(rig.outcomes[&id], expected);
+    rig.check_alone(&tiny, &[id], [&wanted]);
 }
 
 /// Its chunks may be in consecutive batches, but others get their rows as well.
@@ -226,9 +213,7 @@ fn a_long_prompt_takes_no_turn_of_others() {
     let tiny = TinyModel::new(1);
     let mut rig = rig(&tiny, sizes(), 2);
     let first = rig.submit(&endless(prompt(170, 9), 5)); // five chunks
-    let others: Vec<_> = (0..3)
-        .map(|i| rig.submit(&endless(prompt(3, i), 10)))
-        .collect();
+    let others = [0, 1, 2].map(|i| rig.submit(&endless(prompt(3, i), 10)));
     rig.steps(3);
     assert_eq!(rig.outcomes[&first].prompt_reads, 0);
     for id in &others {
@@ -274,9 +259,7 @@ fn a_client_with_many_requests_gives_way_in_a_pipeline() {
     let ended: Vec<bool> = ids.iter().map(has_ended).collect();
     assert_eq!(ended, [false, false, true]);
     rig.drain();
-    for (id, request) in ids.iter().zip(&wanted) {
-        assert_eq!(rig.outcomes[id], alone(&tiny, request, CONTEXT));
-    }
+    rig.check_alone(&tiny, &ids, &wanted);
 }
 
 /// A request, steps after it, and what happens to one that is open then.

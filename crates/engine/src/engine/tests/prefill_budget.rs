@@ -51,17 +51,12 @@ impl Simulation {
         let step = self.rig.engine.composition;
         let ms = (self.step_ms)(step);
         self.now_ms += ms;
-        self.rig
-            .engine
-            .record_duration(Duration::from_secs_f64(ms / 1e3));
-        for event in events
-            .iter()
-            .filter(|event| matches!(event, Event::Token { .. }))
-        {
-            self.came_ms
-                .entry(id_of(event))
-                .or_default()
-                .push(self.now_ms);
+        let duration = Duration::from_secs_f64(ms / 1e3);
+        self.rig.engine.record_duration(duration);
+        let is_token = |event: &&Event| matches!(event, Event::Token { .. });
+        for event in events.iter().filter(is_token) {
+            let came_ms = self.came_ms.entry(id_of(event)).or_default();
+            came_ms.push(self.now_ms);
         }
         (step, events)
     }
@@ -73,10 +68,7 @@ impl Simulation {
         let limit = self.rig.n_steps + 2 * sequences * self.rig.engine.config.context;
         while !self.rig.engine.is_idle() {
             self.step();
-            assert!(
-                self.rig.n_steps <= limit,
-                "not at an end after {limit} steps"
-            );
+            assert!(self.rig.n_steps <= limit, "not over: {limit} steps");
         }
         self.rig.drain();
     }
@@ -180,17 +172,12 @@ fn long_prompts_of_another_client_keep_the_pace_on_one_thread() {
     }
     let rows: usize = (0..400).map(|_| simulation.step().prompt).sum();
     let gaps = simulation.came_ms[&id].windows(2);
-    let gaps = gaps
-        .filter(|pair| pair[1] > before_ms)
-        .map(|pair| pair[1] - pair[0]);
-    let mut gaps: Vec<f64> = gaps.collect();
+    let gaps = gaps.filter(|pair| pair[1] > before_ms);
+    let mut gaps: Vec<f64> = gaps.map(|pair| pair[1] - pair[0]).collect();
     gaps.sort_by(f64::total_cmp);
-    assert!(
-        gaps.len() >= 400 && rows >= 400,
-        "{} gaps, {rows} rows",
-        gaps.len()
-    );
-    let p99 = gaps[gaps.len() * 99 / 100];
+    let n = gaps.len();
+    assert!(n >= 400 && rows >= 400, "{n} gaps, {rows} rows");
+    let p99 = gaps[n * 99 / 100];
     assert!(p99 <= 2.75 * 3.0, "a step alone takes 3 ms: {p99}");
 }
 
@@ -198,8 +185,6 @@ fn long_prompts_of_another_client_keep_the_pace_on_one_thread() {
 fn without_a_pace_a_long_prompt_hardly_waits() {
     let (ttft, gaps) = long_beside_streams(StepTimeTarget::Off);
     assert!(ttft[1] <= 1.3 * ttft[0], "{ttft:?}");
-    assert!(
-        gaps[1] > 5.0 * gaps[0],
-        "nothing else bounds a step: {gaps:?}"
-    );
+    // Nothing else bounds a step.
+    assert!(gaps[1] > 5.0 * gaps[0], "{gaps:?}");
 }

@@ -34,8 +34,6 @@ pub(super) fn request(
         prompt,
         max_tokens,
         sampling,
-        stop: Vec::new(),
-        logprobs: None,
         ..GenerationRequest::default()
     }
 }
@@ -67,35 +65,22 @@ pub(super) fn stops() -> Vec<String> {
 pub(crate) fn mixed(tiny: &TinyModel) -> Vec<GenerationRequest> {
     let greedy = SamplingParams::default();
     let seed = |seed| SamplingParams { seed, ..SAMPLED };
+    let with = |number, change: fn(&mut SamplingParams)| {
+        let mut sampling = seed(number);
+        change(&mut sampling);
+        sampling
+    };
     let mut all = vec![
         request(prompt(1, 1), 20, greedy.clone()),
         request(prompt(150, 2), 10, greedy.clone()),
         request(tiny.encode("abc def"), 60, seed(3)),
-        request(
-            prompt(64, 4),
-            30,
-            SamplingParams {
-                top_k: 5,
-                ..seed(4)
-            },
-        ),
+        request(prompt(64, 4), 30, with(4, |p| p.top_k = 5)),
         request(
             prompt(63, 5),
             30,
-            SamplingParams {
-                top_p: 0.9,
-                min_p: 0.02,
-                ..seed(5)
-            },
+            with(5, |p| (p.top_p, p.min_p) = (0.9, 0.02)),
         ),
-        request(
-            prompt(65, 6),
-            70,
-            SamplingParams {
-                temperature: 2.0,
-                ..seed(6)
-            },
-        ),
+        request(prompt(65, 6), 70, with(6, |p| p.temperature = 2.0)),
         request(prompt(130, 7), 0, greedy.clone()),
         request(prompt(9, 8), 1, seed(8)),
     ];
@@ -120,12 +105,8 @@ pub(crate) fn mixed(tiny: &TinyModel) -> Vec<GenerationRequest> {
         });
     }
     // Some report log-probabilities: of the token only, of a few, of more than the vocabulary has.
-    for (request, n) in all
-        .iter_mut()
-        .skip(1)
-        .step_by(2)
-        .zip([0, 2, 20].iter().cycle())
-    {
+    let some = all.iter_mut().skip(1).step_by(2);
+    for (request, n) in some.zip([0, 2, 20].iter().cycle()) {
         request.logprobs = Some(*n);
     }
     all

@@ -223,11 +223,8 @@ fn run(
         assert_eq!(*outcome, all.outcomes[place.request], "{place:?}");
     }
     let preemptions = world.engines.iter().map(|it| it.rig.preemptions).sum();
-    let reused = world
-        .engines
-        .iter()
-        .map(|it| it.rig.engine.n_reused())
-        .sum();
+    let reused = world.engines.iter().map(|it| it.rig.engine.n_reused());
+    let reused = reused.sum();
     (world.events, preemptions, reused)
 }
 
@@ -240,19 +237,13 @@ struct All {
 
 #[test]
 fn random_schedules_change_nothing_and_end() {
-    check(
-        [TinyModel::new(1), TinyModel::new(3)],
-        if long() { 300 } else { 100 },
-    );
+    check([1, 3].map(TinyModel::new), if long() { 300 } else { 100 });
 }
 
 /// With windows and states, whose pages are allocated separately.
 #[test]
 fn random_schedules_of_layers_that_differ_change_nothing_and_end() {
-    check(
-        [TinyModel::toy(1), TinyModel::toy(2)],
-        if long() { 150 } else { 50 },
-    );
+    check([1, 2].map(TinyModel::toy), if long() { 150 } else { 50 });
 }
 
 fn check(tinies: [TinyModel; 2], cases: u32) {
@@ -312,11 +303,8 @@ fn outcomes_are_of_every_kind() {
 
 #[test]
 fn instruction_sets_change_nothing() {
-    let requests: Vec<GenerationRequest> = mixed(&TinyModel::new(1))
-        .into_iter()
-        .skip(2)
-        .step_by(3)
-        .collect();
+    let requests = mixed(&TinyModel::new(1)).into_iter().skip(2).step_by(3);
+    let requests: Vec<GenerationRequest> = requests.collect();
     let run = |set| outcomes_of(&TinyModel::with_set(set, 1), &requests);
     let mut outcomes = InstructionSet::available().into_iter().map(run);
     let first = outcomes.next().unwrap();

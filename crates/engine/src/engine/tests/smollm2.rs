@@ -41,11 +41,8 @@ pub(super) fn load(path: &Path, threads: usize) -> TinyModel {
 
 /// Logits after each token of a text, `(tokens, vocabulary)`.
 fn logits(model: &TinyModel, text: &str) -> Vec<Vec<f32>> {
-    let tokens = model
-        .tokenizer
-        .encode(text, Specials::AsText, true)
-        .unwrap();
-    logits_of(model, &tokens)
+    let tokens = model.tokenizer.encode(text, Specials::AsText, true);
+    logits_of(model, &tokens.unwrap())
 }
 
 /// Logits after each of `tokens`, from one step.
@@ -53,26 +50,17 @@ pub(super) fn logits_of(model: &TinyModel, tokens: &[u32]) -> Vec<Vec<f32>> {
     let n = tokens.len();
     let mut cache = model.model.whole_cache(n).unwrap();
     let pages: Vec<u32> = (0..cache.pages() as u32).collect();
-    let mut workspace = Workspace::new(
-        &model.model,
-        BatchSize {
-            rows: n,
-            logit_rows: n,
-            sequences: 1,
-            context: n,
-        },
-    );
-    let sequence = BatchSequence::plain(tokens, 0, &pages, Logits::All);
-    let batch = [sequence];
+    let size = BatchSize {
+        logit_rows: n,
+        ..BatchSize::single(n, n)
+    };
+    let mut workspace = Workspace::new(&model.model, size);
+    let batch = [BatchSequence::plain(tokens, 0, &pages, Logits::All)];
     let batch = Batch::new(&batch);
-    let rows = model
-        .model
-        .forward(&batch, &mut workspace, &mut cache)
-        .unwrap();
+    let rows = model.model.forward(&batch, &mut workspace, &mut cache);
     let vocab = model.model.config().vocab;
-    (0..rows)
-        .map(|i| workspace.logits_mut(i, vocab).to_vec())
-        .collect()
+    let row = |i| workspace.logits_mut(i, vocab).to_vec();
+    (0..rows.unwrap()).map(row).collect()
 }
 
 /// The model in float32, as numpy computes it.
@@ -122,10 +110,8 @@ fn most_top_p_cuts_need_few_candidates() {
         return;
     };
     let model = load(&path, 2);
-    let rows = logits(
-        &model,
-        include_str!("../../../../../tests-data/austen-1056.txt"),
-    );
+    let text = include_str!("../../../../../tests-data/austen-1056.txt");
+    let rows = logits(&model, text);
     assert_eq!(rows.len(), 256);
     for (temperature, share) in [(0.7, 0.96), (1.0, 0.57)] {
         let params = SamplingParams {
@@ -137,18 +123,11 @@ fn most_top_p_cuts_need_few_candidates() {
         let mut few = 0;
         for row in &rows {
             let mut sampler = Sampler::new(params.clone()).unwrap();
-            sampler.sample(
-                model.model.kernels(),
-                &mut row.clone(),
-                (&[], 0),
-                &mut scratch,
-            );
+            let (kernels, mut row) = (model.model.kernels(), row.clone());
+            sampler.sample(kernels, &mut row, (&[], 0), &mut scratch);
             few += usize::from(scratch.kept() <= 256);
         }
         let got = few as f64 / rows.len() as f64;
-        assert!(
-            (got - share).abs() < 0.01,
-            "{got} at temperature {temperature}"
-        );
+        assert!((got - share).abs() < 0.01, "{got} at {temperature}");
     }
 }

@@ -4,18 +4,18 @@
 use paceline_tensor::PAGE;
 
 use super::requests::{prompt, request};
-use super::rig::{Rig, SequenceOutcome};
+use super::rig::{Rig, SequenceOutcome, id_of};
 use super::tiny::TinyModel;
-use crate::{EngineConfig, Error, SamplingParams, Snapshot};
+use crate::{EngineConfig, Error, Event, SamplingParams, Snapshot};
 
 const CONTEXT: usize = 3 * PAGE;
 
 /// Sizes that differ from [`EngineConfig::single`].
-fn other_sizes() -> EngineConfig {
+fn other_sizes(max_running: usize, max_waiting: usize) -> EngineConfig {
     EngineConfig {
         cache_positions: 2 * CONTEXT,
-        max_running: 3,
-        max_waiting: 2,
+        max_running,
+        max_waiting,
         max_rows: 17,
         ..EngineConfig::single("tiny", CONTEXT)
     }
@@ -24,74 +24,40 @@ fn other_sizes() -> EngineConfig {
 #[test]
 fn restored_sequences_go_first_and_in_order() {
     let tiny = TinyModel::new(1);
-    let mut source = Rig::new(
-        &tiny,
-        EngineConfig {
-            max_waiting: 10,
-            ..other_sizes()
-        },
-    );
+    let mut source = Rig::new(&tiny, other_sizes(3, 10));
     let made = |i| request(prompt(5, i), 4, SamplingParams::default());
-    let snapshots: Vec<Snapshot> = (0..3)
-        .map(|i| {
-            let id = source.submit(&made(i));
-            source.take(id).0
-        })
-        .collect();
-    let mut rig = Rig::new(
-        &tiny,
-        EngineConfig {
-            max_running: 1,
-            ..other_sizes()
-        },
-    );
+    let snapshots: [Snapshot; 2] = [0, 1].map(|i| {
+        let id = source.submit(&made(i));
+        source.take(id).0
+    });
+    let mut rig = Rig::new(&tiny, other_sizes(1, 2));
     let new = rig.submit(&made(9));
-    let mut order: Vec<_> = snapshots[..2]
-        .iter()
-        .map(|s| rig.restore(s, SequenceOutcome::default()))
-        .collect();
-    order.push(new);
+    let [first, second] = snapshots.map(|s| rig.restore(&s, SequenceOutcome::default()));
     let mut finished = Vec::new();
     while !rig.engine.is_idle() {
         let events = rig.step();
-        let ends = events
-            .iter()
-            .filter(|e| matches!(e, crate::Event::Finished { .. }));
-        finished.extend(ends.map(super::rig::id_of));
+        let is_end = |e: &&Event| matches!(e, Event::Finished { .. });
+        finished.extend(events.iter().filter(is_end).map(id_of));
     }
-    assert_eq!(finished, order);
+    assert_eq!(finished, [first, second, new]);
 }
 
 #[test]
 fn a_full_engine_gives_the_snapshot_back() {
     let tiny = TinyModel::new(1);
-    let mut rig = Rig::new(
-        &tiny,
-        EngineConfig {
-            max_running: 1,
-            ..other_sizes()
-        },
-    );
+    let mut rig = Rig::new(&tiny, other_sizes(1, 2));
     let id = rig.submit(&request(prompt(5, 1), 4, SamplingParams::default()));
     let (snapshot, past) = rig.take(id);
     for _ in 0..3 {
         rig.restore(&snapshot, past.clone());
     }
     let error = rig.engine.restore(snapshot.clone()).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "3 sequences are waiting to be resumed already"
-    );
-    let Error::BusyResuming {
-        waiting: 3,
-        snapshot: back,
-    } = error
-    else {
+    let expected = "3 sequences are waiting to be resumed already";
+    assert_eq!(error.to_string(), expected);
+    let Error::BusyResuming { snapshot: back, .. } = error else {
         panic!("{error}");
     };
-    assert_eq!(
-        serde_json::to_value(&back).unwrap(),
-        serde_json::to_value(&snapshot).unwrap()
-    );
+    let [back, given] = [&*back, &snapshot].map(|it| serde_json::to_value(it).unwrap());
+    assert_eq!(back, given);
     rig.drain();
 }

@@ -18,18 +18,12 @@ fn answer(tiny: &TinyModel, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Opti
     let mut events = Vec::new();
     let mut given = tokens.iter();
     while !matches!(events.last(), Some(Event::Finished { .. })) {
-        let choice = given.next().map(|&token| ChosenToken {
-            token,
-            logprobs: None,
-        });
+        let logprobs = None;
+        let choice = given.next().map(|&token| ChosenToken { token, logprobs });
         let choice = choice.ok_or(Finish::Length);
         sequence.accept(choice, &tiny.tokenizer, &mut events);
     }
-    assert_eq!(
-        given.next(),
-        None,
-        "ended before the last token: {events:?}"
-    );
+    assert_eq!(given.next(), None, "ended earlier: {events:?}");
     let (mut texts, mut finish) = (Vec::new(), None);
     for event in events {
         match event {

@@ -78,16 +78,12 @@ fn an_answer_ends_when_its_deadline_is_over() {
 fn clients_with_many_and_with_few_requests_are_served_alike() {
     let tiny = TinyModel::new(1);
     let mut rig = Rig::new(&tiny, sizes(2)).unordered();
-    let many: Vec<_> = (0..12)
-        .map(|i| rig.submit(&long(20, i, of_client(1))))
-        .collect();
-    let few: Vec<_> = (0..3)
-        .map(|i| rig.submit(&long(20, i, of_client(2))))
-        .collect();
+    let all = [(1, 12), (2, 3)].map(|(client, n)| -> Vec<_> {
+        let one = |i| rig.submit(&long(20, i, of_client(client)));
+        (0..n).map(one).collect()
+    });
     let ended = ends(&mut rig);
-    let last = few
-        .iter()
-        .map(|id| ended.iter().position(|e| e == id).unwrap());
-    assert!(last.max().unwrap() <= 8, "{ended:?} of {few:?}");
-    assert_eq!(ended.len(), many.len() + few.len());
+    let last = all[1].iter().map(|id| ended.iter().position(|e| e == id));
+    assert!(last.max().flatten().unwrap() <= 8, "{ended:?} of {all:?}");
+    assert_eq!(ended.len(), all.iter().map(Vec::len).sum::<usize>());
 }

@@ -145,13 +145,12 @@ impl LoadedModel for FaultyDraft {
         size: BatchSize,
         positions: usize,
     ) -> Result<Box<dyn Compute>, Error> {
-        let inner = Arc::clone(&self.model).reserve(size, positions)?;
-        let wrong = Vec::new();
-        Ok(Box::new(FaultyDraftPasses {
-            inner,
+        let passes = FaultyDraftPasses {
+            inner: Arc::clone(&self.model).reserve(size, positions)?,
             of: self,
-            wrong,
-        }))
+            wrong: Vec::new(),
+        };
+        Ok(Box::new(passes))
     }
 }
 
@@ -200,8 +199,8 @@ impl Compute for FaultyDraftPasses {
 fn timed_step(rig: &mut Rig) {
     let began = CLOCK.get();
     rig.step();
-    rig.engine
-        .record_duration(CLOCK.get().checked_sub(began).unwrap());
+    let took = CLOCK.get().checked_sub(began);
+    rig.engine.record_duration(took.unwrap());
 }
 
 const LONG: usize = 8 * PAGE;
@@ -260,9 +259,9 @@ fn gain(
 ) -> (f64, usize) {
     let plain = answer(&mut on_a_line(tiny, 0, hop_ms), request);
     let mut rig = on_a_line(tiny, 8, hop_ms);
-    draft
-        .map_or(Ok(()), |it| rig.engine.set_draft_model(&it.draft(tiny)))
-        .unwrap();
+    if let Some(draft) = draft {
+        rig.engine.set_draft_model(&draft.draft(tiny)).unwrap();
+    }
     let guessed = answer(&mut rig, request);
     assert_eq!(plain.0, guessed.0);
     assert_eq!((plain.2, plain.3), (DraftCounts::default(), 0));
@@ -321,9 +320,10 @@ fn guesses_that_are_wrong_cost_little() {
     for hop_ms in [0, 25] {
         let by_text = gain(&tiny, &request, hop_ms, None).0;
         let by_draft = gain(&tiny, &request, hop_ms, Some(quarter(&tiny, 100, 5))).0;
+        let gains = [by_text, by_draft];
         assert!(
-            by_text >= 0.95 && by_draft >= 0.95,
-            "{hop_ms} ms: {by_text}, {by_draft}"
+            gains.iter().all(|gain| *gain >= 0.95),
+            "{hop_ms} ms: {gains:?}"
         );
     }
 }
@@ -394,8 +394,8 @@ fn windows_under_way_change_no_answer() {
         let before = windows.get();
         let mut requests = mixed(&tiny);
         requests.extend((0..3).map(babble));
-        let expected: Vec<SequenceOutcome> =
-            requests.iter().map(|r| alone(&tiny, r, CONTEXT)).collect();
+        let expected = requests.iter().map(|r| alone(&tiny, r, CONTEXT));
+        let expected: Vec<SequenceOutcome> = expected.collect();
         let sizes_of = (1..4usize, 0..6usize, prop::bool::ANY, prop::bool::ANY);
         proptest!(ProptestConfig::with_cases(30), |(
             calls in calls(), pattern in patterns(), sizes_of in sizes_of
@@ -433,9 +433,5 @@ fn windows_under_way_change_no_answer() {
         assert!(windows.get() > before, "no window behind another");
     }
     // 40 runs of random cases have at least 588; a single model may have few.
-    assert!(
-        windows.get() > 150,
-        "{} windows behind others",
-        windows.get()
-    );
+    assert!(windows.get() > 150, "{} behind others", windows.get());
 }

@@ -86,20 +86,20 @@ impl Core for Fake {
         let act = self.acts.recv_timeout(PATIENCE).expect("an act");
         let ids = self.sequences.iter().map(|(id, _)| *id);
         match act {
-            FakeCommand::Tokens => Ok(ids
-                .map(|id| Event::Token {
+            FakeCommand::Tokens => {
+                let token = |id| Event::Token {
                     id,
                     token: 7,
                     text: String::new(),
                     logprobs: None,
-                })
-                .collect()),
+                };
+                Ok(ids.map(token).collect())
+            }
             FakeCommand::Finish => {
-                let (text, reason) = (String::new(), Finish::Length);
                 let end = |id| Event::Finished {
                     id,
-                    text: text.clone(),
-                    reason,
+                    text: String::new(),
+                    reason: Finish::Length,
                     drafts: DraftCounts::default(),
                 };
                 let events = ids.map(end).collect();
@@ -192,12 +192,17 @@ impl FakeDriver {
         }
     }
 
+    /// Gives tokens up to this step.
+    fn until(&self, step: FakeEvent) {
+        while self.did() != step {
+            self.act(FakeCommand::Tokens);
+        }
+    }
+
     fn try_submit(&self, prompt: u32) -> (Result<Ticket, RequestFailure>, Replies) {
         let (sink, replies) = sink();
-        (
-            submit(&self.driver, request(vec![prompt], 5), sink),
-            replies,
-        )
+        let submitted = submit(&self.driver, request(vec![prompt], 5), sink);
+        (submitted, replies)
     }
 
     fn submit(&self, prompt: u32) -> (Ticket, Replies) {
@@ -301,13 +306,7 @@ fn cancelled_requests_are_forgotten_wherever_they_are() {
     let (running, replies) = stage.submit(1);
     let (_, other) = stage.submit(2);
     // Both are in a step, the second possibly in the next one.
-    loop {
-        let did = stage.did();
-        if did == FakeEvent::Step(vec![1, 2]) {
-            break;
-        }
-        stage.act(FakeCommand::Tokens);
-    }
+    stage.until(FakeEvent::Step(vec![1, 2]));
     stage.driver.cancel(running);
     stage.driver.cancel(running);
     stage.act(FakeCommand::Tokens);
@@ -393,13 +392,7 @@ fn a_sink_that_panics_harms_only_its_own_request() {
     let bad: Sink = Box::new(|_| panic!("in a sink"));
     submit(&stage.driver, request(vec![1], 5), bad).unwrap();
     let (_, good) = stage.submit(2);
-    loop {
-        let did = stage.did();
-        if did == FakeEvent::Step(vec![2]) {
-            break;
-        }
-        stage.act(FakeCommand::Tokens);
-    }
+    stage.until(FakeEvent::Step(vec![2]));
     assert_eq!(stage.driver.status(), status(1, 0));
     stage.act(FakeCommand::Finish);
     assert_eq!(good.rest().last(), Some(&finished()));

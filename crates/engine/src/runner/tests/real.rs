@@ -9,10 +9,11 @@ use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
 use super::super::Runner;
+use super::super::worker::reply;
 use super::{PATIENCE, Replies, sink};
 use crate::engine::tests::requests::mixed;
 use crate::engine::tests::tiny::TinyModel;
-use crate::{EngineConfig, Event, GenerationRequest, Reply, RequestFailure, Service, Sink, State};
+use crate::{EngineConfig, GenerationRequest, Reply, RequestFailure, Service, Sink, State};
 
 const CONTEXT: usize = 3 * PAGE;
 
@@ -33,9 +34,10 @@ fn alone(tiny: &TinyModel, request: &GenerationRequest) -> Vec<Reply> {
     engine.submit(request.clone()).unwrap();
     let mut replies = Vec::new();
     while !engine.is_idle() {
-        replies.extend(engine.step().unwrap().into_iter().map(reply));
+        let events = engine.step().unwrap().into_iter();
+        replies.extend(events.map(|event| reply(event).1));
     }
-    replies
+    alike(replies)
 }
 
 /// Removes what depends on earlier requests: the reused prompt tokens.
@@ -51,44 +53,11 @@ fn alike(replies: Vec<Reply>) -> Vec<Reply> {
     replies.into_iter().map(alike).collect()
 }
 
-fn reply(event: Event) -> Reply {
-    match event {
-        Event::PromptRead { logprobs, .. } => Reply::PromptRead {
-            reused: 0,
-            logprobs,
-            read_by: None,
-        },
-        Event::Token {
-            token,
-            text,
-            logprobs,
-            ..
-        } => Reply::Token {
-            token,
-            text,
-            logprobs,
-        },
-        Event::Continued { .. } => Reply::Continued,
-        Event::Finished {
-            text,
-            reason,
-            drafts,
-            ..
-        } => Reply::Finished {
-            text,
-            reason,
-            drafts,
-        },
-    }
-}
-
 #[test]
 fn an_engine_for_one_is_busy_as_it_says() {
     let tiny = TinyModel::new(1);
-    let runner = Runner::start(
-        tiny.engine(EngineConfig::single("tiny", CONTEXT)),
-        Instant::now,
-    );
+    let engine = tiny.engine(EngineConfig::single("tiny", CONTEXT));
+    let runner = Runner::start(engine, Instant::now);
     let request = &mixed(&tiny)[5];
     // At most one runs and one waits; the time of the start depends on the thread.
     let mut taken = Vec::new();
