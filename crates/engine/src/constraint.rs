@@ -71,9 +71,8 @@ pub struct Grammars {
 
 impl std::fmt::Debug for Grammars {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Grammars")
-            .field("ends", &self.ends)
-            .finish_non_exhaustive()
+        let mut f = f.debug_struct("Grammars");
+        f.field("ends", &self.ends).finish_non_exhaustive()
     }
 }
 
@@ -83,13 +82,8 @@ impl Grammars {
     /// # Errors
     /// [`ConstraintError::Grammar`] for a vocabulary beyond the limits of the automata.
     pub fn new(tokenizer: &Tokenizer, vocab: usize) -> Result<Self, ConstraintError> {
-        let in_range = |id: &&u32| (**id as usize) < vocab;
-        let ends: Vec<u32> = tokenizer
-            .end_of_generation()
-            .iter()
-            .filter(in_range)
-            .copied()
-            .collect();
+        let ends = tokenizer.end_of_generation().iter().copied();
+        let ends: Vec<u32> = ends.filter(|id| (*id as usize) < vocab).collect();
         let mut words: Vec<Vec<u8>> = (0..vocab as u32).map(|id| word(tokenizer, id)).collect();
         // The trie requires an end token, which this vocabulary lacks.
         if ends.is_empty() {
@@ -99,10 +93,9 @@ impl Grammars {
         let info = TokRxInfo::new(words.len() as u32, eos);
         let trie = caught(|| {
             let trie = TokTrie::from(&info, &words);
-            if ends.is_empty() {
-                trie
-            } else {
-                trie.with_eos_tokens(&ends)
+            match ends.is_empty() {
+                true => trie,
+                false => trie.with_eos_tokens(&ends),
             }
         })?;
         let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
@@ -126,13 +119,10 @@ impl Grammars {
     }
 
     fn compile(&self, grammar: &Grammar) -> Result<Matcher, ConstraintError> {
+        let of_schema = |schema| TopLevelGrammar::from_json_schema(compilable(schema));
         let top = match grammar {
-            Grammar::JsonSchema(text) => {
-                TopLevelGrammar::from_json_schema(compilable(&schema_of(text)?))
-            }
-            Grammar::JsonObject => {
-                TopLevelGrammar::from_json_schema(compilable(&json!({"type": "object"})))
-            }
+            Grammar::JsonSchema(text) => of_schema(&schema_of(text)?),
+            Grammar::JsonObject => of_schema(&json!({"type": "object"})),
             Grammar::Regex(pattern) => TopLevelGrammar::from_regex(pattern),
             Grammar::Choice(texts) => TopLevelGrammar::from_lark(choice(texts)),
             Grammar::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
@@ -185,10 +175,10 @@ fn check_sizes(constraint: &Constraint) -> Result<(), ConstraintError> {
             check_list("markers", markers, MAX_MARKERS, MAX_MARKER_BYTES)?;
             let span = except.iter().flat_map(|span| [&span.open, &span.close]);
             let span: Vec<String> = span.cloned().collect();
-            if span.is_empty() {
-                return Ok(());
+            match span.is_empty() {
+                true => Ok(()),
+                false => check_list("except", &span, 2, MAX_MARKER_BYTES),
             }
-            check_list("except", &span, 2, MAX_MARKER_BYTES)
         }
     }
 }
@@ -200,18 +190,20 @@ const MAX_TOKEN_BYTES: usize = 512;
 /// Bytes of a token in the trie. Control tokens have a marker, so that no text equals one. Empty
 /// for tokens that a constrained answer never has.
 fn word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
-    let name = tokenizer
-        .token_text(id)
-        .filter(|_| tokenizer.is_control(id));
-    let word = match name {
+    let word = match control_text(tokenizer, id) {
         Some(name) => [&[TokTrie::SPECIAL_TOKEN_MARKER], name.as_bytes()].concat(),
         None => tokenizer.token_bytes(id).unwrap_or_default().to_vec(),
     };
-    if word.len() > MAX_TOKEN_BYTES {
-        Vec::new()
-    } else {
-        word
+    match word.len() > MAX_TOKEN_BYTES {
+        true => Vec::new(),
+        false => word,
     }
+}
+
+/// The name of a control token.
+fn control_text(tokenizer: &Tokenizer, id: u32) -> Option<&str> {
+    let name = tokenizer.token_text(id);
+    name.filter(|_| tokenizer.is_control(id))
 }
 
 /// Converts a panic of the trie to an error: it asserts limits that a vocabulary from a file may
@@ -243,9 +235,8 @@ fn check_list(
 }
 
 fn schema_of(text: &str) -> Result<serde_json::Value, ConstraintError> {
-    let schema = serde_json::from_str(text).map_err(|e| ConstraintError::NotJson {
-        reason: e.to_string(),
-    })?;
+    let no_json = |reason| ConstraintError::NotJson { reason };
+    let schema = serde_json::from_str(text).map_err(|e| no_json(e.to_string()))?;
     Ok(strict(&schema)?)
 }
 
@@ -312,8 +303,8 @@ impl Clone for Guide {
 
 impl std::fmt::Debug for Guide {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Guide")
-            .field("constraint", &self.constraint)
+        let mut f = f.debug_struct("Guide");
+        f.field("constraint", &self.constraint)
             .finish_non_exhaustive()
     }
 }
@@ -419,9 +410,7 @@ impl Guide {
             }
             return;
         }
-        let control = tokenizer
-            .token_text(token)
-            .filter(|_| tokenizer.is_control(token));
+        let control = control_text(tokenizer, token);
         let bytes = control.map_or(bytes, str::as_bytes);
         let Some(rest) = self.watch.as_mut().and_then(|watch| watch.push(bytes)) else {
             return;
@@ -436,10 +425,9 @@ impl Guide {
     /// Activates the grammar after a marker; `rest` is the remaining text of the marker's token.
     fn begin(&mut self, rest: &[u8]) {
         let mut matcher = self.fresh.deep_clone();
-        let rest = if self.is_lazy() {
-            rest
-        } else {
-            rest.trim_ascii_start()
+        let rest = match self.is_lazy() {
+            true => rest,
+            false => rest.trim_ascii_start(),
         };
         let Ok(env) = matcher.tok_env() else {
             return;
@@ -447,10 +435,8 @@ impl Guide {
         let tokens = env.tokenize_bytes(rest);
         // A lazy grammar that cannot parse the first text was no call: the marker was part of the
         // answer.
-        let fits = matcher
-            .try_consume_tokens(&tokens)
-            .is_ok_and(|n| n == tokens.len());
-        if fits {
+        let consumed = matcher.try_consume_tokens(&tokens);
+        if consumed.is_ok_and(|n| n == tokens.len()) {
             self.ahead = None;
             self.state = State::Matching(matcher);
         } else if !self.is_lazy() {

@@ -7,8 +7,6 @@
 //! ([`TemperatureOrder`]). Everything is a fixed sequence of operations on the logits and the
 //! request's own random numbers. So equal seeds give equal answers, independent of other requests.
 
-use std::ops::RangeInclusive;
-
 use paceline_model::{ForbiddenTokens, Logits, TokenDraw, TopLogits};
 use paceline_tensor::Kernels;
 use rand_core::{RngCore, SeedableRng};
@@ -73,12 +71,12 @@ impl TemperatureOrder {
 impl SamplingParams {
     /// Whether a bias or penalty may raise any logit above the largest.
     fn changes_logits(&self) -> bool {
-        let penalties = (
-            self.repetition_penalty,
-            self.presence_penalty,
-            self.frequency_penalty,
-        );
-        penalties != (1.0, 0.0, 0.0) || !self.logit_bias.is_empty()
+        self.penalties() != [1.0, 0.0, 0.0] || !self.logit_bias.is_empty()
+    }
+
+    const fn penalties(&self) -> [f32; 3] {
+        let others = [self.presence_penalty, self.frequency_penalty];
+        [self.repetition_penalty, others[0], others[1]]
     }
 
     /// The logits of a row that determine the token, if `forbidden` tokens are excluded.
@@ -132,37 +130,31 @@ impl SamplingParams {
     /// # Errors
     /// [`ParamError`] for the first parameter out of range.
     pub fn check(&self) -> Result<(), ParamError> {
-        check(
-            "temperature",
-            self.temperature,
-            0.0..=f32::MAX,
-            "0 or more, finite",
-        )?;
-        check(
-            "top_p",
-            self.top_p,
-            f32::MIN_POSITIVE..=1.0,
-            "above 0 and at most 1",
-        )?;
-        check("min_p", self.min_p, 0.0..=1.0, "0 to 1")?;
-        check(
-            "repetition_penalty",
-            self.repetition_penalty,
-            1e-3..=1e3,
-            "0.001 to 1000",
-        )?;
-        check(
-            "presence_penalty",
-            self.presence_penalty,
-            -2.0..=2.0,
-            "-2 to 2",
-        )?;
-        check(
-            "frequency_penalty",
-            self.frequency_penalty,
-            -2.0..=2.0,
-            "-2 to 2",
-        )
+        const LEAST: f32 = f32::MIN_POSITIVE;
+        let [repetition, presence, frequency] = self.penalties();
+        let (temperature, top_p, finite) = (self.temperature, self.top_p, 0.0..=f32::MAX);
+        for (name, got, range, expected) in [
+            ("temperature", temperature, finite, "0 or more, finite"),
+            ("top_p", top_p, LEAST..=1.0, "above 0 and at most 1"),
+            ("min_p", self.min_p, 0.0..=1.0, "0 to 1"),
+            (
+                "repetition_penalty",
+                repetition,
+                1e-3..=1e3,
+                "0.001 to 1000",
+            ),
+            ("presence_penalty", presence, -2.0..=2.0, "-2 to 2"),
+            ("frequency_penalty", frequency, -2.0..=2.0, "-2 to 2"),
+        ] {
+            if !range.contains(&got) {
+                return Err(ParamError {
+                    name,
+                    got,
+                    expected,
+                });
+            }
+        }
+        Ok(())
     }
 
     /// Checks the bias for a model of `vocab` tokens. A repeated token is refused instead of added
@@ -189,22 +181,6 @@ impl SamplingParams {
         let twice = tokens.windows(2).find(|pair| pair[0] == pair[1]);
         twice.map_or(Ok(()), |pair| Err(Error::BiasTwice { token: pair[0] }))
     }
-}
-
-fn check(
-    name: &'static str,
-    got: f32,
-    range: RangeInclusive<f32>,
-    expected: &'static str,
-) -> Result<(), ParamError> {
-    if range.contains(&got) {
-        return Ok(());
-    }
-    Err(ParamError {
-        name,
-        got,
-        expected,
-    })
 }
 
 /// Inputs of sampling besides the logits.
@@ -449,10 +425,9 @@ impl Sampler {
             let recent = &tokens[tokens.len().saturating_sub(p.penalty_window)..];
             for (token, _) in counts(recent) {
                 let logit = &mut logits[token as usize];
-                *logit = if *logit > 0.0 {
-                    *logit / p.repetition_penalty
-                } else {
-                    *logit * p.repetition_penalty
+                *logit = match *logit > 0.0 {
+                    true => *logit / p.repetition_penalty,
+                    false => *logit * p.repetition_penalty,
                 };
             }
         }
@@ -552,11 +527,9 @@ fn counts(tokens: &[u32]) -> Vec<(u32, usize)> {
 
 /// Tokens with a weight above 0 and at least `least`.
 fn candidates_from(weights: &[f32], least: f32) -> impl Iterator<Item = TokenCandidate> {
-    let is_candidate = move |weight: f32| weight > 0.0 && weight >= least;
-    let tokens = (0..)
-        .zip(weights)
-        .filter(move |(_, weight)| is_candidate(**weight));
-    tokens.map(|(token, &weight)| TokenCandidate { token, weight })
+    let tokens = (0..).zip(weights.iter().copied());
+    let tokens = tokens.filter(move |(_, weight)| *weight > 0.0 && *weight >= least);
+    tokens.map(|(token, weight)| TokenCandidate { token, weight })
 }
 
 /// A value that at least `n` (1 or more) of `values` reach: the n-th largest of the chunk maxima.
