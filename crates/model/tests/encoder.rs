@@ -14,6 +14,7 @@ use paceline_weights::gguf::testing::GgufWriter;
 use paceline_weights::hf::HfFolder;
 use serde_json::{Value, json};
 
+use crate::common::compare::largest;
 use crate::common::runner::Runner;
 use crate::common::{golden, golden_json, kernels, test_model};
 
@@ -60,11 +61,8 @@ fn check(name: &str, folder: &Path) {
     let cases = cases(name);
     let texts: Vec<&[u32]> = cases.iter().map(|(_, ids, _)| ids.as_slice()).collect();
     for (got, (text, _, expected)) in embed(&encoder, &texts).iter().zip(&cases) {
-        let off = got
-            .iter()
-            .zip(expected)
-            .map(|(x, y)| (f64::from(*x) - y).abs());
-        let worst = off.fold(0.0, f64::max);
+        let pairs = got.iter().zip(expected);
+        let worst = largest(pairs.map(|(x, y)| (f64::from(*x) - y).abs()));
         assert!(worst <= 1e-6, "{name} {text:?}: {worst:.2e}");
         assert_eq!(got.len(), expected.len(), "{name}");
     }
@@ -92,10 +90,8 @@ fn a_vector_depends_on_its_own_text_only() {
         let cases = cases(name);
         let mut texts: Vec<&[u32]> = cases.iter().map(|(_, ids, _)| ids.as_slice()).collect();
         let alone = load(&folder, Kernels::new(1).unwrap());
-        let expected: Vec<Vec<f32>> = texts
-            .iter()
-            .flat_map(|text| one_step(&alone, &[text]))
-            .collect();
+        let expected = texts.iter().flat_map(|text| one_step(&alone, &[text]));
+        let expected: Vec<Vec<f32>> = expected.collect();
         for set in InstructionSet::available() {
             let encoder = load(&folder, Kernels::with_set(set, 3).unwrap());
             assert_eq!(embed(&encoder, &texts), expected, "{name} {}", set.name());
@@ -166,10 +162,8 @@ fn a_long_text_is_computed_in_parts() {
     let ids: Vec<u32> = (0..1100).map(|i| 3 + i * 7 % 290).collect();
     let whole = one_step(&encoder, &[&ids]);
     assert_ne!(whole, one_step(&encoder, &[&ids[..1099]]));
-    assert_eq!(
-        whole,
-        embed(&encoder, &[&ids[..300], &ids, &ids[..9]])[1..2]
-    );
+    let among = embed(&encoder, &[&ids[..300], &ids, &ids[..9]]);
+    assert_eq!(whole, among[1..2]);
     let asked = std::cell::Cell::new(0);
     let is_over = || {
         asked.set(asked.get() + 1);
@@ -241,12 +235,8 @@ fn converted(folder: &Path, out: &Path) {
     let folder = HfFolder::open(folder).unwrap();
     for name in folder.names() {
         let tensor = folder.tensor(name).unwrap();
-        file = file.tensor(
-            &gguf_name(name),
-            tensor.block_type,
-            &tensor.shape,
-            &tensor.bytes[..],
-        );
+        let (kind, name) = (tensor.block_type, gguf_name(name));
+        file = file.tensor(&name, kind, &tensor.shape, &tensor.bytes[..]);
     }
     file.write(out);
 }
@@ -279,10 +269,8 @@ fn changed(file: &str, field: &str, value: Value) -> Result<Encoder, Error> {
     let mut config: Value = serde_json::from_str(&text).unwrap();
     config[field] = value;
     std::fs::write(&path, config.to_string()).unwrap();
-    Encoder::load(
-        &ModelSource::open(copy.path()).unwrap(),
-        Arc::new(Kernels::new(1).unwrap()),
-    )
+    let source = ModelSource::open(copy.path()).unwrap();
+    Encoder::load(&source, kernels())
 }
 
 #[test]
@@ -311,15 +299,12 @@ fn what_would_be_computed_wrongly_is_refused_by_name() {
         ("max_position_embeddings", json!(63), "position_embeddings"),
         ("model_type", json!("deberta"), "deberta"),
     ] {
-        let text = changed("config.json", field, value)
-            .unwrap_err()
-            .to_string();
+        let error = changed("config.json", field, value).unwrap_err();
+        let text = error.to_string();
         assert!(text.contains(expected), "{field}: {text}");
     }
     let file = "1_Pooling/config.json";
-    let error = changed(file, "pooling_mode_max_tokens", json!(true)).unwrap_err();
-    assert!(
-        error.to_string().contains("pooling_mode_max_tokens"),
-        "{error}"
-    );
+    let field = "pooling_mode_max_tokens";
+    let error = changed(file, field, json!(true)).unwrap_err();
+    assert!(error.to_string().contains(field), "{error}");
 }

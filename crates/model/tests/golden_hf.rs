@@ -24,11 +24,7 @@ fn check(name: &str, class: KernelClass, tolerance: f64) {
     let what = format!("{name} {class}");
     let worst = worst_within(&what, &got, &golden_logits(name), tolerance);
     println!("{name} {class}: logits within {worst:.3e}, tolerance {tolerance:.3e}");
-    assert_eq!(
-        runner.greedy(&prompt, greedy.len()),
-        greedy,
-        "{name} {class}, greedy"
-    );
+    assert_eq!(runner.greedy(&prompt, greedy.len()), greedy, "{what}");
 }
 
 /// Checks a class in all folders, within `factor` of a distance that was recorded of each.
@@ -63,11 +59,8 @@ fn delta_nets_agree_with_the_recurrent_form_too() {
         let json = golden_json(&format!("hf/{name}.golden.json"));
         let tolerance = 4.0 * number(&json, &["max_abs_diff", "f64_matmul"]);
         let prompt = ids(&json, "prompt");
-        let model = load(
-            &golden(&format!("hf/{name}")),
-            KernelClass::CpuF32,
-            &kernels(),
-        );
+        let folder = golden(&format!("hf/{name}"));
+        let model = load(&folder, KernelClass::CpuF32, &kernels());
         let got = Runner::new(model, prompt.len()).all(&prompt);
         let expected = golden_tensor(name, "logits.recurrent");
         let pairs = got.iter().zip(&expected);

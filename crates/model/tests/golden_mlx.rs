@@ -7,9 +7,10 @@
 use crate::common::compare::{argmax, worst_within};
 use crate::common::hf::{MLX_EXPERT_FOLDERS, MLX_FOLDERS};
 use crate::common::runner::Runner;
-use crate::common::{golden, golden_json, ids, kernels, load, numbers, rows_of, test_model};
+use crate::common::{
+    check_values, golden, golden_json, ids, kernels, load, numbers, rows_of, test_model,
+};
 use paceline_base::{BlockType, KernelClass};
-use paceline_tensor::storage::dequantise;
 use paceline_weights::hf::HfFolder;
 use paceline_weights::safetensors::Safetensors;
 
@@ -17,27 +18,14 @@ use paceline_weights::safetensors::Safetensors;
 #[test]
 fn every_scheme_decodes_as_in_mlx() {
     let folder = HfFolder::open(golden("mlx/dequant")).unwrap();
-    let schemes: Vec<&str> = folder
-        .names()
+    let names = folder.names();
+    let schemes: Vec<&str> = names
         .filter_map(|name| name.strip_suffix(".values"))
         .collect();
-    assert_eq!(
-        schemes.len(),
-        37,
-        "6 widths, 3 groups, 2 types of scales, and mxfp4"
-    );
+    assert_eq!(schemes.len(), 37); // 6 widths, 3 groups, 2 types of scales, and mxfp4
     let mut seen: Vec<BlockType> = Vec::new();
     for scheme in schemes {
-        let want = rows_of(&folder.tensor(&format!("{scheme}.values")).unwrap());
-        let joined = folder.tensor(&format!("{scheme}.weight")).unwrap();
-        assert_eq!(joined.shape, [want.len(), want[0].len()], "{scheme}");
-        let mut got = vec![f32::NAN; joined.rows() * joined.cols()];
-        dequantise(joined.block_type, &joined.bytes, &mut got);
-        let differ = got.iter().zip(want.iter().flatten()).enumerate();
-        let first = differ.filter(|(_, (got, want))| got != want).take(3);
-        let first: Vec<_> = first.collect();
-        assert!(first.is_empty(), "{scheme}: first differences {first:?}");
-        seen.push(joined.block_type);
+        seen.push(check_values(&folder, scheme).0.block_type);
     }
     let mut mlx = BlockType::ALL.into_iter();
     assert!(

@@ -63,14 +63,10 @@ impl Place {
         let folder = fs::read_dir(self.folder())
             .ok()?
             .next()?
-            .expect("of this test")
-            .path();
-        let files = fs::read_dir(folder)
-            .expect("of this test")
-            .map(|file| file.expect("of this test").path());
-        files
-            .into_iter()
-            .find(|path| path.extension().is_some_and(|own| own == ending))
+            .expect("of this test");
+        let files = fs::read_dir(folder.path()).expect("of this test");
+        let mut files = files.map(|file| file.expect("of this test").path());
+        files.find(|path| path.extension().is_some_and(|own| own == ending))
     }
 
     fn packed(&self) -> PathBuf {
@@ -114,23 +110,11 @@ fn a_file_that_was_cut_is_continued() {
     let (expected, _) = place.load("1");
     let whole = fs::read(place.packed()).unwrap();
     let (packed, part) = (place.packed(), place.packed().with_extension("part"));
-    for len in [
-        0,
-        1,
-        4096,
-        5000,
-        8192,
-        30_000,
-        whole.len() / 2,
-        whole.len() - 4096,
-    ] {
+    let late = [30_000, whole.len() / 2, whole.len() - 4096];
+    for len in [0, 1, 4096, 5000, 8192].into_iter().chain(late) {
         fs::rename(&packed, &part).unwrap();
-        File::options()
-            .write(true)
-            .open(&part)
-            .unwrap()
-            .set_len(len as u64)
-            .unwrap();
+        let file = File::options().write(true).open(&part).unwrap();
+        file.set_len(len as u64).unwrap();
         let made = inode(&part);
         let (got, fault) = place.load("1");
         assert!(fault.is_none() && got == expected, "{len}: {fault:?}");
@@ -145,13 +129,8 @@ fn damaged_locked_and_unwritable_files_are_named_and_not_used() {
     let (expected, _) = place.load("1");
     let whole = fs::read(place.packed()).unwrap();
     // A bit of the header, of data twice, of the index and of the end.
-    for at in [
-        9,
-        2 * 4096 + 100,
-        whole.len() / 2,
-        whole.len() - 2 * 4096 + 20,
-        whole.len() - 4090,
-    ] {
+    let n = whole.len();
+    for at in [9, 2 * 4096 + 100, n / 2, n - 2 * 4096 + 20, n - 4090] {
         let mut bytes = whole.clone();
         bytes[at] ^= 1;
         fs::write(place.packed(), &bytes).unwrap();
@@ -170,10 +149,8 @@ fn damaged_locked_and_unwritable_files_are_named_and_not_used() {
     let writer = File::open(&part).unwrap();
     writer.lock().unwrap();
     let (got, fault) = place.load("1");
-    assert!(
-        got == expected && matches!(fault, Some(PackedFault::Busy { .. })),
-        "{fault:?}"
-    );
+    let is_busy = matches!(fault, Some(PackedFault::Busy { .. }));
+    assert!(got == expected && is_busy, "{fault:?}");
     drop(writer);
     fs::remove_file(&part).unwrap();
     std::os::unix::fs::symlink("/dev/full", &part).unwrap();
@@ -190,18 +167,11 @@ fn damaged_locked_and_unwritable_files_are_named_and_not_used() {
 #[test]
 fn packed_weights_of_lost_models_are_removed() {
     let place = Place::new(ModelFamily::Llama, BlockType::Q4_0, KernelClass::Cpu);
-    assert_eq!(
-        remove_packed_orphans(&place.folder()).unwrap().0,
-        0,
-        "none yet"
-    );
+    let removed = || remove_packed_orphans(&place.folder()).unwrap().0;
+    assert_eq!(removed(), 0, "none yet");
     place.load("1");
-    assert_eq!(
-        remove_packed_orphans(&place.folder()).unwrap().0,
-        0,
-        "in use"
-    );
+    assert_eq!(removed(), 0, "in use");
     fs::remove_file(place.model()).unwrap();
-    assert!(remove_packed_orphans(&place.folder()).unwrap().0 > 0);
+    assert!(removed() > 0);
     assert!(place.file("packed").is_none());
 }

@@ -5,41 +5,24 @@
 
 use crate::common::runner::Runner;
 use crate::common::scaled::{Layout, write, write_values};
+use crate::common::schedule::bits;
 use crate::common::tiny::Tiny;
-use crate::common::{golden, kernels, load, rows_of};
+use crate::common::{check_values, decoded, golden, kernels, load};
 use paceline_base::{BlockType, KernelClass};
 use paceline_model::{LayerRole, ModelFamily, ModelSource, Role, shape};
-use paceline_tensor::storage::dequantise;
 use paceline_weights::hf::HfFolder;
-use paceline_weights::tensor::Tensor;
-
-fn decoded(tensor: &Tensor) -> Vec<f32> {
-    let mut values = vec![f32::NAN; tensor.rows() * tensor.cols()];
-    dequantise(tensor.block_type, &tensor.bytes, &mut values);
-    values
-}
 
 /// ml_dtypes gives the same numbers, to the bit but for the sign of zero.
 #[test]
 fn every_layout_decodes_as_recorded() {
     let folder = HfFolder::open(golden("scaled")).unwrap();
-    let layouts: Vec<&str> = folder
-        .names()
+    let names = folder.names();
+    let layouts: Vec<&str> = names
         .filter_map(|name| name.strip_suffix(".values"))
         .collect();
     assert_eq!(layouts.len(), 15);
     for layout in layouts {
-        let want = rows_of(&folder.tensor(&format!("{layout}.values")).unwrap());
-        let joined = folder.tensor(&format!("{layout}.weight")).unwrap();
-        assert_eq!(joined.shape, [want.len(), want[0].len()], "{layout}");
-        let got = decoded(&joined);
-        let differ = got.iter().zip(want.iter().flatten()).enumerate();
-        let first: Vec<_> = differ
-            .filter(|(_, (got, want))| got != want)
-            .take(3)
-            .collect();
-        assert!(first.is_empty(), "{layout}: first differences {first:?}");
-
+        let (_, got) = check_values(&folder, layout);
         // Rows from within a tile on have the scales of the whole.
         let parts = folder.quantised(layout).unwrap().unwrap();
         let part = parts.row_range(29..37).unwrap().joined().unwrap();
@@ -51,26 +34,17 @@ fn every_layout_decodes_as_recorded() {
 fn a_folder_with_scales_has_the_logits_of_its_values() {
     let dir = tempfile::tempdir().unwrap();
     let (scaled, plain) = (dir.path().join("scaled"), dir.path().join("plain"));
-    let decoded = [
-        Layout::Nvfp4,
-        Layout::Fp8Tiles,
-        Layout::Fp8Rows,
-        Layout::Mxfp8,
-    ];
-    let all = [&decoded[..], &[Layout::Int4]].concat();
+    use Layout::{Fp8Rows, Fp8Tiles, Int4, Mxfp8, Nvfp4};
     // The integers of `Int4` are computed as such in class `cpu`.
-    for (class, layouts) in [
-        (KernelClass::Cpu, &decoded[..]),
-        (KernelClass::CpuF32, &all),
-    ] {
+    let all = [Nvfp4, Fp8Tiles, Fp8Rows, Mxfp8, Int4];
+    for (class, layouts) in [(KernelClass::Cpu, &all[..4]), (KernelClass::CpuF32, &all)] {
         write(&scaled, layouts);
         write_values(&plain, &scaled);
         let tokens: Vec<u32> = (0..70).map(|i| i * 37 % 300).collect();
         let logits = |path| Runner::new(load(path, class, &kernels()), tokens.len()).all(&tokens);
         let (got, want) = (logits(&scaled), logits(&plain));
-        let bits =
-            |all: &[Vec<f32>]| -> Vec<u32> { all.iter().flatten().map(|x| x.to_bits()).collect() };
-        assert!(got.iter().flatten().all(|x| x.is_finite()), "{class}");
+        let [got, want] = [got, want].map(|rows| rows.concat());
+        assert!(got.iter().all(|x| x.is_finite()), "{class}");
         assert!(bits(&got) == bits(&want), "{class}: logits differ");
     }
 }
@@ -104,9 +78,8 @@ fn a_factor_beside_nvfp4_multiplies_its_scales() {
             file.put_f32("blk.0.ffn_up_exps.scale", factors);
         }
         file.write(&path);
-        ModelSource::open(&path)
-            .unwrap()
-            .weight(ModelFamily::Mixtral, Role::Layer(0, part))
+        let source = ModelSource::open(&path).unwrap();
+        source.weight(ModelFamily::Mixtral, Role::Layer(0, part))
     };
     let nth = paceline_model::Nth { index: 2, of: 7 };
     let factors: Vec<f32> = (0..7).map(|i| 0.75 + i as f32).collect();
@@ -118,8 +91,6 @@ fn a_factor_beside_nvfp4_multiplies_its_scales() {
         assert_eq!(decoded(&scaled), want, "{part:?}");
     }
     let error = weight(&factors[..6], LayerRole::ExpertUp(nth)).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "tensor blk.0.ffn_up_exps.scale: shape [6], expected [7]"
-    );
+    let expected = "tensor blk.0.ffn_up_exps.scale: shape [6], expected [7]";
+    assert_eq!(error.to_string(), expected);
 }

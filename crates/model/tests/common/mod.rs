@@ -22,7 +22,9 @@ use paceline_base::testing::from_package;
 use paceline_base::{KernelClass, Rank};
 use paceline_model::{Error, LoadOptions, Model, ModelSource, Split};
 use paceline_tensor::Kernels;
+use paceline_tensor::storage::dequantise;
 use paceline_weights::gguf::testing::GgufWriter;
+use paceline_weights::hf::HfFolder;
 use paceline_weights::tensor::Tensor;
 use serde_json::Value;
 
@@ -62,6 +64,27 @@ pub(crate) fn rows_of(tensor: &Tensor) -> Vec<Vec<f32>> {
     let values: Vec<f32> = values.map(|b| f32::from_le_bytes(*b)).collect();
     let rows = values.chunks_exact(tensor.cols());
     rows.map(<[f32]>::to_vec).collect()
+}
+
+/// A matrix of a folder with its values, which are to the bit the recorded `.values`, but for the
+/// sign of zero.
+pub(crate) fn check_values(folder: &HfFolder, module: &str) -> (Tensor, Vec<f32>) {
+    let want = rows_of(&folder.tensor(&format!("{module}.values")).unwrap());
+    let joined = folder.tensor(&format!("{module}.weight")).unwrap();
+    assert_eq!(joined.shape, [want.len(), want[0].len()], "{module}");
+    let got = decoded(&joined);
+    let differ = got.iter().zip(want.iter().flatten()).enumerate();
+    let first = differ.filter(|(_, (got, want))| got != want).take(3);
+    let first: Vec<_> = first.collect();
+    assert!(first.is_empty(), "{module}: first differences {first:?}");
+    (joined, got)
+}
+
+/// All values of a tensor.
+pub(crate) fn decoded(tensor: &Tensor) -> Vec<f32> {
+    let mut values = vec![f32::NAN; tensor.rows() * tensor.cols()];
+    dequantise(tensor.block_type, &tensor.bytes, &mut values);
+    values
 }
 
 /// The list of token ids called `key`.

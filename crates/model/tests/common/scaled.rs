@@ -3,11 +3,10 @@
 use std::path::Path;
 
 use paceline_base::{BlockType, SplitMix64};
-use paceline_tensor::storage::dequantise;
 use paceline_weights::hf::HfFolder;
 use serde_json::{Value, json};
 
-use super::golden;
+use super::{decoded, golden};
 
 /// Rows and columns of a tile. Tiles end within the rows of a rank.
 const TILE: [usize; 2] = [48, 32];
@@ -90,31 +89,23 @@ impl Layout {
             }
             Self::Nvfp4 => {
                 let scales = bytes(rows * cols / 16, &|byte| 0x38 + byte % 16);
+                let packed = bytes(rows * cols / 2, &|b| b);
                 let global = 50f32.to_le_bytes().to_vec();
                 vec![
                     part("weight_scale", "F8_E4M3", &[rows, cols / 16], scales),
                     part("weight_global_scale", "F32", &[1], global),
-                    part(
-                        "weight_packed",
-                        "U8",
-                        &[rows, cols / 2],
-                        bytes(rows * cols / 2, &|b| b),
-                    ),
+                    part("weight_packed", "U8", &[rows, cols / 2], packed),
                 ]
             }
             Self::Int4 => {
                 let shape = [rows, cols].map(|n| (n as u64).to_le_bytes()).concat();
                 let scales = bytes(rows * cols / 32, &low);
                 let scales = scales.into_iter().flat_map(|byte| [byte, 0x3c]).collect();
+                let packed = bytes(rows * cols / 2, &|b| b);
                 vec![
                     part("weight_shape", "I64", &[2], shape),
                     part("weight_scale", "BF16", &[rows, cols / 32], scales),
-                    part(
-                        "weight_packed",
-                        "I32",
-                        &[rows, cols / 8],
-                        bytes(rows * cols / 2, &|b| b),
-                    ),
+                    part("weight_packed", "I32", &[rows, cols / 8], packed),
                 ]
             }
         }
@@ -164,12 +155,10 @@ fn write_as(dir: &Path, layouts: &[Layout], tile: [usize; 2], quantisation: &Val
                 let layout = turns.next().unwrap();
                 parts.extend(layout.parts(module, ([rows, cols], tile), &mut random));
             }
-            _ => parts.push((
-                name.to_owned(),
-                "BF16",
-                tensor.shape.clone(),
-                tensor.bytes.to_vec(),
-            )),
+            _ => {
+                let (shape, bytes) = (tensor.shape.clone(), tensor.bytes.to_vec());
+                parts.push((name.to_owned(), "BF16", shape, bytes));
+            }
         }
     }
     save(dir, &config, &parts);
@@ -179,10 +168,8 @@ fn write_as(dir: &Path, layouts: &[Layout], tile: [usize; 2], quantisation: &Val
 pub(crate) fn write_values(dir: &Path, from: &Path) {
     let source = HfFolder::open(from).unwrap();
     let mut config = source.config().clone();
-    config
-        .as_object_mut()
-        .unwrap()
-        .remove("quantization_config");
+    let fields = config.as_object_mut().unwrap();
+    fields.remove("quantization_config");
     let names = source.names().filter_map(|name| {
         let module = name.strip_suffix("_packed").unwrap_or(name);
         module.ends_with(".weight").then_some(module)
@@ -191,10 +178,8 @@ pub(crate) fn write_values(dir: &Path, from: &Path) {
         let tensor = source.tensor(name).unwrap();
         let (dtype, bytes) = match tensor.block_type {
             BlockType::BF16 => ("BF16", tensor.bytes.to_vec()),
-            quantised => {
-                let mut values = vec![f32::NAN; tensor.rows() * tensor.cols()];
-                dequantise(quantised, &tensor.bytes, &mut values);
-                let bytes = values.iter().flat_map(|x| x.to_le_bytes());
+            _ => {
+                let bytes = decoded(&tensor).into_iter().flat_map(f32::to_le_bytes);
                 ("F32", bytes.collect())
             }
         };

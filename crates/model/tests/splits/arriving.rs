@@ -43,12 +43,10 @@ impl HoledModel {
     /// A copy of `model`: a folder, or the first GGUF file in its folder.
     fn new(model: &Path) -> Self {
         let dir = tempfile::tempdir().unwrap();
+        let own = dir.path().join(model.file_name().unwrap());
         let (folder, copy) = match model.is_dir() {
             true => (model, dir.path().to_owned()),
-            false => (
-                model.parent().unwrap(),
-                dir.path().join(model.file_name().unwrap()),
-            ),
+            false => (model.parent().unwrap(), own),
         };
         let mut files = BTreeMap::new();
         for entry in std::fs::read_dir(folder).unwrap() {
@@ -59,15 +57,12 @@ impl HoledModel {
             std::fs::write(&to, &whole[..header]).unwrap();
             let file = File::options().write(true).open(&to).unwrap();
             file.set_len(whole.len() as u64).unwrap();
-            let waited = Mutex::new(vec![false; whole.len()]);
-            files.insert(
-                to,
-                Arc::new(HoledFile {
-                    whole,
-                    file,
-                    waited,
-                }),
-            );
+            let file = HoledFile {
+                waited: Mutex::new(vec![false; whole.len()]),
+                whole,
+                file,
+            };
+            files.insert(to, Arc::new(file));
         }
         Self {
             model: copy,
@@ -95,10 +90,8 @@ fn header(path: &Path) -> Option<usize> {
         "safetensors" => Some(Safetensors::open(path).unwrap().content().1),
         "gguf" => {
             let model = Gguf::open(path).unwrap();
-            let (_, (_, header)) = model
-                .paths()
-                .zip(model.contents())
-                .find(|(part, _)| *part == path)?;
+            let mut parts = model.paths().zip(model.contents());
+            let (_, (_, header)) = parts.find(|(part, _)| *part == path)?;
             Some(header)
         }
         _ => None,
@@ -143,28 +136,10 @@ fn write_parts(dir: &Path, family: ModelFamily, block_type: BlockType) -> PathBu
 
 /// Whether ranks of a stage have different rows, or experts, of a tensor.
 fn is_cut(name: &str) -> bool {
-    const CUT: [&str; 18] = [
-        "q_proj.",
-        "k_proj.",
-        "v_proj.",
-        "gate_proj.",
-        "up_proj.",
-        "q_b_proj.",
-        "kv_b_proj.",
-        "embed_q.",
-        "unembed_out.",
-        "in_proj_",
-        "Wqkv",
-        "experts",
-        "lm_head",
-        "attn_q.",
-        "attn_k.",
-        "ffn_gate.",
-        "_exps.",
-        "attn_qkv",
-    ];
+    const CUT: &str = "q_proj. k_proj. v_proj. gate_proj. up_proj. q_b_proj. kv_b_proj. embed_q. \
+        unembed_out. in_proj_ Wqkv experts lm_head attn_q. attn_k. ffn_gate. _exps. attn_qkv";
     let is_vector = name.ends_with(".bias") || name.ends_with("_bias");
-    !is_vector && (name == "output.weight" || CUT.iter().any(|part| name.contains(part)))
+    !is_vector && (name == "output.weight" || CUT.split(' ').any(|part| name.contains(part)))
 }
 
 fn names(source: &ModelSource) -> Vec<String> {
