@@ -124,8 +124,8 @@ fn json_at(path: &Path) -> Result<Value, Error> {
 }
 
 fn name_of(path: &Path) -> String {
-    path.file_stem()
-        .map_or_else(String::new, |stem| stem.to_string_lossy().into_owned())
+    let stem = path.file_stem().unwrap_or_default();
+    stem.to_string_lossy().into_owned()
 }
 
 /// The planner's shape of a computable model; `source` has the bytes.
@@ -192,11 +192,8 @@ fn moe_of(config: &Config) -> Option<Moe> {
     let every = mixtures.next().map_or(1, |second| second - first);
     // If every n-th layer has experts, the n - 1 dense layers before the first are part of the
     // pattern. More leading layers are dense.
-    let dense = if every > 1 && first + 1 == every {
-        0
-    } else {
-        first
-    };
+    let is_pattern = every > 1 && first + 1 == every;
+    let dense = if is_pattern { 0 } else { first };
     Some(Moe {
         experts: number(of.count),
         active: number(of.used),
@@ -230,15 +227,13 @@ fn caches_of(config: &Config) -> Caches {
     let layers = &config.layers;
     let is_borrower = |shape: &&LayerShape| matches!(shape.cache, LayerCache::Of(_));
     let states = layers.iter().filter_map(LayerShape::state_bytes);
+    let params = layers.iter().find_map(|layer| delta_params(config, layer));
     let last_cut = (0..layers.len()).rev().find(|at| config.can_cut(*at));
     Caches {
         borrowed: number(layers.iter().filter(is_borrower).count()),
         states: number(states.clone().count()),
         state_bytes: states.max().unwrap_or(0) as f64,
-        state_params: layers
-            .iter()
-            .find_map(|layer| delta_params(config, layer))
-            .unwrap_or(0.0),
+        state_params: params.unwrap_or(0.0),
         together: number(layers.len() - last_cut.unwrap_or(0)),
         kept: 0.0,
     }
@@ -260,13 +255,11 @@ fn delta_params(config: &Config, layer: &LayerShape) -> Option<f64> {
 
 /// The lightning indexer, and the layers with one of their own.
 fn indexer_of(config: &Config) -> Option<Indexer> {
-    let own = config
-        .layers
-        .iter()
-        .filter_map(|layer| match layer.latent?.selection {
-            Selection::Own(indexer) => Some(indexer),
-            Selection::All | Selection::Before => None,
-        });
+    let own = |layer: &LayerShape| match layer.latent?.selection {
+        Selection::Own(indexer) => Some(indexer),
+        Selection::All | Selection::Before => None,
+    };
+    let own = config.layers.iter().filter_map(own);
     let first = own.clone().next()?;
     Some(Indexer {
         layers: number(own.count()),
@@ -306,26 +299,20 @@ fn from_gguf(name: &str, file: &Gguf) -> Result<ModelShape, Error> {
         Some(heads.iter().map(kind).collect())
     });
     let windows = meta.opt_bools(&format!("{arch}.attention.sliding_window_pattern"));
-    let keeps = |is_windowed: &bool| {
-        if *is_windowed {
-            LayerCacheKind::Window
-        } else {
-            LayerCacheKind::All
-        }
+    let keeps = |is_windowed: &bool| match is_windowed {
+        true => LayerCacheKind::Window,
+        false => LayerCacheKind::All,
     };
+    // A scalar is a period, which `sliding` reads.
+    let windows = windows.ok().flatten();
+    let windows = windows.map(|list| list.iter().map(keeps).collect());
     let fields = ShapeFields {
         number: &number,
         family: &arch,
-        // A scalar is a period, which `sliding` reads.
-        kinds: windows
-            .ok()
-            .flatten()
-            .map(|list| list.iter().map(keeps).collect())
-            .or_else(|| convs.flatten()),
+        kinds: windows.or_else(|| convs.flatten()),
     };
-    let vocab = file
-        .info("token_embd.weight")
-        .and_then(|info| info.shape().first().copied());
+    let vocab = file.info("token_embd.weight");
+    let vocab = vocab.and_then(|info| info.shape().first().copied());
     let vocab = vocab.and_then(|rows| u32::try_from(rows).ok()).unwrap_or(0);
     let mut shape = fields.shape(name, vocab, !file.has("output.weight"))?;
     shape.bits = stored_bits(file);
@@ -340,10 +327,9 @@ fn stored_bits(file: &Gguf) -> Bits {
         let Some(bytes) = packed::of_tensor(file, info) else {
             continue;
         };
-        let part = if info.name().contains("_exps") {
-            &mut experts
-        } else {
-            &mut rest
+        let part = match info.name().contains("_exps") {
+            true => &mut experts,
+            false => &mut rest,
         };
         *part = (part.0 + bytes as f64 * 8.0, part.1 + info.values() as f64);
     }
@@ -410,17 +396,15 @@ fn from_config(name: &str, config: &Value) -> Result<ModelShape, Error> {
         Some("linear_attention" | "conv") => LayerCacheKind::State,
         _ => LayerCacheKind::All,
     };
+    let kinds = kinds.map(|kinds| kinds.iter().map(keeps).collect());
     let fields = ShapeFields {
         number: &number,
         family: family.unwrap_or_default(),
-        kinds: blocks
-            .clone()
-            .or_else(|| kinds.map(|kinds| kinds.iter().map(keeps).collect())),
+        kinds: blocks.clone().or(kinds),
     };
     let vocab = fields.need("vocab_size", "vocab_size")?;
-    let tied = [text, config]
-        .iter()
-        .find_map(|c| c.get("tie_word_embeddings")?.as_bool());
+    let mut both = [text, config].into_iter();
+    let tied = both.find_map(|c| c.get("tie_word_embeddings")?.as_bool());
     fields.shape(name, vocab, tied.unwrap_or(false))
 }
 

@@ -147,9 +147,8 @@ impl Split {
             first_rank = first_rank.saturating_add(stage.shares.len() as u32);
             SplitStage { kind, ..stage }
         });
-        let split = Self {
-            stages: stages.collect(),
-        };
+        let stages = stages.collect();
+        let split = Self { stages };
         split.check(config)?;
         Ok(split)
     }
@@ -195,9 +194,8 @@ impl Split {
         if let Some(layer) = starts.into_iter().find(|layer| !config.can_cut(*layer)) {
             return Err(Error::Shared { layer });
         }
-        self.stages
-            .iter()
-            .try_for_each(|stage| stage.check(config))?;
+        let mut stages = self.stages.iter();
+        stages.try_for_each(|stage| stage.check(config))?;
         (0..self.ranks()).try_for_each(|rank| {
             let shard = self.shard(config, Rank(rank));
             if !shard.own.iter().all(LayerCut::is_empty) {
@@ -218,16 +216,13 @@ impl Split {
         if !(1..=MAX_RANKS).contains(&got) {
             return Err(Error::Ranks { got });
         }
+        let misplaced = |layers, after| Error::Layers { layers, after };
         let (mut rank, mut layer) = (0, 0);
         for stage in &self.stages {
             let own = &stage.layers;
             let follows = stage.first_rank == rank && own.start == layer;
             if !follows || own.end <= own.start || stage.shares.is_empty() {
-                let layers = own.clone();
-                return Err(Error::Layers {
-                    layers,
-                    after: layer,
-                });
+                return Err(misplaced(own.clone(), layer));
             }
             if let Some(zero) = stage.shares.iter().position(|share| *share == 0) {
                 let rank = Rank(rank + zero as u32);
@@ -235,14 +230,10 @@ impl Split {
             }
             (rank, layer) = (rank + stage.shares.len() as u32, own.end);
         }
-        if layer != layers {
-            let rest = layer..layers;
-            return Err(Error::Layers {
-                layers: rest,
-                after: layer,
-            });
+        match layer == layers {
+            true => Ok(()),
+            false => Err(misplaced(layer..layers, layer)),
         }
-        Ok(())
     }
 
     pub fn ranks(&self) -> u32 {
@@ -255,11 +246,8 @@ impl Split {
 
     /// Largest number of ranks that share a layer.
     pub fn tensor_ranks(&self) -> usize {
-        self.stages
-            .iter()
-            .map(|s| s.shares.len())
-            .max()
-            .unwrap_or(1)
+        let ranks = self.stages.iter().map(|s| s.shares.len());
+        ranks.max().unwrap_or(1)
     }
 
     /// The rank that gets the logits, samples tokens and sends the others their plans. It is the
@@ -274,11 +262,8 @@ impl Split {
     /// If there is no such rank, or the split does not [fit](Self::check) `config`.
     pub fn shard(&self, config: &Config, rank: Rank) -> Shard {
         let of = |s: &SplitStage| s.ranks().contains(&rank.0);
-        let stage = self
-            .stages
-            .iter()
-            .position(of)
-            .expect("a rank of the split");
+        let stage = self.stages.iter().position(of);
+        let stage = stage.expect("a rank of the split");
         let own = &self.stages[stage];
         let index = (rank.0 - own.first_rank) as usize;
         let cut = |layer: &LayerShape| LayerCut::new(config, layer, own, index);
@@ -292,10 +277,9 @@ impl Split {
             layers: own.layers.clone(),
             usual: cut(&config.usual_layer()),
             own: config.layers[own.layers.clone()].iter().map(cut).collect(),
-            vocab: if last {
-                own.rows(config.vocab)
-            } else {
-                vec![none; own.shares.len()]
+            vocab: match last {
+                true => own.rows(config.vocab),
+                false => vec![none; own.shares.len()],
             },
             outputs: own.rows(config.width),
             index,
@@ -409,17 +393,13 @@ fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Err
     match kind {
         SplitKind::Tensor | SplitKind::Experts => Ok(ranks),
         SplitKind::Pipeline => Ok(1),
-        SplitKind::Grid { tensor, pipeline } | SplitKind::GridOfExperts { tensor, pipeline }
-            if tensor * pipeline == ranks =>
-        {
-            Ok(tensor)
-        }
         SplitKind::Grid { tensor, pipeline } | SplitKind::GridOfExperts { tensor, pipeline } => {
-            Err(Error::Grid {
+            let error = Error::Grid {
                 tensor,
                 pipeline,
                 ranks,
-            })
+            };
+            (tensor * pipeline == ranks).then_some(tensor).ok_or(error)
         }
         SplitKind::Auto => {
             let usual = config.usual_layer();
@@ -432,9 +412,8 @@ fn tensor_ranks(config: &Config, kind: SplitKind, ranks: u32) -> Result<u32, Err
 
 /// Assigns each stage its layers, at least one.
 fn stages(config: &Config, shares: &[&[u32]]) -> Result<Vec<SplitStage>, Error> {
-    let layers = (0..config.layers.len())
-        .filter(|layer| config.can_cut(*layer))
-        .count();
+    let starts = (0..config.layers.len()).filter(|layer| config.can_cut(*layer));
+    let layers = starts.count();
     if shares.len() > layers {
         let stages = shares.len() as u32;
         return Err(Error::Stages { stages, layers });
@@ -476,11 +455,8 @@ fn layer_ends(config: &Config, shares: &[u64]) -> Vec<usize> {
         let mut next = vec![f64::INFINITY; layers + 1];
         let mut starts = vec![0; layers + 1];
         for end in stage + 1..=layers {
-            for (start, sofar) in best[..end]
-                .iter()
-                .enumerate()
-                .filter(|(i, _)| may_start[*i])
-            {
+            let earlier = best[..end].iter().enumerate();
+            for (start, sofar) in earlier.filter(|(i, _)| may_start[*i]) {
                 let worst = sofar.max(cost(stage, start..end));
                 if worst < next[end] {
                     (next[end], starts[end]) = (worst, start);

@@ -129,52 +129,43 @@ impl Adapter {
         if !path.join(CONFIG).exists() && of_folder.is_file() {
             return Ok((gguf::read(&of_folder, base)?, Form::Gguf));
         }
-        let folder = if path.is_dir() {
-            path
-        } else {
-            path.parent().unwrap_or(Path::new("."))
+        let folder = match path.is_dir() {
+            true => path,
+            false => path.parent().unwrap_or(Path::new(".")),
         };
         let config_path = folder.join(CONFIG);
+        let malformed = |reason: String| Error::malformed(&config_path, reason);
         let text = std::fs::read(&config_path).map_err(Error::file("read", &config_path))?;
-        let config: Value =
-            serde_json::from_slice(&text).map_err(|e| Error::malformed(&config_path, e))?;
+        let config: Value = serde_json::from_slice(&text).map_err(|e| malformed(e.to_string()))?;
         let form = match config.get("peft_type") {
             Some(_) => Form::Peft,
             None if config.get("fine_tune_type").is_some() => Form::Mlx,
             None => {
                 let reason = "has neither peft_type (PEFT) nor fine_tune_type (MLX)";
-                return Err(Error::malformed(&config_path, reason));
+                return Err(malformed(reason.to_owned()));
             }
         };
         let weights = weights_file(folder, form);
-        let (rank, alpha) = match form {
-            Form::Mlx => mlx_sizes(&config),
-            Form::Peft | Form::Gguf => peft_sizes(&config),
-        }
-        .map_err(|reason| Error::malformed(&config_path, reason))?;
-        let base_key = if form == Form::Peft {
-            "base_model_name_or_path"
-        } else {
-            "model"
-        };
-        let mut tensors = tensors::read(&weights)?;
-        tensors = match form {
-            Form::Mlx => tensors.into_iter().map(from_mlx).collect(),
-            Form::Peft | Form::Gguf => without_adapter_name(tensors)
-                .map_err(|reason| Error::malformed(&weights, reason))?,
-        };
-        tensors.sort_by(|a, b| order(&a.0).cmp(&order(&b.0)));
-        let adapter = Self {
-            rank,
-            alpha,
-            base: config[base_key].as_str().map(str::to_owned),
-            dropout: match form {
-                Form::Mlx => &config["lora_parameters"]["dropout"],
-                Form::Peft | Form::Gguf => &config["lora_dropout"],
+        let (sizes, base, dropout) = match form {
+            Form::Mlx => {
+                let dropout = &config["lora_parameters"]["dropout"];
+                (mlx_sizes(&config), &config["model"], dropout)
             }
-            .as_f64()
-            .unwrap_or(0.0),
-            tensors,
+            Form::Peft | Form::Gguf => {
+                let (base, dropout) = (&config["base_model_name_or_path"], &config["lora_dropout"]);
+                (peft_sizes(&config), base, dropout)
+            }
+        };
+        let (rank, alpha) = sizes.map_err(malformed)?;
+        let tensors = tensors::read(&weights)?;
+        let tensors = match form {
+            Form::Mlx => Ok(tensors.into_iter().map(from_mlx).collect()),
+            Form::Peft | Form::Gguf => without_adapter_name(tensors),
+        };
+        let tensors = tensors.map_err(|reason| Error::malformed(&weights, reason))?;
+        let adapter = Self {
+            dropout: dropout.as_f64().unwrap_or(0.0),
+            ..Self::new(rank, alpha, base.as_str().map(str::to_owned), tensors)
         };
         adapter.check(&weights)?;
         Ok((adapter, form))
@@ -208,12 +199,11 @@ impl Adapter {
         };
         let borrowed = turned
             .iter()
-            .map(|(name, shape, values)| (name.as_str(), shape.as_slice(), values.as_slice()));
+            .map(|(name, shape, x)| (&**name, &**shape, &**x));
         tensors::write(&folder.join(file), &borrowed.collect::<Vec<_>>())?;
         let config = serde_json::to_string_pretty(&config).unwrap_or_default();
-        tensors::replace(&folder.join(CONFIG), |file| {
-            file.write_all(config.as_bytes())
-        })
+        let config = config.as_bytes();
+        tensors::replace(&folder.join(CONFIG), |file| file.write_all(config))
     }
 
     /// The pairs, in order of layers.
@@ -256,10 +246,8 @@ impl Adapter {
     /// [`crate::Adapter::check`] to say.
     pub fn beside(&self, name: &str, from: &Path) -> Result<crate::Adapter, Error> {
         let pair = |pair: PairOf<'_>| {
-            let role = role_of(pair.matrix);
-            let (layer, part) = role.ok_or_else(|| {
-                Error::malformed(from, format!("no model has a matrix {}", pair.matrix))
-            })?;
+            let none = || Error::malformed(from, format!("no model has a matrix {}", pair.matrix));
+            let (layer, part) = role_of(pair.matrix).ok_or_else(none)?;
             Ok::<_, Error>(AdapterPair {
                 layer,
                 part,
@@ -268,29 +256,20 @@ impl Adapter {
                 b: pair.b.to_vec(),
             })
         };
+        let pairs = self.pairs().into_iter().map(pair);
+        let (name, digest) = (name.to_owned(), self.digest());
         Ok(crate::Adapter {
-            id: AdapterId {
-                name: name.to_owned(),
-                digest: self.digest(),
-            },
+            id: AdapterId { name, digest },
             scale: self.scale(),
-            pairs: self
-                .pairs()
-                .into_iter()
-                .map(pair)
-                .collect::<Result<_, Error>>()?,
+            pairs: pairs.collect::<Result<_, Error>>()?,
         })
     }
 
     /// Short names of the matrices that have pairs.
     pub fn targets(&self) -> Vec<String> {
         let short = |name: &str| name.rsplit('.').next().unwrap_or_default().to_owned();
-        let mut names: Vec<String> = self
-            .tensors
-            .iter()
-            .filter_map(|t| matrix_of(&t.0))
-            .map(short)
-            .collect();
+        let matrices = self.tensors.iter().filter_map(|t| matrix_of(&t.0));
+        let mut names: Vec<String> = matrices.map(short).collect();
         names.sort_unstable();
         names.dedup();
         names
@@ -306,11 +285,8 @@ impl Adapter {
 
     /// Whether all tensors are pairs that fit each other.
     fn check(&self, path: &Path) -> Result<(), Error> {
-        let other = self
-            .tensors
-            .iter()
-            .find(|(name, ..)| matrix_of(name).is_none());
-        if let Some((name, ..)) = other {
+        let mut names = self.tensors.iter().map(|(name, ..)| name);
+        if let Some(name) = names.find(|name| matrix_of(name).is_none()) {
             let reason = format!(
                 "tensor {name} is not supported: an adapter has pairs of \
                  {PREFIX}MATRIX.lora_A.weight and .lora_B.weight"
@@ -319,10 +295,8 @@ impl Adapter {
         }
         let (twos, rest) = self.tensors.as_chunks::<2>();
         if let Some((name, _, _)) = rest.first() {
-            return Err(Error::malformed(
-                path,
-                format!("tensor {name} has no other half"),
-            ));
+            let reason = format!("tensor {name} has no other half");
+            return Err(Error::malformed(path, reason));
         }
         for [a, b] in twos {
             let halves = a.0.ends_with("lora_A.weight") && b.0.ends_with("lora_B.weight");
@@ -415,9 +389,8 @@ fn matrix_of(name: &str) -> Option<&str> {
 /// Adapters of several names.
 fn without_adapter_name(tensors: Vec<Named>) -> Result<Vec<Named>, String> {
     let own_name = |name: &str| {
-        let (_, rest) = name
-            .split_once(".lora_A.")
-            .or(name.split_once(".lora_B."))?;
+        let mut halves = [".lora_A.", ".lora_B."].into_iter();
+        let (_, rest) = halves.find_map(|half| name.split_once(half))?;
         Some(rest.strip_suffix(".weight")?.to_owned())
     };
     let mut names: Vec<String> = tensors.iter().filter_map(|t| own_name(&t.0)).collect();
@@ -437,9 +410,8 @@ fn without_adapter_name(tensors: Vec<Named>) -> Result<Vec<Named>, String> {
         None => name,
     };
     let tensors = tensors.into_iter();
-    Ok(tensors
-        .map(|(name, shape, values)| (shorter(name), shape, values))
-        .collect())
+    let renamed = tensors.map(|(name, shape, values)| (shorter(name), shape, values));
+    Ok(renamed.collect())
 }
 
 /// Layers by number, and in them the order of names.
@@ -470,10 +442,9 @@ fn from_mlx((name, shape, values): Named) -> Named {
 }
 
 fn to_mlx((name, shape, values): &Named) -> Named {
-    let half = if name.ends_with("lora_A.weight") {
-        "lora_a"
-    } else {
-        "lora_b"
+    let half = match name.ends_with("lora_A.weight") {
+        true => "lora_a",
+        false => "lora_b",
     };
     let name = format!("{}.{half}", matrix_of(name).unwrap_or(name));
     let (shape, values) = turned(shape, values);
@@ -482,11 +453,9 @@ fn to_mlx((name, shape, values): &Named) -> Named {
 
 /// Rank and alpha of PEFT's configuration.
 fn peft_sizes(config: &Value) -> Result<(usize, f64), String> {
-    if config["peft_type"] != "LORA" {
-        return Err(format!(
-            "peft_type is {}, expected \"LORA\"",
-            config["peft_type"]
-        ));
+    let kind = &config["peft_type"];
+    if kind != "LORA" {
+        return Err(format!("peft_type is {kind}, expected \"LORA\""));
     }
     for field in ["use_dora", "fan_in_fan_out"] {
         if config[field] == true {
@@ -503,33 +472,25 @@ fn peft_sizes(config: &Value) -> Result<(usize, f64), String> {
         }
     }
     let rank = rank(&config["r"])?;
-    let alpha = config["lora_alpha"]
-        .as_f64()
-        .ok_or("lora_alpha is missing")?;
-    let root = libm::sqrt(rank as f64);
-    Ok((
-        rank,
-        if config["use_rslora"] == true {
-            alpha * root
-        } else {
-            alpha
-        },
-    ))
+    let alpha = config["lora_alpha"].as_f64();
+    let alpha = alpha.ok_or("lora_alpha is missing")?;
+    let factor = match config["use_rslora"] == true {
+        true => libm::sqrt(rank as f64),
+        false => 1.0,
+    };
+    Ok((rank, alpha * factor))
 }
 
 /// Rank and alpha of MLX's configuration.
 fn mlx_sizes(config: &Value) -> Result<(usize, f64), String> {
-    if config["fine_tune_type"] != "lora" {
-        return Err(format!(
-            "fine_tune_type is {}, expected \"lora\"",
-            config["fine_tune_type"]
-        ));
+    let kind = &config["fine_tune_type"];
+    if kind != "lora" {
+        return Err(format!("fine_tune_type is {kind}, expected \"lora\""));
     }
     let parameters = &config["lora_parameters"];
     let rank = rank(&parameters["rank"])?;
-    let scale = parameters["scale"]
-        .as_f64()
-        .ok_or("lora_parameters.scale is missing")?;
+    let scale = parameters["scale"].as_f64();
+    let scale = scale.ok_or("lora_parameters.scale is missing")?;
     Ok((rank, scale * rank as f64))
 }
 

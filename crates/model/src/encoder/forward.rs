@@ -102,14 +102,7 @@ impl<'a> EncoderPass<'a> {
             (&layer.key, &mut self.keys),
             (&layer.value, &mut self.values),
         ];
-        kernels.products(
-            &self.x,
-            products.map(|(linear, out)| Product {
-                weights: &linear.matrix,
-                first_col: 0,
-                out,
-            }),
-        );
+        kernels.products(&self.x, products.map(|(linear, out)| product(linear, out)));
         add_bias(&mut self.queries, &layer.query.bias);
         add_bias(&mut self.keys, &layer.key.bias);
         add_bias(&mut self.values, &layer.value.bias);
@@ -131,15 +124,13 @@ impl<'a> EncoderPass<'a> {
             look.at(t, texts[text_of[t]].clone(), row);
         });
         let out = &mut self.out[..text_of.len() * c];
+        let norm = |row: &mut [f32]| layer.attention_norm.apply(row, self.config.eps);
         add_product(
             kernels,
-            &self.heads,
-            &layer.output,
+            (&self.heads, &layer.output),
             out,
             &mut self.x,
-            |row| {
-                layer.attention_norm.apply(row, self.config.eps);
-            },
+            norm,
         );
     }
 
@@ -148,12 +139,7 @@ impl<'a> EncoderPass<'a> {
         let (kernels, config) = (self.kernels, self.config);
         let rows = self.text_of.len();
         let (up, f) = (&mut self.out[..rows * config.ffn], config.ffn);
-        let product = Product {
-            weights: &layer.up.matrix,
-            first_col: 0,
-            out: up,
-        };
-        kernels.products(&self.x, [product]);
+        kernels.products(&self.x, [product(&layer.up, up)]);
         let (up, bias) = (&self.out, &layer.up.bias);
         kernels.fill_rows(&mut self.middle, |t, row| {
             for ((y, x), bias) in row.iter_mut().zip(&up[t * f..]).zip(bias) {
@@ -161,16 +147,8 @@ impl<'a> EncoderPass<'a> {
             }
         });
         let out = &mut self.out[..rows * config.width];
-        add_product(
-            kernels,
-            &self.middle,
-            &layer.down,
-            out,
-            &mut self.x,
-            |row| {
-                layer.ffn_norm.apply(row, config.eps);
-            },
-        );
+        let norm = |row: &mut [f32]| layer.ffn_norm.apply(row, config.eps);
+        add_product(kernels, (&self.middle, &layer.down), out, &mut self.x, norm);
     }
 
     /// A text's rows as one.
@@ -182,10 +160,8 @@ impl<'a> EncoderPass<'a> {
             Pooling::Last => return doubles(self.x.row(rows.end - 1)),
             Pooling::Mean => {
                 for t in rows {
-                    let row = self.x.row(t).iter();
-                    sums.iter_mut()
-                        .zip(row)
-                        .for_each(|(sum, x)| *sum += f64::from(*x));
+                    let pairs = sums.iter_mut().zip(self.x.row(t));
+                    pairs.for_each(|(sum, x)| *sum += f64::from(*x));
                 }
                 sums.iter_mut().for_each(|sum| *sum /= n);
             }
@@ -215,21 +191,23 @@ fn ranges(texts: &[&[u32]]) -> Vec<Range<usize>> {
     texts.iter().map(range).collect()
 }
 
+fn product<'a>(linear: &'a EncoderLinear, out: &'a mut [f32]) -> Product<'a> {
+    Product {
+        weights: &linear.matrix,
+        first_col: 0,
+        out,
+    }
+}
+
 /// `x = norm(x + from W^T + bias)`; `out` is scratch for the product.
 fn add_product(
     kernels: &Kernels,
-    from: &Activations,
-    linear: &EncoderLinear,
+    (from, linear): (&Activations, &EncoderLinear),
     out: &mut [f32],
     x: &mut Activations,
     norm: impl Fn(&mut [f32]) + Sync,
 ) {
-    let product = Product {
-        weights: &linear.matrix,
-        first_col: 0,
-        out: &mut *out,
-    };
-    kernels.products(from, [product]);
+    kernels.products(from, [product(linear, out)]);
     let c = linear.bias.len();
     let out = &*out;
     kernels.fill_rows(x, |t, row| {
@@ -285,24 +263,20 @@ impl RowAttention<'_> {
             scores.fill(0.0);
             for (i, query) in queries.iter().enumerate().skip(h * d).take(d) {
                 let keys = &keys[i * n..(i + 1) * n];
-                scores
-                    .iter_mut()
-                    .zip(keys)
-                    .for_each(|(s, key)| *s += query * key);
+                let pairs = scores.iter_mut().zip(keys);
+                pairs.for_each(|(s, key)| *s += query * key);
             }
             let largest = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            self.kernels
-                .exp_scaled(&scores, largest, scale, &mut weights);
+            let kernels = self.kernels;
+            kernels.exp_scaled(&scores, largest, scale, &mut weights);
             let sum: f64 = weights.iter().map(|weight| f64::from(*weight)).sum();
             out.fill(0.0);
             for (weight, row) in weights.iter().zip(values.chunks_exact(c)) {
-                let row = &row[h * d..(h + 1) * d];
-                out.iter_mut()
-                    .zip(row)
-                    .for_each(|(y, value)| *y += weight * value);
+                let pairs = out.iter_mut().zip(&row[h * d..(h + 1) * d]);
+                pairs.for_each(|(y, value)| *y += weight * value);
             }
-            out.iter_mut()
-                .for_each(|y| *y = (f64::from(*y) / sum) as f32);
+            let divided = |y: &mut f32| *y = (f64::from(*y) / sum) as f32;
+            out.iter_mut().for_each(divided);
         }
     }
 }

@@ -89,6 +89,7 @@ impl EncoderWeights {
         };
         let c = config.width;
         let table = |names: WeightNames<'_>, rows| loader.tensor(names, "weight", &[rows, c]);
+        let positions = ["embeddings.position_embeddings", "position_embd"];
         let types = ["embeddings.token_type_embeddings", "token_types"];
         let types = table(types, config.types)?;
         let mut kind = floats(&types);
@@ -96,10 +97,7 @@ impl EncoderWeights {
         let layers = (0..config.layers).map(|i| loader.layer(i, config));
         Ok(Self {
             words: table(["embeddings.word_embeddings", "token_embd"], config.vocab)?,
-            positions: table(
-                ["embeddings.position_embeddings", "position_embd"],
-                config.positions,
-            )?,
+            positions: table(positions, config.positions)?,
             kind,
             norm: loader.norm(["embeddings.LayerNorm", "token_embd_norm"], c)?,
             layers: layers.collect::<Result<_, _>>()?,
@@ -126,15 +124,9 @@ impl EncoderWeights {
 
 impl EncoderLayer {
     fn matrices(&self) -> impl Iterator<Item = &PackedMatrix> {
-        let all = [
-            &self.query,
-            &self.key,
-            &self.value,
-            &self.output,
-            &self.up,
-            &self.down,
-        ];
-        all.into_iter().map(|linear| &linear.matrix)
+        let attention = [&self.query, &self.key, &self.value, &self.output];
+        let all = attention.into_iter().chain([&self.up, &self.down]);
+        all.map(|linear| &linear.matrix)
     }
 }
 

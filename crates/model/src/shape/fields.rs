@@ -26,6 +26,10 @@ impl ShapeFields<'_> {
         (self.number)(gguf, hf).and_then(|value| u32::try_from(value).ok())
     }
 
+    fn or(&self, gguf: &str, hf: &str, usual: u32) -> u32 {
+        self.get(gguf, hf).unwrap_or(usual)
+    }
+
     pub(super) fn need(&self, gguf: &str, hf: &str) -> Result<u32, Error> {
         self.get(gguf, hf).ok_or_else(|| Error::Field {
             gguf: gguf.to_owned(),
@@ -47,9 +51,7 @@ impl ShapeFields<'_> {
             sliding: self.sliding(layers),
             indexer: self.indexer(layers),
             caches: self.caches(layers, width),
-            ffn: self
-                .get("feed_forward_length", "intermediate_size")
-                .unwrap_or(0),
+            ffn: self.or("feed_forward_length", "intermediate_size", 0),
             moe: self.moe()?,
             bits: Bits::uniform(16.0),
         })
@@ -72,10 +74,8 @@ impl ShapeFields<'_> {
         let listed = self.listed(LayerCacheKind::Window);
         let count = listed.or(every.map(|every| layers - layers / every))?;
         let window = window.filter(|&positions| positions > 0 && count > 0)?;
-        Some(Sliding {
-            layers: count,
-            window,
-        })
+        let layers = count;
+        Some(Sliding { layers, window })
     }
 
     /// A lightning indexer; layers that use another one's choice are not counted apart.
@@ -119,10 +119,9 @@ impl ShapeFields<'_> {
             states: states.min(layers - borrowed),
             state_bytes,
             state_params,
-            together: if borrowed == 0 {
-                0
-            } else {
-                layers - self.first_keeper(layers - borrowed)
+            together: match borrowed {
+                0 => 0,
+                _ => layers - self.first_keeper(layers - borrowed),
             },
             kept: 0.0,
         }
@@ -137,9 +136,8 @@ impl ShapeFields<'_> {
         let (own_kinds, others) = kinds.split_at((own as usize).min(kinds.len()));
         let keeper = |kind: &LayerCacheKind| own_kinds.iter().rposition(|own| own == kind);
         let first = others.iter().filter_map(keeper).min();
-        first
-            .and_then(|first| u32::try_from(first).ok())
-            .unwrap_or(own)
+        let first = first.and_then(|first| u32::try_from(first).ok());
+        first.unwrap_or(own)
     }
 
     fn delta_net(&self) -> Option<DeltaNet> {
@@ -157,9 +155,7 @@ impl ShapeFields<'_> {
     }
 
     fn attention(&self, heads: u32, width: u32) -> AttentionKind {
-        let rank = self
-            .get("attention.kv_lora_rank", "kv_lora_rank")
-            .unwrap_or(0);
+        let rank = self.or("attention.kv_lora_rank", "kv_lora_rank", 0);
         let head_dim = self.get("attention.key_length", "head_dim");
         let head_dim = head_dim.unwrap_or_else(|| width / heads.max(1));
         if rank == 0 {
@@ -170,37 +166,28 @@ impl ShapeFields<'_> {
                 head_dim,
             };
         }
-        let rope = self
-            .get("rope.dimension_count", "qk_rope_head_dim")
-            .unwrap_or(64);
+        let rope = self.or("rope.dimension_count", "qk_rope_head_dim", 64);
         // GGUF files of absorbed models give latent sizes in key_length, and head sizes in other
         // keys.
-        let key = self.get("attention.key_length_mla", "").unwrap_or(head_dim);
-        let value = self
-            .get("attention.value_length_mla", "v_head_dim")
-            .unwrap_or(128);
+        let key = self.or("attention.key_length_mla", "", head_dim);
         AttentionKind::Mla {
             heads,
-            q_rank: self
-                .get("attention.q_lora_rank", "q_lora_rank")
-                .unwrap_or(0),
+            q_rank: self.or("attention.q_lora_rank", "q_lora_rank", 0),
             kv_rank: rank,
-            nope_dim: self
-                .get("", "qk_nope_head_dim")
-                .unwrap_or(key.saturating_sub(rope)),
+            nope_dim: self.or("", "qk_nope_head_dim", key.saturating_sub(rope)),
             rope_dim: rope,
-            value_dim: value,
+            value_dim: self.or("attention.value_length_mla", "v_head_dim", 128),
         }
     }
 
     /// Shared experts: the number in the file, or the shared width in multiples of `width`.
     fn shared_experts(&self, width: u32) -> u32 {
-        let names = (
+        let [gguf, hf] = [
             "expert_shared_feed_forward_length",
             "shared_expert_intermediate_size",
-        );
+        ];
         let count = self.get("expert_shared_count", "n_shared_experts");
-        let wide = self.get(names.0, names.1);
+        let wide = self.get(gguf, hf);
         let wide = wide.map(|wide| wide.div_ceil(width.max(1)));
         count.or(wide).unwrap_or(0)
     }
@@ -231,22 +218,15 @@ impl ShapeFields<'_> {
             hf: name.to_owned(),
         };
         let width = width.ok_or_else(|| missing("expert_feed_forward_length"))?;
+        let every = self.or("interleave_moe_layer_step", "decoder_sparse_step", 1);
         Ok(Some(Moe {
             experts,
             active: active.ok_or_else(|| missing("expert_used_count"))?,
             shared: self.shared_experts(width),
             ffn: width,
-            dense_layers: self
-                .get("leading_dense_block_count", "first_k_dense_replace")
-                .unwrap_or(0),
-            every: self
-                .get("interleave_moe_layer_step", "decoder_sparse_step")
-                .unwrap_or(1)
-                .max(1),
-            groups: self
-                .get("expert_group_count", "n_group")
-                .unwrap_or(1)
-                .max(1),
+            dense_layers: self.or("leading_dense_block_count", "first_k_dense_replace", 0),
+            every: every.max(1),
+            groups: self.or("expert_group_count", "n_group", 1).max(1),
         }))
     }
 }

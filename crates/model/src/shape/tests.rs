@@ -1,10 +1,12 @@
 //! Shapes of configurations, compared with the catalogue's.
 
+use serde_json::json;
+
 use super::*;
 
 #[test]
 fn a_configuration_with_experts_and_low_ranks_reads() {
-    let config = serde_json::json!({
+    let config = json!({
         "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
         "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129_280,
         "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
@@ -14,22 +16,16 @@ fn a_configuration_with_experts_and_low_ranks_reads() {
     });
     let shape = from_config("deepseek", &config).unwrap();
     let catalogue = paceline_plan::Catalogue::builtin().unwrap();
-    let known = catalogue
-        .model("DeepSeek-V3.1-671B")
-        .unwrap()
-        .shape(16.0)
-        .unwrap();
+    let known = catalogue.model("DeepSeek-V3.1-671B").unwrap();
+    let known = known.shape(16.0).unwrap();
     assert_eq!((shape.attention, shape.moe), (known.attention, known.moe));
-    assert!(
-        (shape.params() / 671e9 - 1.0).abs() < 0.01,
-        "{}",
-        shape.params()
-    );
+    let params = shape.params();
+    assert!((params / 671e9 - 1.0).abs() < 0.01, "{params}");
 }
 
 #[test]
 fn a_configuration_with_names_of_its_own_reads() {
-    let config = serde_json::json!({
+    let config = json!({
         "model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40,
         "vocab_size": 100_352, "attn_config": { "kv_n_heads": 8 },
         "ffn_config": { "ffn_hidden_size": 10_752, "moe_num_experts": 16, "moe_top_k": 4 }
@@ -44,7 +40,7 @@ fn a_configuration_with_names_of_its_own_reads() {
 #[test]
 fn layers_with_a_window_are_counted() {
     let with = |more: Value| {
-        let mut config = serde_json::json!({
+        let mut config = json!({
             "hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4,
             "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048,
             "vocab_size": 262_144, "sliding_window": 512
@@ -56,22 +52,13 @@ fn layers_with_a_window_are_counted() {
     };
     let kinds = ["sliding_attention", "full_attention", "sliding_attention"];
     for (more, expected) in [
+        (json!({ "model_type": "gemma3_text" }), Some((15, 512))),
+        (json!({ "sliding_window_pattern": 3 }), Some((12, 512))),
+        (json!({ "layer_types": kinds }), Some((2, 512))),
+        (json!({ "layer_types": ["full_attention"] }), None),
+        (json!({ "model_type": "qwen2" }), None),
         (
-            serde_json::json!({ "model_type": "gemma3_text" }),
-            Some((15, 512)),
-        ),
-        (
-            serde_json::json!({ "sliding_window_pattern": 3 }),
-            Some((12, 512)),
-        ),
-        (serde_json::json!({ "layer_types": kinds }), Some((2, 512))),
-        (
-            serde_json::json!({ "layer_types": ["full_attention"] }),
-            None,
-        ),
-        (serde_json::json!({ "model_type": "qwen2" }), None),
-        (
-            serde_json::json!({ "model_type": "gemma3", "sliding_window": null }),
+            json!({ "model_type": "gemma3", "sliding_window": null }),
             None,
         ),
     ] {
@@ -81,16 +68,9 @@ fn layers_with_a_window_are_counted() {
 
 #[test]
 fn layers_without_a_cache_of_their_own_are_counted() {
-    let kinds: Vec<&str> = (1..=35)
-        .map(|i| {
-            if i % 5 == 0 {
-                "full_attention"
-            } else {
-                "sliding_attention"
-            }
-        })
-        .collect();
-    let config = serde_json::json!({ "text_config": {
+    let kind = |i| ["sliding_attention", "full_attention"][usize::from(i % 5 == 0)];
+    let kinds: Vec<&str> = (1..=35).map(kind).collect();
+    let config = json!({ "text_config": {
         "model_type": "gemma4_text", "hidden_size": 1536, "num_hidden_layers": 35,
         "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
         "intermediate_size": 6144, "vocab_size": 262_144, "sliding_window": 512,
@@ -111,7 +91,7 @@ fn layers_without_a_cache_of_their_own_are_counted() {
 /// inputs and keys, and 1 MiB of differences.
 #[test]
 fn states_are_counted() {
-    let config = serde_json::json!({
+    let config = json!({
         "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
         "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 5120,
         "vocab_size": 248_320, "full_attention_interval": 4, "linear_key_head_dim": 128,
@@ -127,13 +107,13 @@ fn states_are_counted() {
 /// Mamba 2 and short convolutions, whose layers the files list in their own ways.
 #[test]
 fn other_states_are_counted() {
-    let usual = serde_json::json!({
+    let usual = json!({
         "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 64, "intermediate_size": 5632, "vocab_size": 65_536
     });
     for (more, expected) in [
         (
-            serde_json::json!({
+            json!({
                 "model_type": "nemotron_h", "hybrid_override_pattern": "M-M-M*-M-",
                 "num_hidden_layers": 9, "ssm_state_size": 128, "n_groups": 8,
                 "mamba_num_heads": 64, "mamba_head_dim": 64
@@ -141,7 +121,7 @@ fn other_states_are_counted() {
             (5, 4),
         ),
         (
-            serde_json::json!({
+            json!({
                 "model_type": "lfm2", "num_hidden_layers": 3, "conv_L_cache": 3,
                 "layer_types": ["conv", "conv", "full_attention"]
             }),
@@ -161,7 +141,7 @@ fn other_states_are_counted() {
 /// another.
 #[test]
 fn interleaved_mixtures_and_wide_shared_experts_read() {
-    let config = serde_json::json!({
+    let config = json!({
         "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
         "num_key_value_heads": 16, "intermediate_size": 5632, "vocab_size": 151_936,
         "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
@@ -169,15 +149,13 @@ fn interleaved_mixtures_and_wide_shared_experts_read() {
     });
     let shape = from_config("x", &config).unwrap();
     let moe = shape.moe.unwrap();
-    assert_eq!(
-        (moe.shared, moe.every, shape.mixtures(&(0..24))),
-        (4, 2, 12)
-    );
+    assert_eq!((moe.shared, moe.every), (4, 2));
+    assert_eq!(shape.mixtures(&(0..24)), 12);
     shape.check().unwrap();
 }
 
 #[test]
 fn a_missing_field_is_named() {
-    let error = from_config("x", &serde_json::json!({ "vocab_size": 5 })).unwrap_err();
+    let error = from_config("x", &json!({ "vocab_size": 5 })).unwrap_err();
     assert!(error.to_string().contains("num_attention_heads"), "{error}");
 }

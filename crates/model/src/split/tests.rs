@@ -185,11 +185,8 @@ fn stages_are_balanced_with_the_head() {
     // The head of SmolLM2 weighs as much as 8 of its 30 layers.
     let config = smollm2();
     let layers = |kind, ranks, shares: &[u32]| -> Vec<usize> {
-        let split = plan(kind, ranks, shares).unwrap();
-        shards(&config, &split)
-            .iter()
-            .map(|s| s.layers.len())
-            .collect()
+        let shards = shards(&config, &plan(kind, ranks, shares).unwrap());
+        shards.iter().map(|s| s.layers.len()).collect()
     };
     assert_eq!(layers("pipeline", 2, &[]), [19, 11]);
     assert_eq!(layers("pipeline", 2, &[3, 1]), [29, 1]);
@@ -205,9 +202,8 @@ fn what_a_rank_receives_somebody_sends() {
     for split in [uneven, plan("3x2", 6, &[]).unwrap()] {
         let shards = shards(&config, &split);
         for shard in &shards {
-            let senders = shards
-                .iter()
-                .filter(|s| s.targets().any(|t| t == shard.rank));
+            let sends = |s: &&Shard| s.targets().any(|t| t == shard.rank);
+            let senders = shards.iter().filter(sends);
             let senders: Vec<Rank> = senders.map(|s| s.rank).collect();
             assert_eq!(senders, shard.source().into_iter().collect::<Vec<_>>());
         }
@@ -228,11 +224,8 @@ fn ranks_that_share_experts_have_all_heads() {
         for (layer, cut) in shard.each_layer().enumerate() {
             assert_eq!((cut.heads.clone(), cut.kv_heads.clone()), (0..9, 0..3));
             assert_eq!((cut.attention.all_roots(), cut.heads_place()), (1, 0));
-            let own = if layer > 0 {
-                experts.clone()
-            } else {
-                128 * [0, 6, 9][index]..128 * [6, 9, 12][index]
-            };
+            let dense = 128 * [0, 6, 9][index]..128 * [6, 9, 12][index];
+            let own = if layer > 0 { experts.clone() } else { dense };
             assert_eq!(cut.ffn(), own, "rank {index}, layer {layer}");
         }
     }
@@ -242,24 +235,17 @@ fn ranks_that_share_experts_have_all_heads() {
     // Consecutive stages, as a planner makes them.
     let stages = [0..15, 15..30].map(|layers| (StageKind::Experts, layers, vec![1, 1]));
     let split = Split::of_stages(&config, stages).unwrap();
-    let grid = SplitKind::GridOfExperts {
-        tensor: 2,
-        pipeline: 2,
-    };
-    assert_eq!(
-        (split.to_string().as_str(), split.kind()),
-        ("2x2-experts", Some(grid))
-    );
+    let tensor = 2;
+    let grid = |pipeline| SplitKind::GridOfExperts { tensor, pipeline };
+    let (grid, long) = (grid(2), grid(30));
+    assert_eq!(split.to_string(), "2x2-experts");
+    assert_eq!(split.kind(), Some(grid));
     assert_eq!("2x2-experts".parse::<SplitKind>(), Ok(grid));
     assert_eq!(grid.to_string(), "2x2-experts");
     let planned = Split::plan(&config, grid, 4, &[]).unwrap();
     assert!(planned.kinds().all(|kind| kind == StageKind::Experts));
     // The first layer has no experts, so that a stage with it alone shares heads too.
-    let grid = SplitKind::GridOfExperts {
-        tensor: 2,
-        pipeline: 30,
-    };
-    let planned = Split::plan(&config, grid, 60, &[]).unwrap();
+    let planned = Split::plan(&config, long, 60, &[]).unwrap();
     let kinds: Vec<StageKind> = planned.kinds().collect();
     assert_eq!(kinds[..2], [StageKind::Tensor, StageKind::Experts]);
     assert_eq!(planned.kind(), None);
@@ -275,33 +261,29 @@ fn a_split_is_told_with_the_leaves_of_each_rank() {
     // Leaves of the attention (and blocks of rows), of the feed-forward, and of the vocabulary.
     let expected = [dealt(9, 6), dealt(12, 8), dealt(768, 512)];
     assert_eq!(told["stages"][0]["dealt"], serde_json::json!(expected));
-    assert_eq!(
-        serde_json::from_value::<Split>(told.clone()).unwrap(),
-        split
-    );
+    let read = |told: &serde_json::Value| serde_json::from_value::<Split>(told.clone()).unwrap();
+    assert_eq!(read(&told), split);
 
     // No reader derives cuts from the shares.
     told["stages"][0]["shares"] = serde_json::json!([1, 1]);
-    let other: Split = serde_json::from_value(told.clone()).unwrap();
+    let other = read(&told);
     other.check(&config).unwrap();
     assert_eq!(shards(&config, &other), shards(&config, &split));
 
     for bad in ["[]", "[12]", "[8, 11]", "[13, 12]", "[8, 12, 12]"] {
         told["stages"][0]["dealt"][1]["ends"] = serde_json::from_str(bad).unwrap();
-        let bad: Split = serde_json::from_value(told.clone()).unwrap();
-        let error = Error::Leaves {
-            leaves: 12,
-            ranks: 2,
-        };
-        assert_eq!(bad.check(&config), Err(error));
+        let (leaves, ranks) = (12, 2);
+        let error = Error::Leaves { leaves, ranks };
+        assert_eq!(read(&told).check(&config), Err(error));
     }
     told["stages"][0].as_object_mut().unwrap().remove("dealt");
-    let older: Split = serde_json::from_value(told).unwrap();
-    assert!(matches!(older.check(&config), Err(Error::Leaves { .. })));
+    let error = read(&told).check(&config);
+    assert!(matches!(error, Err(Error::Leaves { .. })));
 }
 
 #[test]
 fn splits_that_cannot_be_say_why() {
+    let nothing = "gets nothing: its stage shares 9 blocks of heads and 12";
     for (kind, ranks, shares, part) in [
         ("tensr", 2, &[][..], "\"tensr\", expected auto"),
         ("2x", 2, &[], "\"2x\""),
@@ -316,12 +298,7 @@ fn splits_that_cannot_be_say_why() {
         ("tensor", 2, &[1], "1 shares for 2 ranks"),
         ("tensor", 2, &[1, 0], "share of rank 1 is 0"),
         ("pipeline", 31, &[], "31 pipeline stages for 30 layers"),
-        (
-            "tensor",
-            40,
-            &[],
-            "gets nothing: its stage shares 9 blocks of heads and 12",
-        ),
+        ("tensor", 40, &[], nothing),
         ("tensor", 2, &[100, 1], "rank 1 gets nothing"),
     ] {
         let error = plan(kind, ranks, shares).unwrap_err().to_string();
@@ -331,15 +308,9 @@ fn splits_that_cannot_be_say_why() {
 
 #[test]
 fn auto_shares_layers_as_far_as_there_are_heads() {
-    for (ranks, name) in [
-        (1, "none"),
-        (2, "tensor"),
-        (9, "tensor"),
-        (10, "5x2"),
-        (12, "6x2"),
-    ] {
-        assert_eq!(plan("auto", ranks, &[]).unwrap().to_string(), name);
-    }
+    let named = |ranks| plan("auto", ranks, &[]).unwrap().to_string();
+    let names = ["none", "tensor", "tensor", "5x2", "6x2"];
+    assert_eq!([1, 2, 9, 10, 12].map(named), names);
 }
 
 proptest::proptest! {
