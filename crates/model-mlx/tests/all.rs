@@ -117,7 +117,8 @@ fn distance(name: &str, rows: &[Vec<f32>], tolerance: f64) -> f64 {
 
 /// Folders of other recurrent layers than gated delta nets, of several residual streams, of
 /// compressed keys, or of dense feed-forwards with a clamp.
-const RECURRENT: [&str; 9] = [
+const RECURRENT: [&str; 10] = [
+    "deepseek-v41-bf16",
     "deepseek-v4-bf16",
     "gemma3n-bf16",
     "minimax-m3-blocks-bf16",

@@ -19,7 +19,8 @@ pub use experts::{CLAMP_SLOPE, CompressedExperts, ExpertGroups, Experts, Gating,
 pub(crate) use experts::{MAX_GROUPS, MAX_USED};
 pub use latent::{Indexer, Latent, PoolIndexer, PositionScaling, Selection};
 pub(crate) use layer::MAX_TAPS;
-pub use layer::{Activation, DeltaNet, HeadOrder, LayerCache, LayerShape, entries, store};
+pub(crate) use layer::entries;
+pub use layer::{Activation, DeltaNet, HeadOrder, LayerCache, LayerShape, store};
 
 /// Residual streams of a position.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -68,6 +69,9 @@ pub struct Constraint {
     pub eps: f32,
     /// Whether the output head reads a weighted sum of the streams; otherwise their mean.
     pub weighs_head: bool,
+    /// Whether the sum that a half reads has the weights of the half before, and the output head
+    /// those of the last half; the first half reads the first stream (DeepSeek V4.1).
+    pub is_late: bool,
 }
 
 /// Maximum residual streams: twice those of published models.
@@ -443,6 +447,12 @@ impl Config {
         let latent = self.layers.get(before).and_then(|layer| layer.latent);
         if latent.is_some_and(|latent| latent.selection == Selection::Before) {
             return false;
+        }
+        let rule = self.streams.map(|of| of.rule);
+        if let Some(StreamRule::Constrained(Constraint { is_late: true, .. })) = rule
+            && (1..self.layers.len()).contains(&before)
+        {
+            return false; // the weights of the half before are not in the residual
         }
         let behind = self.layers.iter().enumerate().skip(before);
         behind.fold(true, |can, (i, shape)| can && shape.keeps_in(i) >= before)

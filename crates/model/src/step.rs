@@ -37,6 +37,7 @@ mod layer;
 mod per_layer;
 mod pooled;
 mod projections;
+mod rounded;
 mod routing;
 mod rows;
 mod softcap;
@@ -243,6 +244,9 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
             }
             _ if step.ws.is_given => {}
             _ => step.embed(),
+        }
+        if let Some(streams) = &mut step.ws.constrained {
+            streams.begin();
         }
         step.prepare_per_layer();
         step.prepare_angles();
@@ -453,7 +457,8 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
             Some(HeadStreams::Constrained(mix)) => {
                 let streams = ws.constrained.as_mut().expect("made for these streams");
                 let place = (kernels, model.config().norm_eps);
-                streams.mix(place, (mix.as_deref(), norm), row, &mut ws.head_x);
+                let mix = (mix.as_deref(), norm);
+                streams.mix_wanted(place, mix, (row, wanted), &mut ws.head_x);
             }
             Some(HeadStreams::Attended(scores)) => {
                 let streams = ws.attended_streams.expect("made for these streams");

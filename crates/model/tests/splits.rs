@@ -337,23 +337,30 @@ fn every_family_gives_the_bits_of_one_rank() {
 /// of other lengths have the last row's logits in common.
 #[test]
 fn selections_give_the_bits_of_one_rank() {
-    let path = golden("hf/glm-dsa-sparse-bf16");
-    let tokens = tokens(300);
-    let case = Case::new(&path, &tokens);
-    let tensor: [(&str, u32, &[u32]); 4] = [
+    let cuts: [(&str, u32, &[u32]); 4] = [
         ("tensor", 2, &[]),
         ("tensor", 4, &[]),
         ("pipeline", 2, &[2, 1]),
         ("2x2", 4, &[2, 2, 1, 1]),
     ];
-    case.check(&tensor);
-    let ends = |steps: &'static [[usize; 2]]| {
-        let (logits, _) = Case { steps, ..case }.alone();
-        logits.last().cloned()
-    };
-    let alike = ends(&[[70, 3], [33, 0]]);
-    assert_eq!(ends(&[[20, 3], [10, 0], [73, 0]]), alike);
-    assert_eq!(ends(&[[103, 0]]), alike);
+    let folders = [
+        ("glm-dsa-sparse-bf16", 4),
+        ("deepseek-v4-bf16", 4),
+        ("deepseek-v41-bf16", 2), // whose layers are not cut
+    ];
+    let tokens = tokens(300);
+    for (name, cut) in folders {
+        let path = golden(&format!("hf/{name}"));
+        let case = Case::new(&path, &tokens);
+        case.check(&cuts[..cut]);
+        let ends = |steps: &'static [[usize; 2]]| {
+            let (logits, _) = Case { steps, ..case }.alone();
+            logits.last().cloned()
+        };
+        let alike = ends(&[[70, 3], [33, 0]]);
+        assert_eq!(ends(&[[20, 3], [10, 0], [73, 0]]), alike, "{name}");
+        assert_eq!(ends(&[[103, 0]]), alike, "{name}");
+    }
 }
 
 /// Every logit that may be among the 5 largest has the bits of one rank, over 1 to 4 ranks. Others

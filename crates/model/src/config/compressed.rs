@@ -20,6 +20,9 @@ pub struct Compressed {
     pub group_rank: usize,
     /// Positions of the window, a row's own included.
     pub window: usize,
+    /// Whether queries have no norm, and keys are rounded to 8 bits, compressed and index keys to
+    /// 4; an index key is then made of the compressed key (DeepSeek V4.1).
+    pub is_rounded: bool,
     /// `None` where rows attend to their window only.
     pub runs: Option<KeyRuns>,
 }
@@ -31,7 +34,12 @@ pub struct KeyRuns {
     pub len: usize,
     /// Whether a key is made of its run and of the one before.
     pub overlaps: bool,
-    /// The choice of keys; `None` for all.
+    /// Earlier layer whose compressed keys these are; `None` for its own.
+    pub of: Option<usize>,
+    /// Elements of an index key; 0 without.
+    pub index_dim: usize,
+    /// The choice of keys. Without one it is that of the layer before which has one; layers without
+    /// index keys attend to all.
     pub indexer: Option<PoolIndexer>,
 }
 
@@ -43,18 +51,26 @@ impl Compressed {
             len: of.len,
             overlaps: of.overlaps,
             dim,
-            index_dim: of.indexer.map_or(0, |indexer| indexer.dim),
+            index_dim: of.index_dim,
+            index_inputs: of.index_dim > 0 && !self.is_rounded,
         })
     }
 
     /// Cached elements of a position with a key of `dim` elements.
     pub fn row(&self, dim: usize) -> usize {
-        self.runs(dim).map_or(dim, Runs::row)
+        let own = self.runs(dim).filter(|_| !self.uses_earlier());
+        own.map_or(dim, Runs::row)
+    }
+
+    /// Whether its compressed keys are those of an earlier layer.
+    pub const fn uses_earlier(&self) -> bool {
+        matches!(self.runs, Some(KeyRuns { of: Some(_), .. }))
     }
 
     /// Positions that a row reads, its own included.
     pub(super) const fn looks_back(&self) -> usize {
         let runs = match self.runs {
+            Some(KeyRuns { of: Some(_), .. }) => 0,
             Some(runs) if runs.overlaps => 2 * runs.len,
             Some(runs) => runs.len,
             None => 0,

@@ -362,9 +362,9 @@ pub fn store(
 
 /// Layout of a layer's compressed keys on a rank with `heads` of its KV heads. They are in pages of
 /// the first kind, behind all layers.
-pub fn entries(layer: &LayerShape, heads: usize) -> LayerStore {
+pub(crate) fn entries(layer: &LayerShape, heads: usize) -> LayerStore {
     let runs = match layer.cache {
-        LayerCache::Compressed(of) if heads > 0 => of.runs(layer.head_dim),
+        LayerCache::Compressed(of) if heads > 0 && !of.uses_earlier() => of.runs(layer.head_dim),
         _ => None,
     };
     runs.map_or(LayerStore::Nothing, Runs::entries)

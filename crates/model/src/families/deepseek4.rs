@@ -1,4 +1,4 @@
-//! DeepSeek V4.
+//! DeepSeek V4 and V4.1, text only.
 //!
 //! - Every half of a layer is between constrained residual streams.
 //! - All heads share one key per position, which is its value too. A row attends to a window and to
@@ -6,10 +6,13 @@
 //!   choice. The end of a key turns, and the attention output is turned back.
 //! - The output of each group of heads is compressed.
 //! - In the first layers the token chooses the experts. Gates are clamped.
+//! - V4.1: keys are rounded to 8 and 4 bits, layers share compressed keys and choices of them, and
+//!   a half reads streams with the weights of the half before.
 //!
-//! Source: DeepSeek-AI 2026 (DeepSeek-V4); `modeling_deepseek_v4.py` of transformers.
+//! Source: DeepSeek-AI 2026 (DeepSeek-V4); `modeling_deepseek_v4.py` of transformers;
+//! `deepseek_v41.py` of mlx-lm.
 
-use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily};
+use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, V41};
 use crate::role::{LayerRole, Role};
 use crate::{Config, Error};
 
@@ -50,6 +53,8 @@ const fn hf_own(role: Role) -> Option<&'static str> {
         LayerRole::RunBias(true) => "attn.indexer.compressor.ape",
         LayerRole::RunNorm(true) => "attn.indexer.compressor.norm",
         LayerRole::IndexerQuery => "attn.indexer.wq_b",
+        LayerRole::IndexerKey => "attn.indexer.wk",
+        LayerRole::IndexerNorm => "attn.indexer.k_norm",
         LayerRole::IndexerWeights => "attn.indexer.weights_proj",
         LayerRole::ExpertTable => "ffn.gate.tid2eid",
         LayerRole::SharedGate => "ffn.shared_experts.w1",
@@ -65,7 +70,11 @@ const COMPRESSED: usize = 1;
 
 pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(ModelFamily::DeepSeek4, fields)?;
-    config.streams = Some(fields.constrained_streams(true)?);
+    let is_later = fields.is_type(V41);
+    config.streams = Some(fields.constrained_streams(!is_later, is_later)?);
+    if is_later {
+        config.context = fields.candidate_context(config.context)?;
+    }
     config.ropes = fields.compressed_ropes(&config)?;
     let caches = fields.compressed_layers(&config)?;
     let experts = fields.token_experts(&config)?;

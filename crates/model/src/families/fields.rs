@@ -20,6 +20,7 @@ mod streams;
 mod unknown_fields;
 mod unsupported_keys;
 
+pub(crate) use compressed::V41;
 pub(crate) use rope::{RopeKind, head_rope};
 pub(crate) use unknown_fields::of_source as unknown_fields;
 

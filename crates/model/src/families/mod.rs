@@ -38,7 +38,7 @@ mod uncomputed;
 pub use layer_step::{Half, LayerStep};
 pub use uncomputed::{UNCOMPUTED, UncomputedFamily};
 
-pub(crate) use fields::{ConfigFields, RopeKind, class_default, head_rope, unknown_fields};
+pub(crate) use fields::{ConfigFields, RopeKind, V41, class_default, head_rope, unknown_fields};
 pub(crate) use names::{ExpertLayout, FileNames, QWEN3_VL_MOE, dbrx_stem};
 
 use crate::config::Activation;
@@ -100,7 +100,7 @@ pub enum ModelFamily {
     MiniMaxM3,
     /// DeepSeek V2, V3 and R1, Kimi K2, GLM 4.7 Flash, Mistral 4: latent attention and experts.
     DeepSeek,
-    /// DeepSeek V4: compressed keys and experts, several residual streams.
+    /// DeepSeek V4 and V4.1: compressed keys and experts, several residual streams.
     DeepSeek4,
     /// Qwen3-Next: gated delta nets and experts.
     Qwen3Next,
@@ -238,6 +238,7 @@ impl ModelFamily {
             Self::Glm5Next => &["glm5_next"],
             Self::NemotronH => &["nemotron_h_moe"],
             Self::Gemma4 => &["gemma4_unified_text"],
+            Self::DeepSeek4 => &[V41],
             Self::DeepSeek => &[
                 "mistral4",
                 "deepseek_v2",

@@ -170,6 +170,8 @@ impl ForwardStep<'_, '_> {
             return;
         }
         let (held, n) = (self.held(layer), self.batch.sequences.len());
+        let earlier = of.runs.and_then(|runs| runs.of);
+        let entries = earlier.map_or(held, |layer| self.held(layer));
         let ws = &mut *self.ws;
         let place = CompressedInputs {
             kernels: self.model.kernels(),
@@ -179,7 +181,7 @@ impl ForwardStep<'_, '_> {
             heads: cut.heads.clone(),
             rope: &ws.ropes[shape.rope],
             angles: &ws.angles[shape.rope],
-            layers: [held, self.model.shard().layers.len() + held],
+            layers: [held, self.model.shard().layers.len() + entries],
             sequences: [
                 &self.sequences[self.model.kinds().of(layer) * n..][..n],
                 &self.sequences[..n],

@@ -23,6 +23,7 @@ use paceline_tensor::{
 
 use super::BatchSize;
 use super::latent::of_each_head;
+use super::rounded;
 use super::rows::{activations, product};
 use crate::config::{Compressed, PoolIndexer};
 use crate::model::Model;
@@ -40,6 +41,8 @@ pub(super) struct CompressedRows {
     rows: RegisteredMemory<f32>,
     /// `(T, N D)`: a product, before it is in `rows`.
     part: RegisteredMemory<f32>,
+    /// `(T, D)`: compressed keys of runs that end in the step, if index keys are made of them.
+    latent: Option<Activations>,
     /// `(T, H D)`: attention output.
     read: Activations,
     /// `(G, T, R)`: products of each group.
@@ -97,7 +100,8 @@ impl CompressedRows {
         let entries = own.iter().filter_map(|own| {
             let runs = own.1.runs?;
             let all = size.context / runs.len;
-            Some(runs.indexer.map_or(all, |own| all.min(own.choice.top_k)))
+            let most = index.filter(|_| runs.index_dim > 0);
+            Some(most.map_or(all, |own| all.min(own.choice.top_k)))
         });
         let room = of.window + entries.max().unwrap_or(0);
         let keys = own.iter().filter_map(|own| {
@@ -120,6 +124,10 @@ impl CompressedRows {
             query_x: activations(model, size.rows, rank, queries),
             rows: memory(row),
             part: memory(part.max().unwrap_or(0).max(dim)),
+            latent: of.is_rounded.then(|| {
+                let keys = layers().flat_map(|(_, own)| &own.index_key);
+                activations(model, size.rows, dim, keys.map(|(key, _)| &key.matrix))
+            }),
             read: activations(
                 model,
                 size.rows,
@@ -162,7 +170,9 @@ impl CompressedRows {
         kernels.for_rows(rows, |t| {
             // SAFETY: each row is visited once.
             for head in unsafe { heads.part(t) }.chunks_exact_mut(dim) {
-                kernels.rms_norm_in_place(head, ones, place.eps);
+                if !place.of.is_rounded {
+                    kernels.rms_norm_in_place(head, ones, place.eps);
+                }
                 place.turn(place.angles_of(t), head);
                 head.iter_mut().for_each(|x| *x *= scale);
             }
@@ -189,6 +199,9 @@ impl CompressedRows {
         let (key, norm) = &w.key;
         let linears = w.series.iter().flat_map(|own| &own.linears);
         let mut at = 0;
+        if w.series.iter().any(|own| own.linears.len() == 1) {
+            self.rows[..rows * row].fill(0.0); // gates that the file lacks
+        }
         for (i, linear) in [key].into_iter().chain(linears).enumerate() {
             kernels.products(x, [product(&mut self.part, linear, rows)]);
             let (n, part) = (linear.matrix.rows(), &self.part);
@@ -200,6 +213,7 @@ impl CompressedRows {
                 if i == 0 {
                     kernels.rms_norm_in_place(out, norm, place.eps);
                     place.turn(place.angles_of(t), out);
+                    place.round(rounded::to_8_bits, out);
                 }
             });
             at += n;
@@ -213,7 +227,9 @@ impl CompressedRows {
         w: &weights::Compressed,
         cache: &mut KvCache,
     ) {
-        let Some(runs) = place.of.runs else { return };
+        let Some(runs) = place.of.runs.filter(|runs| runs.of.is_none()) else {
+            return;
+        };
         self.angles.clear();
         for s in place.sequences[0] {
             for position in s.position..s.position + s.rows {
@@ -223,11 +239,39 @@ impl CompressedRows {
         }
         let (kernels, angles) = (place.kernels, &self.angles);
         let pairs = place.rope.frequencies.len();
+        let angles_of = |t: usize| &angles[t * pairs..(t + 1) * pairs];
         let bias = |which: usize| w.series.get(which).map_or(&[][..], |own| &own.bias);
+        let rows = self.query_x.rows();
+        let plain = self.latent.as_mut().filter(|_| w.index_key.is_some());
+        let plain = plain.map(|latent| {
+            latent.resize(rows);
+            latent.values_mut().fill(0.0);
+            DisjointMut::new(latent.values_mut(), place.shape.head_dim)
+        });
         kernels.compress(cache, &place.step(), [bias(0), bias(1)], |which, t, key| {
             kernels.rms_norm_in_place(key, &w.series[which].norm, place.eps);
-            place.turn(&angles[t * pairs..(t + 1) * pairs], key);
+            if let Some(plain) = &plain {
+                // SAFETY: each row is visited once.
+                unsafe { plain.part(t) }.copy_from_slice(key);
+            }
+            place.turn(angles_of(t), key);
+            place.round(rounded::to_scaled_4_bits, key);
         });
+        let (Some((linear, norm)), Some(latent)) = (&w.index_key, &mut self.latent) else {
+            return;
+        };
+        kernels.quantise(latent);
+        kernels.products(latent, [product(&mut self.part, linear, rows)]);
+        let n = norm.len();
+        let keys = DisjointMut::new(&mut self.part[..rows * n], n);
+        kernels.for_rows(rows, |t| {
+            // SAFETY: each row is visited once.
+            let key = unsafe { keys.part(t) };
+            kernels.rms_norm_in_place(key, norm, place.eps);
+            place.turn(angles_of(t), key);
+            place.round(rounded::to_4_bits, key);
+        });
+        kernels.write_index_keys(cache, &place.step(), &self.part);
     }
 
     /// Chooses the keys of each row that sees more than the indexer chooses.
@@ -254,7 +298,10 @@ impl CompressedRows {
             // SAFETY: each row is visited once.
             let (queries, weights) = unsafe { (queries.part(t), weights.part(t)) };
             let each = queries.chunks_exact_mut(of.dim);
-            each.for_each(|query| place.turn(place.angles_of(t), query));
+            each.for_each(|query| {
+                place.turn(place.angles_of(t), query);
+                place.round(rounded::to_4_bits, query);
+            });
             weights.iter_mut().for_each(|weight| *weight *= scale);
         });
         let queries = (of.heads, &*self.index_queries, &*self.index_weights);
@@ -332,6 +379,13 @@ impl CompressedInputs<'_> {
         let first = x.len() - turned;
         self.kernels
             .rope(&mut x[first..], turned, angles, self.rope.pairs);
+    }
+
+    /// Rounds a key or query where the model was trained so.
+    fn round(&self, round: fn(&mut [f32]), x: &mut [f32]) {
+        if self.of.is_rounded {
+            round(x);
+        }
     }
 
     const fn indexer(&self) -> Option<PoolIndexer> {

@@ -34,6 +34,8 @@ pub(super) struct ConstrainedRows {
     normed: Activations,
     /// `(T, 2 S + S S)`, or `(T, S)` before the output head: products, then weights.
     weights: RegisteredMemory<f32>,
+    /// `(T, S)`: weights of the sum that the next half reads, where these are late.
+    late: Vec<f32>,
 }
 
 impl ConstrainedRows {
@@ -50,10 +52,37 @@ impl ConstrainedRows {
         Some(Self {
             normed: activations(model, rows, all, mixes.map(|mix| &mix.matrix)),
             weights: RegisteredMemory::new(None, rows * (2 + count) * count),
+            late: vec![0.0; if of.is_late { rows * count } else { 0 }],
             ones: vec![1.0; all],
             count,
             of,
         })
+    }
+
+    /// Starts a step: late weights are those of the first stream.
+    pub(super) fn begin(&mut self) {
+        for weights in self.late.chunks_exact_mut(self.count) {
+            weights.fill(0.0);
+            weights[0] = 1.0;
+        }
+    }
+
+    /// As [`mix`](Self::mix) before the output head, for the rows `wanted` of the step.
+    pub(super) fn mix_wanted<'r>(
+        &mut self,
+        place: (&Kernels, f32),
+        (mix, norm): (Option<&ConstrainedMix>, &[f32]),
+        (row, wanted): (impl Fn(usize) -> &'r [f32] + Sync, &[usize]),
+        x: &mut Activations,
+    ) {
+        if !self.of.is_late {
+            return self.mix(place, (mix, norm), row, x);
+        }
+        let (late, count) = (&self.late, self.count);
+        place.0.fill_rows(x, |i, out| {
+            sum(row(i), &late[wanted[i] * count..][..count], out);
+            place.0.rms_norm_in_place(out, norm, place.1);
+        });
     }
 
     /// Weights of `x.rows()` rows, `row(t)` `(S, C)` each, and the norm of their weighted sum in
@@ -70,17 +99,19 @@ impl ConstrainedRows {
             Some(mix) => self.weigh((kernels, eps), mix, &row, x.rows()),
             None => self.weights[..x.rows() * each].fill(1.0 / self.count as f32),
         }
-        let (weights, count) = (&self.weights, self.count);
+        let (weights, late, count) = (&self.weights, &self.late, self.count);
         kernels.fill_rows(x, |t, out| {
-            let streams = row(t).chunks_exact(out.len());
-            let weights = &weights[t * each..][..count];
-            out.fill(0.0);
-            for (stream, weight) in streams.zip(weights) {
-                let pairs = out.iter_mut().zip(stream);
-                pairs.for_each(|(out, x)| *out += weight * x);
-            }
+            let weights = match self.of.is_late {
+                true => &late[t * count..][..count],
+                false => &weights[t * each..][..count],
+            };
+            sum(row(t), weights, out);
             kernels.rms_norm_in_place(out, norm, eps);
         });
+        let own = self.weights.chunks_exact(each);
+        for (late, own) in self.late.chunks_exact_mut(count).zip(own).take(x.rows()) {
+            late.copy_from_slice(&own[..count]);
+        }
     }
 
     /// Weights of `rows` rows.
@@ -146,6 +177,16 @@ impl ConstrainedRows {
                 }
             }
         });
+    }
+}
+
+/// The weighted sum of the streams of a row, `(S, C)`.
+fn sum(row: &[f32], weights: &[f32], out: &mut [f32]) {
+    let streams = row.chunks_exact(out.len());
+    out.fill(0.0);
+    for (stream, weight) in streams.zip(weights) {
+        let pairs = out.iter_mut().zip(stream);
+        pairs.for_each(|(out, x)| *out += weight * x);
     }
 }
 

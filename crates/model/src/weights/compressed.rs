@@ -5,7 +5,7 @@ use paceline_tensor::PackedMatrix;
 
 use super::{Linear, ShardLoader};
 use crate::config::{self, KeyRuns};
-use crate::{Error, LayerRole, Role};
+use crate::{Error, LayerCache, LayerRole, Role};
 
 /// Letters: H heads of D elements in G groups, A elements of a compressed query, R of a group's
 /// output.
@@ -21,13 +21,15 @@ pub(crate) struct Compressed {
     pub(crate) series: Vec<KeySeries>,
     /// Queries `(I X, A)` and their weights `(I, C)`, in f32.
     pub(crate) indexer: Option<[Linear; 2]>,
+    /// `(X, D)`, from a compressed key to its index key, with the norm `(X,)`.
+    pub(crate) index_key: Option<(Linear, Vec<f32>)>,
 }
 
 /// Inputs of compressed keys of D elements, N times.
 #[derive(Debug)]
 pub(crate) struct KeySeries {
-    /// Inputs and gates, `(N D, C)` each.
-    pub(crate) linears: [Linear; 2],
+    /// Inputs, and gates unless all are 0, `(N D, C)` each.
+    pub(crate) linears: Vec<Linear>,
     /// `(run, N D)`: bias of each position's gate.
     pub(crate) bias: Vec<f32>,
     /// `(D,)`
@@ -63,13 +65,12 @@ impl ShardLoader<'_> {
         self.rows(Role::Layer(layer, LayerRole::QueryUp), all, mine)
     }
 
-    /// The other weights of attention.
-    pub(super) fn compressed(
-        &self,
-        layer: usize,
-        of: config::Compressed,
-    ) -> Result<Compressed, Error> {
+    /// The other weights of attention; `None` in other layers.
+    pub(super) fn compressed(&self, layer: usize) -> Result<Option<Box<Compressed>>, Error> {
         let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
+        let LayerCache::Compressed(of) = shape.cache else {
+            return Ok(None);
+        };
         let (dim, each) = (shape.head_dim, shape.heads / of.groups);
         let role = |part| Role::Layer(layer, part);
         let down = |part, n| self.rows(role(part), [n, self.config.width], 0..n);
@@ -82,10 +83,16 @@ impl ShardLoader<'_> {
         };
         let indexer = of.runs.and_then(|runs| runs.indexer);
         let mut series = Vec::new();
-        if let Some(runs) = of.runs {
-            series.push(self.key_series(layer, (runs, dim), false)?);
-            if let Some(own) = indexer {
-                series.push(self.key_series(layer, (runs, own.dim), true)?);
+        let mut index_key = None;
+        if let Some(runs) = of.runs.filter(|runs| runs.of.is_none()) {
+            series.push(self.key_series(layer, (runs, dim), &of, false)?);
+            match runs.index_dim {
+                0 => {}
+                n if of.is_rounded => {
+                    let key = self.rows(role(LayerRole::IndexerKey), [n, dim], 0..n)?;
+                    index_key = Some((key, norm(LayerRole::IndexerNorm, n)?));
+                }
+                n => series.push(self.key_series(layer, (runs, n), &of, true)?),
             }
         }
         let indexer = indexer.map(|own| {
@@ -103,7 +110,7 @@ impl ShardLoader<'_> {
                 Linear { matrix, bias: None },
             ])
         });
-        Ok(Compressed {
+        Ok(Some(Box::new(Compressed {
             query_down: (
                 down(LayerRole::QueryDown, of.query_rank)?,
                 norm(LayerRole::QueryDownNorm, of.query_rank)?,
@@ -111,8 +118,9 @@ impl ShardLoader<'_> {
             key: (down(LayerRole::Key, dim)?, norm(LayerRole::KeyNorm, dim)?),
             outputs: groups.map(output).collect::<Result<_, _>>()?,
             series,
+            index_key,
             indexer: indexer.transpose()?,
-        })
+        })))
     }
 
     /// Inputs of the layer's compressed keys, or of its index keys.
@@ -120,6 +128,7 @@ impl ShardLoader<'_> {
         &self,
         layer: usize,
         (runs, dim): (KeyRuns, usize),
+        of: &config::Compressed,
         is_index: bool,
     ) -> Result<KeySeries, Error> {
         let n = if runs.overlaps { 2 * dim } else { dim };
@@ -129,13 +138,16 @@ impl ShardLoader<'_> {
             self.check_finite(role, shape)?;
             self.rows(role, shape, 0..n)
         };
-        let bias = role(LayerRole::RunBias);
+        let mut linears = vec![rows(role(LayerRole::RunInput))?];
+        if runs.len > 1 {
+            linears.push(rows(role(LayerRole::RunGate))?);
+        }
         Ok(KeySeries {
-            linears: [
-                rows(role(LayerRole::RunInput))?,
-                rows(role(LayerRole::RunGate))?,
-            ],
-            bias: self.names.table(bias, [runs.len, n])?,
+            linears,
+            bias: match of.is_rounded {
+                true => vec![0.0; runs.len * n],
+                false => self.names.table(role(LayerRole::RunBias), [runs.len, n])?,
+            },
             norm: self.names.norm(role(LayerRole::RunNorm), dim)?,
         })
     }

@@ -184,13 +184,9 @@ impl ShardLoader<'_> {
                 let ([q, k, v], net) = self.delta_net(i, net)?;
                 ([Some(q), Some(k), Some(v)], Some(Box::new(net)))
             }
-            (_, Some(latent)) => {
-                let query = self.latent_query(i, latent)?;
-                ([Some(query), None, None], None)
-            }
+            (_, Some(latent)) => ([Some(self.latent_query(i, latent)?), None, None], None),
             (LayerCache::Compressed(of), _) => {
-                let query = self.compressed_query(i, of)?;
-                ([Some(query), None, None], None)
+                ([Some(self.compressed_query(i, of)?), None, None], None)
             }
             _ => {
                 let [query, key, value] = shape.input_roles();
@@ -211,10 +207,7 @@ impl ShardLoader<'_> {
             key,
             value,
             latent: latent.transpose()?.map(Box::new),
-            compressed: match shape.cache {
-                LayerCache::Compressed(of) => Some(Box::new(self.compressed(i, of)?)),
-                _ => None,
-            },
+            compressed: self.compressed(i)?,
             pooled: self.pool_indexer(i)?.map(Box::new),
             delta_net,
             conv_taps: self.conv_taps(i)?,

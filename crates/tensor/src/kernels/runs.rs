@@ -38,12 +38,15 @@ pub struct Runs {
     pub dim: usize,
     /// Elements of an index key (X), a multiple of 16; 0 without an indexer.
     pub index_dim: usize,
+    /// Whether index keys have inputs of their own in rows.
+    pub index_inputs: bool,
 }
 
 impl Runs {
     /// Elements of a position's row.
     pub const fn row(self) -> usize {
-        self.dim + 2 * self.series() * (self.dim + self.index_dim)
+        let index = if self.index_inputs { self.index_dim } else { 0 };
+        self.dim + 2 * self.series() * (self.dim + index)
     }
 
     /// Inputs of a position for each element of a key.
@@ -263,12 +266,32 @@ impl Kernels {
             let (key, index) = out.split_at_mut(runs.dim);
             let mut at = runs.dim;
             for (which, (out, bias)) in [key, index].into_iter().zip(biases).enumerate() {
-                if !out.is_empty() {
+                if which == 0 || runs.index_inputs {
                     let of = |position| step.row_of(writer.cache(), &row, position);
                     self.sum_run(runs, (row.seen(), at), (bias, of), out);
                     finish(which, t, out);
                 }
                 at += 2 * runs.series() * out.len();
+            }
+        });
+    }
+
+    /// Writes the index keys of runs that end in a batch, `(rows, X)`, where they have no inputs of
+    /// their own.
+    ///
+    /// # Panics
+    /// As [`write_rows`](Self::write_rows); without entries.
+    pub fn write_index_keys(&self, cache: &mut KvCache, step: &RunStep<'_>, keys: &[f32]) {
+        let runs = step.runs.expect("a layer with entries");
+        let writer = cache.writer(step.layers[1]);
+        self.for_rows(rows_of(step.sequences[1]), |t| {
+            let row = row_of(step.sequences[1], t);
+            if row.seen().is_multiple_of(runs.len) {
+                let (page, first) = runs.place(row.seen() / runs.len - 1);
+                let part = first + runs.dim..first + runs.entry();
+                // SAFETY: each entry is written by the row that ends its run.
+                let out = unsafe { writer.state_part(row.sequence.page(page), part) };
+                out.copy_from_slice(&keys[t * runs.index_dim..][..runs.index_dim]);
             }
         });
     }

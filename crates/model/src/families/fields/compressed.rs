@@ -16,12 +16,20 @@ const WINDOW: (&str, u64) = ("sliding_attention", 0);
 const SPARSE: (&str, u64) = ("compressed_sparse_attention", 4);
 const HEAVY: (&str, u64) = ("heavily_compressed_attention", 128);
 
+/// `model_type` of DeepSeek V4.1.
+pub(crate) const V41: &str = "deepseek_v41";
+
 /// Layers whose token chooses the experts, by default of the class.
 const HASHED: usize = 3;
 
 impl ConfigFields<'_> {
     /// Constrained residual streams; `weighs_head` if the output head has weights of them.
-    pub(crate) fn constrained_streams(&self, weighs_head: bool) -> Result<Streams, Error> {
+    /// Weights of sums are those of the half before if they are late.
+    pub(crate) fn constrained_streams(
+        &self,
+        weighs_head: bool,
+        is_late: bool,
+    ) -> Result<Streams, Error> {
         let size = |name, low, high| self.opt_size("", name, low, high);
         let eps = self.opt_float("", "hc_eps")?.unwrap_or(1e-6); // defaults of the class
         if !(eps.is_finite() && eps >= 0.0) {
@@ -34,6 +42,7 @@ impl ConfigFields<'_> {
                 rounds: size("hc_sinkhorn_iters", 1, 1 << 10)?.unwrap_or(20),
                 eps,
                 weighs_head,
+                is_late,
             }),
         })
     }
@@ -110,8 +119,12 @@ impl ConfigFields<'_> {
             groups,
             group_rank,
             window: self.window()?,
+            is_rounded: self.is_type(V41),
             runs: None,
         };
+        if of.is_rounded {
+            return self.shared_runs(of, n);
+        }
         let kinds = self.compressed_kinds(n)?;
         let runs = |kind: &str| {
             let (usual, is_sparse) = match kind {
@@ -125,6 +138,8 @@ impl ConfigFields<'_> {
             Ok::<_, Error>(Some(KeyRuns {
                 len: self.run_len(usual)?,
                 overlaps: is_sparse,
+                of: None,
+                index_dim: indexer.map_or(0, |indexer: PoolIndexer| indexer.dim),
                 indexer,
             }))
         };
@@ -135,6 +150,89 @@ impl ConfigFields<'_> {
             })
         };
         kinds.iter().map(layer).collect()
+    }
+
+    /// Layers of DeepSeek V4.1: some compress keys, which later ones use too, with an index key;
+    /// some of all choose among the latest.
+    fn shared_runs(&self, of: Compressed, layers: usize) -> Result<Vec<Compressed>, Error> {
+        const RATIOS: &str = "compress_ratios";
+        if let Some(engrams) = self.hf("engram_layer_ids", "a list", Value::as_array)?
+            && !engrams.is_empty()
+        {
+            let got = Value::Array(engrams.clone());
+            let expected = "no layers (n-grams have no memory here)";
+            return Err(wrong_value("engram_layer_ids", got, expected));
+        }
+        let numbers = |name: &'static str| {
+            let list = self.hf(name, "a list", Value::as_array)?;
+            let number = |n: &Value| {
+                let n = n.as_u64().filter(|n| *n <= 1 << 12).map(|n| n as usize);
+                n.ok_or_else(|| wrong_value(name, list.map_or(0, Vec::len), "a list of numbers"))
+            };
+            list.into_iter()
+                .flatten()
+                .map(number)
+                .collect::<Result<Vec<_>, _>>()
+        };
+        let ratios = numbers(RATIOS)?;
+        let (compress, choose) = (
+            numbers("kv_source_layer_ids")?,
+            numbers("index_source_layer_ids")?,
+        );
+        let indexer = self.entry_indexer(of.turned)?;
+        let (mut source, mut chosen, mut all) = (None, None, Vec::new());
+        for layer in 0..layers {
+            let len = ratios.get(layer).copied().unwrap_or(0);
+            if len == 0 {
+                all.push(of);
+                continue;
+            }
+            let (compresses, chooses) = (compress.contains(&layer), choose.contains(&layer));
+            if compresses {
+                source = Some((layer, checked_len(RATIOS, len)?));
+            }
+            if chooses {
+                chosen = Some((source, len));
+            }
+            let fits = source.is_some_and(|(_, own)| own == len) && chosen == Some((source, len));
+            if !fits {
+                let expected = "compressed and chosen keys of as long runs at or before each layer";
+                return Err(wrong_value("index_source_layer_ids", layer, expected));
+            }
+            let earlier = source.map(|(of, _)| of).filter(|of| *of < layer);
+            let runs = KeyRuns {
+                len,
+                overlaps: false,
+                of: earlier,
+                index_dim: indexer.dim,
+                indexer: chooses.then_some(indexer),
+            };
+            all.push(Compressed {
+                runs: Some(runs),
+                ..of
+            });
+        }
+        Ok(all)
+    }
+
+    /// Positions up to which the candidates of DeepSeek V4.1's indexers are all keys.
+    pub(crate) fn candidate_context(&self, context: usize) -> Result<usize, Error> {
+        let source = self.hf("candidate_source_layer_id", "a number", Value::as_i64)?;
+        let Some(layer) = source.and_then(|layer| usize::try_from(layer).ok()) else {
+            return Ok(context);
+        };
+        let size =
+            |name, usual| Ok::<_, Error>(self.opt_size("", name, 0, 1 << 20)?.unwrap_or(usual));
+        let keys = size("candidate_topk_blocks", 2048)? * size("candidate_block_size", 8)?;
+        let ratios = self.hf("compress_ratios", "a list", Value::as_array)?;
+        let len = ratios
+            .and_then(|list| list.get(layer)?.as_u64())
+            .unwrap_or(1) as usize;
+        Ok(if keys == 0 {
+            context
+        } else {
+            context.min(keys * len)
+        })
     }
 
     /// The kind of each layer: listed by name or by `compress_ratios`, or that of the class.
@@ -180,16 +278,10 @@ impl ConfigFields<'_> {
             true => self.opt_size("", "compress_rate_csa", 1, 1 << 20)?,
             false => self.opt_size("", "compress_rate_hca", 1, 1 << 20)?,
         };
-        let len = old.map_or(said.unwrap_or(usual), |n| n as u64) as usize;
-        let fits = len > 0 && (PAGE.is_multiple_of(len) || len.is_multiple_of(PAGE));
-        match fits && len <= 1 << 12 {
-            true => Ok(len),
-            false => Err(wrong_value(
-                FIELD,
-                len,
-                "a divisor or a multiple of 64, up to 4096",
-            )),
-        }
+        checked_len(
+            FIELD,
+            old.map_or(said.unwrap_or(usual), |n| n as u64) as usize,
+        )
     }
 
     /// The indexer of compressed keys.
@@ -223,6 +315,10 @@ impl ConfigFields<'_> {
     pub(crate) fn token_experts(&self, config: &Config) -> Result<Vec<Experts>, Error> {
         let normalised = self.says_normalised(true)?;
         let mut experts = self.experts("n_routed_experts", config.ffn, normalised)?;
+        let temperature = self.opt_float("", "gate_temp")?.unwrap_or(1.0);
+        if temperature != 1.0 {
+            return Err(wrong_value("gate_temp", temperature, "1"));
+        }
         let scored = self.hf("scoring_func", "a string", Value::as_str)?;
         if let Some(other) = scored.filter(|name| *name != "sqrtsoftplus") {
             return Err(wrong_value("scoring_func", other, "sqrtsoftplus"));
@@ -249,7 +345,7 @@ impl ConfigFields<'_> {
         let Some(kinds) = self.hf(FIELD, "a list", Value::as_array)? else {
             let first = self
                 .opt_size("", "num_hash_layers", 0, 1 << 10)?
-                .unwrap_or(HASHED);
+                .unwrap_or(if self.is_type(V41) { 0 } else { HASHED });
             return Ok((0..layers).map(|layer| layer < first).collect());
         };
         check_layers(FIELD, kinds.len(), layers)?;
@@ -259,5 +355,18 @@ impl ConfigFields<'_> {
             _ => Err(wrong_value(FIELD, kind, "hash_moe or moe")),
         };
         kinds.iter().map(kind).collect()
+    }
+}
+
+/// Positions of a run.
+fn checked_len(field: &'static str, len: usize) -> Result<usize, Error> {
+    let fits = len > 0 && (PAGE.is_multiple_of(len) || len.is_multiple_of(PAGE));
+    match fits && len <= 1 << 12 {
+        true => Ok(len),
+        false => Err(wrong_value(
+            field,
+            len,
+            "a divisor or a multiple of 64, up to 4096",
+        )),
     }
 }

@@ -24,6 +24,8 @@ const READ: &str = "\
     heads_per_ngram hidden_act hidden_activation hidden_size hidden_size_per_layer_input \
     hybrid_override_pattern index_block_size index_head_dim index_local_blocks index_n_heads \
     index_kpool index_kpool_always_select_tail index_skip_topk_offset index_topk index_topk_blocks index_topk_freq index_topk_pattern \
+    candidate_block_size candidate_source_layer_id candidate_topk_blocks engram_layer_ids \
+    gate_temp index_source_layer_ids kv_source_layer_ids \
     indexer_budget indexer_compress_ratio indexer_head_dim indexer_kv_heads indexer_n_heads \
     indexer_types intermediate_size is_causal kv_lora_rank laurel_rank layer_norm_epsilon \
     layer_types latent_moe_use_norm layers_block_type linear_attn_config linear_conv_kernel_dim linear_head_dim \
