@@ -157,6 +157,7 @@ impl Device {
         let form = (tied, dtype);
         let cached = (dtype, bits_of(options.kv));
         let whole = MlxRankBytes::of(names, shard, size, (tied, cached))?;
+        let whole = whole.capturing((names.config, shard), size.rows, &options.captures);
         // A card has memory of its own: what the process has does not count.
         let own = |limit: MemoryLimit| match self.stream.shares_memory()? {
             true => Ok::<_, Error>(limit.left()),

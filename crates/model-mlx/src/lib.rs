@@ -112,6 +112,9 @@ pub struct MlxOptions {
     pub rows: usize,
     /// Sequences that are computed at the same time: what states of delta nets are counted for.
     pub sequences: usize,
+    /// Layers whose input steps capture: see
+    /// [`Model::with_captures`](paceline_model::Model::with_captures).
+    pub captures: Vec<usize>,
     /// Most memory of weights, caches and a step. Experts that do not fit are then read from the
     /// model's files when a router chooses them. Layers of a model without experts, or with biases
     /// of experts, are read from a packed file in each step.
@@ -191,6 +194,7 @@ impl MlxModel {
         let shard = split.shard(&config, rank);
         let (places, class) = (options.places.clone(), options.class);
         let is_limited = options.memory.is_some();
+        let captures = config.captures(&options.captures);
         let bits = bits_of(options.kv);
         let patience = EvaluationLimits {
             limit: options.patience,
@@ -220,7 +224,7 @@ impl MlxModel {
         } = host.call(load, hear)??;
         Ok(Self {
             leader: split.leader(),
-            captures: Vec::new(),
+            captures,
             links: None,
             is_limited,
             interrupted: AtomicBool::new(false),
@@ -238,13 +242,6 @@ impl MlxModel {
             exchanged: Tally::default(),
             counters: Counters::default(),
         })
-    }
-
-    /// As [`Model::with_captures`](paceline_model::Model::with_captures).
-    #[must_use]
-    pub fn with_captures(mut self, layers: &[usize]) -> Self {
-        self.captures = self.config.captures(layers);
-        self
     }
 
     /// Captures of the layers before `layer`.

@@ -91,7 +91,7 @@ pub struct MlxRankBytes {
 }
 
 impl MlxRankBytes {
-    /// Of `shard` in `class`, for steps of `size`; its context is the positions of all sequences.
+    /// Of `shard` in `class`, for steps of `size` that capture the input of layers; its context is the positions of all sequences.
     /// Reads headers only. The rank's worker admits it by the same sum.
     ///
     /// # Errors
@@ -100,12 +100,28 @@ impl MlxRankBytes {
         (source, config): (&ModelSource, &Config),
         shard: &Shard,
         (class, kv): (KernelClass, Option<KvType>),
-        size: BatchSize,
+        (size, captures): (BatchSize, &[usize]),
     ) -> Result<Self, Error> {
         let names = WeightReader { source, config };
         let tied = names.is_tied()?;
         let dtype = weights::activations(&names, config.family, class)?;
-        Self::of(&names, shard, size, (tied, (dtype, bits_of(kv))))
+        let all = Self::of(&names, shard, size, (tied, (dtype, bits_of(kv))))?;
+        Ok(all.capturing((config, shard), size.rows, captures))
+    }
+
+    /// With the rows that a step captures for a draft head, in this stage or before it.
+    pub(super) fn capturing(
+        self,
+        (config, shard): (&Config, &Shard),
+        rows: usize,
+        captures: &[usize],
+    ) -> Self {
+        let end = shard.layers.end + usize::from(shard.has_head());
+        let held = config
+            .captures(captures)
+            .partition_point(|layer| *layer < end);
+        let step = Bytes(self.step.0 + 4 * (held * rows * config.width) as u64);
+        Self { step, ..self }
     }
 
     pub(super) fn of(
@@ -273,5 +289,32 @@ const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
             key,
             value,
         },
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may fail")]
+mod tests {
+    use std::path::Path;
+
+    use paceline_model::SplitKind;
+
+    use super::*;
+
+    /// Rows go with the stream from the stage that captures them to the last one.
+    #[test]
+    fn captured_rows_count_where_they_are_held() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/hf");
+        let source = ModelSource::open(&golden.join("llama-untied-bf16")).unwrap();
+        let config = Config::read(&source).unwrap();
+        let split = Split::plan(&config, SplitKind::Pipeline, 3, &[]).unwrap();
+        let held = |rank, captures: &[usize]| {
+            let shard = split.shard(&config, Rank(rank));
+            let bytes = MlxRankBytes::default().capturing((&config, &shard), 8, captures);
+            bytes.step.0 / (4 * 8 * config.width as u64)
+        };
+        let layers = config.layers.len();
+        assert_eq!([0, 1, 2].map(|rank| held(rank, &[0, 1, layers])), [1, 2, 3]);
+        assert_eq!([0, 1, 2].map(|rank| held(rank, &[])), [0; 3]);
     }
 }

@@ -182,7 +182,7 @@ fn on_ranks<T: Send>(
     std::thread::scope(|scope| {
         let run = |place| {
             scope.spawn(move || {
-                let model = mlx_rank(place, path, class, library);
+                let model = mlx_rank(place, path, &[], options(library, class));
                 let mut compute = reserve(&model);
                 let found = model.shard().leads().then(|| lead(&mut *compute));
                 match found {

@@ -93,6 +93,7 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
         rows: 128,
         sequences: 2,
         kv: None,
+        captures: Vec::new(),
         memory: None,
         patience: MlxOptions::PATIENCE,
         last_words: MlxOptions::LAST_WORDS,
@@ -612,8 +613,7 @@ fn rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<dy
     let source = ModelSource::open(path).unwrap();
     let captures = [1, Config::read(&source).unwrap().layers.len()];
     if class.is_mlx() {
-        let model = Arc::into_inner(mlx_rank(place, path, class, library)).unwrap();
-        return Arc::new(model.with_captures(&captures));
+        return mlx_rank(place, path, &captures, options(library, class));
     }
     let Place { split, rank, links } = place;
     let options = LoadOptions { class };
@@ -622,10 +622,13 @@ fn rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<dy
     Arc::new(model.link(links.unwrap()))
 }
 
-fn mlx_rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<MlxModel> {
+fn mlx_rank(place: Place, path: &Path, captures: &[usize], options: MlxOptions) -> Arc<MlxModel> {
     let Place { split, rank, links } = place;
     let source = Arc::new(ModelSource::open(path).unwrap());
-    let options = options(library, class);
+    let options = MlxOptions {
+        captures: captures.to_vec(),
+        ..options
+    };
     let model = MlxModel::load(source, &split, rank, (options, None), kernels(), |_, _| {});
     Arc::new(model.unwrap().link(links.unwrap()))
 }

@@ -58,6 +58,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         rows: 8,
         sequences: 1,
         kv: None,
+        captures: Vec::new(),
         memory: None,
         patience: Duration::from_millis(200),
         last_words: Duration::from_millis(500),

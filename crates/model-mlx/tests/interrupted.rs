@@ -55,6 +55,7 @@ fn load(model: &Path, library: PathBuf) -> Result<Box<dyn Compute>, Error> {
         rows: 8,
         sequences: 1,
         kv: None,
+        captures: Vec::new(),
         memory: None,
         patience: Duration::from_secs(60),
         last_words: Duration::from_secs(60),

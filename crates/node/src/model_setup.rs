@@ -451,7 +451,8 @@ impl PreparedModel {
     pub(crate) fn device_bytes(&self) -> Result<Vec<Option<MlxRankBytes>>, Error> {
         let of = |(rank, class): (u32, &KernelClass)| {
             let place = (self.split(), Rank(rank), (*class, self.options.kv));
-            let bytes = || mlx_rank_bytes((&self.source, &self.config), place, &self.engine);
+            let sizes = (&self.engine, &self.captures()[..]);
+            let bytes = || mlx_rank_bytes((&self.source, &self.config), place, sizes);
             let bytes = class.is_mlx().then(bytes).transpose()?;
             Ok::<_, paceline_model::Error>(bytes.map(|bytes| bytes.limited(self.memory)))
         };

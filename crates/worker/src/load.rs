@@ -104,6 +104,7 @@ impl ShardSpec<'_> {
                 positions: self.engine.cache_positions,
                 rows: self.engine.max_rows,
                 sequences: self.engine.max_running,
+                captures: self.captures.to_vec(),
                 memory: self.memory.map(MemoryLimit::Process),
                 patience: MlxOptions::PATIENCE,
                 last_words: MlxOptions::LAST_WORDS,
@@ -114,7 +115,6 @@ impl ShardSpec<'_> {
             };
             let (source, options) = (Arc::clone(self.source), (options, packed));
             let model = MlxModel::load(source, split, rank, options, kernels, progress)?;
-            let model = model.with_captures(self.captures);
             for note in model.notes() {
                 warn!(rank = rank.0, "{note}");
             }
@@ -183,7 +183,7 @@ impl ShardSpec<'_> {
 pub fn mlx_rank_bytes(
     (source, config): (&ModelSource, &Config),
     (split, rank, class): (&Split, Rank, (KernelClass, Option<KvType>)),
-    engine: &EngineConfig,
+    (engine, captures): (&EngineConfig, &[usize]),
 ) -> Result<MlxRankBytes, Error> {
     let size = BatchSize {
         rows: engine.max_rows,
@@ -191,7 +191,12 @@ pub fn mlx_rank_bytes(
         sequences: engine.max_running,
         context: engine.cache_positions,
     };
-    MlxRankBytes::planned((source, config), &split.shard(config, rank), class, size)
+    MlxRankBytes::planned(
+        (source, config),
+        &split.shard(config, rank),
+        class,
+        (size, captures),
+    )
 }
 
 /// Loads a whole model on the engine of `class`. `engine` has the sizes it must support. `kv` is

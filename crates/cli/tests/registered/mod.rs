@@ -256,6 +256,7 @@ fn ranks_on_mlx_receive_in_place() {
             rows: STEPS[0],
             sequences: 1,
             kv: None,
+            captures: Vec::new(),
             memory: None,
             patience: MlxOptions::PATIENCE,
             last_words: MlxOptions::LAST_WORDS,

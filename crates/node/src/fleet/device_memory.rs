@@ -64,7 +64,7 @@ fn device_bytes((source, config): OpenModel<'_>, record: &InstanceSpec) -> (u64,
     let planned = class.and_then(|class| {
         let sizes = needed_sizes(config, record);
         let whole = (&Split::whole(config), Rank(0), (class, kv_of(record)));
-        mlx_rank_bytes((source, config), whole, &sizes).ok() // its load says why
+        mlx_rank_bytes((source, config), whole, (&sizes, &[])).ok() // its load says why
     });
     planned.map_or((0, 0), |bytes| (bytes.weights.0, bytes.cache.0))
 }
@@ -330,7 +330,7 @@ impl<'a> MlxRanks<'a> {
         let split = Split::plan(self.model.1, self.kind, n, shares).ok()?;
         let of = |(rank, class): (u32, &KernelClass)| {
             let place = (&split, Rank(rank), (*class, self.kv));
-            let bytes = || mlx_rank_bytes(self.model, place, &self.sizes);
+            let bytes = || mlx_rank_bytes(self.model, place, (&self.sizes, &[]));
             let bytes = class.is_mlx().then(bytes).transpose().ok()?;
             Some(bytes.map(|bytes| bytes.limited(self.memory)))
         };
@@ -515,7 +515,7 @@ mod tests {
                 let class: KernelClass = said.class.parse().unwrap();
                 let admits = |rank: usize| {
                     let place = (&split, Rank(rank as u32), (class, None));
-                    let needed = mlx_rank_bytes((&source, &config), place, &sizes).unwrap();
+                    let needed = mlx_rank_bytes((&source, &config), place, (&sizes, &[])).unwrap();
                     assert_eq!(needed.total().0, bytes[rank]);
                     needed.total().0 <= rooms[rank]
                 };

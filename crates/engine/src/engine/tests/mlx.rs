@@ -63,7 +63,7 @@ impl OnMlx {
         };
         Some(Self {
             tiny: TinyModel::new(1),
-            model: Arc::new(TinyModel::on_mlx(mlxc.into()).with_captures(&[0])),
+            model: Arc::new(TinyModel::on_mlx(mlxc.into())),
         })
     }
 

@@ -118,7 +118,7 @@ impl TinyModel {
         Self::open(&ModelSource::open(&path).unwrap(), kernels)
     }
 
-    /// The same weights on MLX, by the library at `mlxc`.
+    /// The same weights on MLX, by the library at `mlxc`; captures the first layer's input.
     pub(super) fn on_mlx(mlxc: PathBuf) -> MlxModel {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
@@ -136,6 +136,7 @@ impl TinyModel {
             rows: 128,
             sequences: 1,
             kv: None,
+            captures: vec![0],
             memory: None,
             patience: MlxOptions::PATIENCE,
             last_words: MlxOptions::LAST_WORDS,
