@@ -174,6 +174,36 @@ fn a_head_changes_no_answer() {
     }
 }
 
+/// Answers under way go to another engine, as after the loss of the machine that drafted them.
+#[test]
+fn answers_that_move_between_heads_are_the_same() {
+    let (tiny, draft) = with_head(None);
+    let mut requests = mixed(&tiny);
+    requests.extend((0..4).map(babble));
+    let engines = [3, 8].map(|drafts| {
+        let mut rig = eager(&tiny, drafts);
+        rig.engine.set_draft_model(&draft).unwrap();
+        rig
+    });
+    let [mut lost, mut left] = engines;
+    for request in &requests {
+        let expected = alone(&tiny, request, CONTEXT);
+        let id = lost.submit(request);
+        (0..12).for_each(|_| drop(lost.step()));
+        if lost.outcomes[&id].finish.is_some() {
+            assert_eq!(lost.outcomes[&id], expected);
+            continue;
+        }
+        let (snapshot, past) = lost.take(id);
+        let id = left.restore(&snapshot, past);
+        while !left.engine.is_idle() {
+            left.step();
+        }
+        assert_eq!(left.outcomes[&id], expected);
+    }
+    assert!(!left.engine.draft_counters().totals().is_none());
+}
+
 #[test]
 fn a_head_needs_a_model_that_captures_its_layers() {
     let (_, draft) = with_head(None);
