@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Bars of training: bar65_train.py PACELINE memory|stages|rows|hang|torch [--rows N] [--tokens N]
-[--layers N]
+[--layers N] [--class mlx-f32]
 
 A llama of 30 million numbers (17 layers of width 384), trained whole, with `stages` by adapters.
 memory  most resident bytes of every rank, `--shard all`, 1 to 4 ranks, also with two kills; bytes
         sent over ZeRO's
-stages  seconds of a step over two stages against one process, one thread each
+stages  seconds of a step over two stages against one process, one thread each, and the share of it
+        in which the least busy stage computes; with `--class mlx-f32` on MLX's CPU build
 rows    the same of a row of 8,192 tokens that is cut over two ranks, 1 layer
 hang    a stage's main thread stops and its heartbeats go on: seconds until it is named, same bytes
 torch   processor seconds of a step against PyTorch's, one thread; needs torch and transformers
@@ -174,9 +175,11 @@ def stages(args, home, model, data, _, two=("--stages", 2), steps=6):
     report = {}
     for name, more in (("one", ()), ("two", ("--nodes", 2, *two))):
         done = train(args.paceline, home, model, data, steps, "--batch", args.rows,
-                     "--max-tokens-per-row", 8192, *more, method="lora")
+                     "--max-tokens-per-row", 8192, "--class", args.class_, *more, method="lora")
         times = [m["step_s"] for m in done["metrics"]][1:]
         report[name] = {"digest": done["digest"], "step_s": median(times)}
+        busy = [m["busy_share"] for m in done["metrics"] if "busy_share" in m][1:]
+        report[name]["least_busy"] = round(median(busy), 3) if busy else None
     report["times"] = round(report["one"]["step_s"] / report["two"]["step_s"], 3)
     return report
 
@@ -261,6 +264,7 @@ def main():
     args.add_argument("bar", choices=["memory", "stages", "rows", "hang", "torch"])
     args.add_argument("--rows", type=int, help="rows of a step, a leaf each")
     args.add_argument("--tokens", type=int, help="words of a row")
+    args.add_argument("--class", dest="class_", default="cpu", help="arithmetic of stages")
     args.add_argument("--layers", type=int, help="17 without it, 1 for rows")
     args = args.parse_args()
     args.rows = args.rows or {"memory": 8, "rows": 1}.get(args.bar, 4)

@@ -31,6 +31,8 @@ pub(crate) struct Activity {
     is_valid: AtomicBool,
     /// Whether a whole step, and a whole evaluation, was measured.
     is_measured: [AtomicBool; 2],
+    /// Microseconds of waits since the last question.
+    waited_us: AtomicU64,
 }
 
 impl Activity {
@@ -46,6 +48,17 @@ impl Activity {
         let done = self.between(work)?;
         self.is_measured[usize::from(is_valid)].store(true, Ordering::Relaxed);
         Ok(done)
+    }
+
+    /// Counts a wait.
+    pub(crate) fn waited(&self, time: Duration) {
+        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        self.waited_us.fetch_add(us, Ordering::Relaxed);
+    }
+
+    /// Seconds of all waits since the last call.
+    pub(crate) fn take_waited_s(&self) -> f64 {
+        self.waited_us.swap(0, Ordering::Relaxed) as f64 / 1e6
     }
 
     /// Waits for other ranks by `work`.

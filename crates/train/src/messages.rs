@@ -152,6 +152,8 @@ pub(crate) enum FromWorker {
         losses: Vec<u64>,
         /// SHA-256 of the file of roots, of leaves that went back.
         digest: Option<String>,
+        /// Seconds that it waited for other workers.
+        waited_s: f64,
     },
     /// A rank listens. `step`: steps of its state, if it has one.
     Listening {

@@ -10,6 +10,7 @@ use paceline_model::CLAMP_SLOPE;
 const LANES: usize = 16;
 
 /// e to the power of `x`: the polynomial of Cephes (Moshier 1992), without fused operations.
+#[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LOWEST: f32 = -87.33;
     const HIGHEST: f32 = 88.37;
@@ -139,6 +140,7 @@ const GELU: (f32, f32) = (0.797_884_6, 0.044_715);
 
 impl Gate {
     /// The value and its derivative.
+    #[inline(always)]
     fn at(self, g: f32) -> (f32, f32) {
         match self {
             Self::Silu => {
@@ -161,6 +163,7 @@ impl Gate {
     }
 
     /// The factor that `up` becomes, and its derivative.
+    #[inline(always)]
     fn factor(self, u: f32) -> (f32, f32) {
         match self {
             Self::Clamped(limit) => {
@@ -171,7 +174,17 @@ impl Gate {
         }
     }
 
+    /// A loop for each kind, which the compiler vectorises: one over all took 7 % of a step's time.
     pub(crate) fn forward(self, gate: &[f32], up: &[f32], hidden: &mut [f32]) {
+        match self {
+            Self::Silu => Self::Silu.each_forward(gate, up, hidden),
+            Self::GeluTanh => Self::GeluTanh.each_forward(gate, up, hidden),
+            Self::Clamped(limit) => Self::Clamped(limit).each_forward(gate, up, hidden),
+        }
+    }
+
+    #[inline(always)]
+    fn each_forward(self, gate: &[f32], up: &[f32], hidden: &mut [f32]) {
         for ((h, g), u) in hidden.iter_mut().zip(gate).zip(up) {
             *h = self.at(*g).0 * self.factor(*u).0;
         }
@@ -179,6 +192,15 @@ impl Gate {
 
     /// Replaces gate and up by their gradients.
     pub(crate) fn backward(self, gate: &mut [f32], up: &mut [f32], d: &[f32]) {
+        match self {
+            Self::Silu => Self::Silu.each_backward(gate, up, d),
+            Self::GeluTanh => Self::GeluTanh.each_backward(gate, up, d),
+            Self::Clamped(limit) => Self::Clamped(limit).each_backward(gate, up, d),
+        }
+    }
+
+    #[inline(always)]
+    fn each_backward(self, gate: &mut [f32], up: &mut [f32], d: &[f32]) {
         for ((g, u), d) in gate.iter_mut().zip(up).zip(d) {
             let (value, slope) = self.at(*g);
             let (factor, inside) = self.factor(*u);

@@ -153,8 +153,7 @@ impl TrainingRun {
         means: impl Into<Means>,
         (stage, shard): (ModelStage, Option<ShardRole>),
     ) -> Result<Self, Error> {
-        let cut = shard.filter(|role| role.sharding == Sharding::Experts);
-        let experts = cut.map(|role| (role.rank, role.of));
+        let experts = shard.and_then(ShardRole::of_experts);
         Self::read(job, || {
             TrainableModel::load_part(&job.trained, means, (stage, experts))
         })
@@ -521,6 +520,7 @@ impl TrainingRun {
             flop_share: forecast::flop_share(flop, figures.flops, step_s),
             memory_bytes: (figures.memory)().max(most.and_then(|most| most.memory_bytes)),
             sent_bytes: most.map(|most| most.sent_bytes),
+            busy_share: crew.busy_s().map(|busy| busy / step_s.max(1e-9)),
             nodes: crew.nodes(),
         })
     }

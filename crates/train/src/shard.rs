@@ -59,6 +59,11 @@ pub(crate) struct ShardRole {
 }
 
 impl ShardRole {
+    /// The rank and the number of ranks, where they have parts of the experts.
+    pub(crate) fn of_experts(self) -> Option<(usize, usize)> {
+        (self.sharding == Sharding::Experts).then_some((self.rank, self.of))
+    }
+
     /// The rank whose shard this one has a copy of.
     pub(crate) const fn before(self) -> usize {
         (self.rank + self.of - 1) % self.of

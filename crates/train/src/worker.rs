@@ -21,7 +21,7 @@ use crate::drafter::{self, DrafterRun};
 use crate::error::Error;
 use crate::messages::{FromWorker, ToWorker, WorkerJob, params_file, roots_file};
 use crate::run::TrainingRun;
-use crate::shard::{RankWorker, Sharding};
+use crate::shard::{RankWorker, ShardRole};
 use crate::workers::{LeafModel, publish};
 use stage::StageWorker;
 
@@ -107,7 +107,7 @@ fn work<M: Into<Means>>(
     machine::keep_free_memory();
     if stage.of > 1 || shard.is_some() {
         let activity = watched(channel)?;
-        let cuts_experts = shard.is_some_and(|role| role.sharding == Sharding::Experts);
+        let cuts_experts = shard.and_then(ShardRole::of_experts).is_some();
         let mut worker = StageWorker::new((channel, &activity), (run, cuts_experts), exchange);
         loop {
             if let Some(message) = channel.recv(Duration::MAX)? {

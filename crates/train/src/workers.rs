@@ -173,6 +173,7 @@ impl TrainingWorkers {
             stages: processes.stages.max(1),
             group,
             is_learning: false,
+            busy_s: None,
             lost: 0,
             fruitless: 0,
             last: String::new(),
@@ -193,6 +194,11 @@ impl TrainingWorkers {
     /// Workers that were lost so far.
     pub fn lost(&self) -> u32 {
         self.team.as_ref().map_or(0, |team| team.lost)
+    }
+
+    /// Seconds that the least busy worker of a stage, or of cut rows, computed in the last step.
+    pub(crate) fn busy_s(&self) -> Option<f64> {
+        self.team.as_ref()?.busy_s
     }
 
     /// Workers that can compute now.
@@ -332,6 +338,8 @@ struct WorkerSet {
     group: Option<RankGroup>,
     /// The workers have the answers that a draft head is trained on.
     is_learning: bool,
+    /// Seconds that the least busy worker of a stage, or of cut rows, computed in the last step.
+    busy_s: Option<f64>,
     lost: u32,
     fruitless: u32,
     /// Reason for the last loss of a worker.

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::path::Path;
 
-use paceline_train::{Error, Method, Report, Sharding, TrainingProgress};
+use paceline_train::{Error, Method, Report, Sharding, TrainingProgress, read_metrics};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
@@ -42,6 +42,9 @@ fn stages_give_the_bytes_of_one_process() {
             result(&one) == result(&output),
             "{count} workers, {stages} stages"
         );
+        let busy = read_metrics(&output.join("metrics.jsonl")).unwrap();
+        let is_share = |share: f64| stages > 1 && share > 0.0 && share < 1.0;
+        assert!(busy.iter().all(|m| m.busy_share.map_or(stages == 1, is_share)));
     }
     // Experts whose routers have a loss of their own, all weights of them.
     job.trained = trained("qwen3moe-bf16", Method::Full);

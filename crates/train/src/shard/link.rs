@@ -48,8 +48,10 @@ pub(crate) struct Pending<T> {
 impl<T> Pending<T> {
     /// Waits for them.
     pub(crate) fn wait(self) -> Result<Vec<T>, paceline_comm::Error> {
-        let Self { call, activity } = self;
-        activity.wait(|| call.wait())
+        let (Self { call, activity }, start) = (self, Instant::now());
+        let got = activity.wait(|| call.wait());
+        activity.waited(start.elapsed());
+        got
     }
 }
 

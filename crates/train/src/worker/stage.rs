@@ -150,6 +150,7 @@ impl<'a> StageWorker<'a> {
 
     /// This worker's leaves of a step, or rows that are held out, through its stage.
     fn pipe(&mut self, epoch: u64, step: u64, set: LeafSet) -> Result<(), Error> {
+        self.activity.take_waited_s(); // of a step that failed
         let stage = self.run.net.stage();
         if self.values.0 != Some(step) {
             let path = self.exchange.join(params_file(step, stage.index));
@@ -202,6 +203,7 @@ impl<'a> StageWorker<'a> {
             end: own.end,
             losses: losses.map(f64::to_bits).collect(),
             digest,
+            waited_s: self.activity.take_waited_s(),
         };
         Ok(self.channel.send(&piped)?)
     }

@@ -20,6 +20,8 @@ struct Piped {
     losses: Vec<u64>,
     /// SHA-256 of the file of roots.
     digest: Option<String>,
+    /// Seconds in which it did not wait for other workers.
+    busy_s: f64,
 }
 
 /// Losses of leaves, and by stage the nodes of the tree over leaves with their values.
@@ -38,7 +40,7 @@ impl WorkerSet {
         watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<(f64, Vec<f32>), Error> {
         let leaves = run.order.leaves();
-        let given = self.pipe(run, params, (at.step, LeafSet::Train), watch)?;
+        let given = self.pipe(run, params, (at, LeafSet::Train), watch)?;
         self.forget(at.step);
         // Stages follow each other as layers do, and the head is last.
         let parts = run.net.parts();
@@ -58,7 +60,7 @@ impl WorkerSet {
         at: &At<'_>,
         watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<Vec<f64>, Error> {
-        let given = self.pipe(run, params, (at.step, LeafSet::Valid), watch)?;
+        let given = self.pipe(run, params, (at, LeafSet::Valid), watch)?;
         Ok(given.losses)
     }
 
@@ -66,9 +68,10 @@ impl WorkerSet {
         &mut self,
         run: &TrainingRun,
         params: &[f32],
-        (step, set): (u64, LeafSet),
+        (at, set): (&At<'_>, LeafSet),
         watch: &mut dyn FnMut(TrainingProgress),
     ) -> Result<PipelineResults, Error> {
+        let step = at.step;
         let ranges = match self.stages {
             1 => vec![std::iter::once(0..params.len()).collect()],
             stages => run.stages(stages)?,
@@ -91,6 +94,7 @@ impl WorkerSet {
             let epoch = self.group().epoch;
             let mut all = vec![Piped::default(); self.members.len()];
             let message = |_: usize| ToWorker::Pipe { epoch, step, set };
+            let begun = (at.clock)();
             let whole = self.ask_all(&message, watch, |rank, said| match said {
                 FromWorker::Piped {
                     epoch: of,
@@ -98,12 +102,14 @@ impl WorkerSet {
                     end,
                     losses,
                     digest,
+                    waited_s,
                     ..
                 } => {
                     all[rank] = Piped {
                         leaves: start..end,
                         losses,
                         digest,
+                        busy_s: (at.clock)() - begun - waited_s,
                     };
                     of == epoch
                 }
@@ -116,6 +122,9 @@ impl WorkerSet {
             match self.results(run.leaves_of(set), step, &lens, &all) {
                 Ok(results) => {
                     self.fruitless = 0;
+                    if set == LeafSet::Train {
+                        self.busy_s = all.iter().map(|own| own.busy_s).reduce(f64::min);
+                    }
                     return Ok(results);
                 }
                 Err((rank, why)) => {
