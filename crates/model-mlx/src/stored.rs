@@ -74,11 +74,8 @@ impl Plane {
                 let part = &held.as_ref()[whole];
                 let columns = cols.start * size..cols.end * size;
                 let rows = part.chunks_exact(row_bytes);
-                Held::Own(
-                    rows.flat_map(|row| &row[columns.clone()])
-                        .copied()
-                        .collect(),
-                )
+                let bytes = rows.flat_map(|row| &row[columns.clone()]).copied();
+                Held::Own(bytes.collect())
             }
         };
         Ok(stream.array(part.as_ref(), &shape, self.dtype)?)
@@ -183,25 +180,21 @@ impl Stored {
             return (Self::Floats(plane(bytes, cols, dtype)), rows);
         }
         let (n, form) = (rows.len(), StoredForm::of(tensor.block_type));
-        let Groups {
-            packed,
-            scales,
-            biases,
-            ..
-        } = Groups::of(tensor, rows);
+        let groups = Groups::of(tensor, rows);
         let factors = |values, dtype| plane(Held::Own(values), cols / GROUP, dtype);
-        let (mode, scales, biases) = match form {
-            StoredForm::Powers => (QuantisedMode::Mxfp4, factors(scales, Dtype::U8), None),
-            StoredForm::Kept { .. } | StoredForm::Fitted => (
-                QuantisedMode::Affine,
-                factors(scales, Dtype::F16),
-                Some(factors(biases, Dtype::F16)),
-            ),
+        let (mode, dtype) = match form {
+            StoredForm::Powers => (QuantisedMode::Mxfp4, Dtype::U8),
+            StoredForm::Kept { .. } | StoredForm::Fitted => (QuantisedMode::Affine, Dtype::F16),
         };
+        let has_biases = form != StoredForm::Powers;
         let stored = Self::Groups {
-            packed: plane(Held::Own(packed), cols * form.bits() / 32, Dtype::U32),
-            scales,
-            biases,
+            packed: plane(
+                Held::Own(groups.packed),
+                cols * form.bits() / 32,
+                Dtype::U32,
+            ),
+            scales: factors(groups.scales, dtype),
+            biases: has_biases.then(|| factors(groups.biases, dtype)),
             group: GROUP,
             bits: form.bits(),
             mode,
@@ -343,10 +336,9 @@ impl Groups {
         match self.form {
             StoredForm::Powers => {
                 self.scales.push(block[0]);
-                if block_type == BlockType::MXFP4 {
-                    self.packed.extend_from_slice(&block[1..]);
-                } else {
-                    self.packed.extend(nibbles(&block[1..]));
+                match block_type {
+                    BlockType::MXFP4 => self.packed.extend_from_slice(&block[1..]),
+                    _ => self.packed.extend(nibbles(&block[1..])),
                 }
             }
             StoredForm::Kept { bits, offset } => {
@@ -369,11 +361,8 @@ impl Groups {
         let min = chunk.min * chunk.min_sub[0] as f32;
         let bias = min - f32::from(offset) * chunk.scale;
         let integers = chunk.q.map(|q| q.wrapping_add_unsigned(offset) as u8);
-        self.group(
-            f16::from_f32(chunk.scale),
-            f16::from_f32(bias),
-            pack(bits, &integers),
-        );
+        let [scale, bias] = [chunk.scale, bias].map(f16::from_f32);
+        self.group(scale, bias, pack(bits, &integers));
     }
 
     fn group(&mut self, scale: f16, bias: f16, packed: impl IntoIterator<Item = u8>) {
@@ -390,18 +379,14 @@ impl Groups {
         let bias = f16::from_f32(low);
         let exact = (high - bias.to_f32()) / 255.0;
         let near = f16::from_f32(exact);
-        let scale = if near.to_f32() < exact {
-            f16::from_bits(near.to_bits() + 1)
-        } else {
-            near
+        let scale = match near.to_f32() < exact {
+            true => f16::from_bits(near.to_bits() + 1),
+            false => near,
         };
         let step = |x: &f32| (x - bias.to_f32()) / scale.to_f32();
         // A group of equal values has a scale of 0: any integer is right.
-        let integers = values
-            .iter()
-            .map(|x| step(x).round().clamp(0.0, 255.0) as u8);
-        let integers: Vec<u8> = integers.collect();
-        self.group(scale, bias, integers);
+        let integer = |x| step(x).round().clamp(0.0, 255.0) as u8;
+        self.group(scale, bias, values.iter().map(integer));
     }
 }
 
@@ -422,13 +407,9 @@ fn pack(bits: usize, values: &[u8; GROUP]) -> Vec<u8> {
 /// Bytes of neighbours, the first in the low half. The input is sixteen bytes whose low halves are
 /// values 0 to 15 and whose high halves are 16 to 31.
 fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
-    let low = bytes
-        .chunks_exact(2)
-        .map(|two| (two[0] & 15) | (two[1] << 4));
-    let high = bytes
-        .chunks_exact(2)
-        .map(|two| (two[0] >> 4) | (two[1] & 0xf0));
-    low.chain(high)
+    let pairs = bytes.chunks_exact(2);
+    let low = pairs.clone().map(|two| (two[0] & 15) | (two[1] << 4));
+    low.chain(pairs.map(|two| (two[0] >> 4) | (two[1] & 0xf0)))
 }
 
 #[cfg(test)]
@@ -452,9 +433,8 @@ mod tests {
     }
 
     fn block(block_type: BlockType) -> Vec<u8> {
-        let mut block: Vec<u8> = (0..block_type.bytes())
-            .map(|i| (i * 89 + 13) as u8)
-            .collect();
+        let bytes = (0..block_type.bytes()).map(|i| (i * 89 + 13) as u8);
+        let mut block: Vec<u8> = bytes.collect();
         // Scales at both ends of a block, depending on the type: all are sane halves.
         let n = block.len();
         for at in [0, 2, n - 4, n - 2] {
@@ -471,33 +451,21 @@ mod tests {
 
     #[test]
     fn what_mlx_can_hold_is_kept_exactly() {
-        for block_type in [
-            BlockType::Q4_0,
-            BlockType::Q4_1,
-            BlockType::Q5_0,
-            BlockType::Q5_1,
-            BlockType::Q8_0,
-        ] {
+        use BlockType as B;
+        for block_type in [B::Q4_0, B::Q4_1, B::Q5_0, B::Q5_1, B::Q8_0] {
             assert_eq!(nearest(block_type), None);
             let block = block(block_type);
             let mut expected = vec![0.0; block_type.len()];
             storage::dequantise(block_type, &block, &mut expected);
-            assert_eq!(
-                values(&groups(block_type, &block)),
-                expected,
-                "{block_type}"
-            );
+            let got = values(&groups(block_type, &block));
+            assert_eq!(got, expected, "{block_type}");
         }
     }
 
     #[test]
     fn the_rest_is_off_by_a_510th_of_the_range() {
-        for block_type in [
-            BlockType::Q4_K,
-            BlockType::Q5_K,
-            BlockType::Q6_K,
-            BlockType::IQ4_NL,
-        ] {
+        use BlockType as B;
+        for block_type in [B::Q4_K, B::Q5_K, B::Q6_K, B::IQ4_NL] {
             assert!(nearest(block_type).is_some());
             let block = block(block_type);
             let mut expected = vec![0.0; block_type.len()];
@@ -511,10 +479,8 @@ mod tests {
                 let rounding = (low.abs() + 2.0 * (high - low)) / 2048.0;
                 let bound = (high - low) / 510.0 + rounding;
                 for (got, expected) in got.iter().zip(expected) {
-                    assert!(
-                        (got - expected).abs() <= bound,
-                        "{block_type}: {got} {expected}"
-                    );
+                    let off = (got - expected).abs();
+                    assert!(off <= bound, "{block_type}: {got} {expected}");
                 }
             }
         }
@@ -547,6 +513,7 @@ mod tests {
         groups.fit(&[-1.5; 32]);
         assert_eq!(values(&groups), [-1.5; 32]);
     }
+
     #[test]
     fn threads_change_no_byte() {
         for block_type in [BlockType::Q4_K, BlockType::Q6_K, BlockType::Q8_0] {
