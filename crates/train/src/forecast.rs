@@ -444,36 +444,18 @@ mod tests {
     use std::path::Path;
 
     use paceline_model::ModelSource;
-    use paceline_tensor::Kernels;
 
     use super::*;
 
-    #[test]
-    fn a_rate_is_that_of_the_round_that_others_took_least_from() {
-        let kernels = Kernels::new(1).unwrap();
-        // Each look at the clock takes 60 ms; another program has the machine for 10 s at first.
-        let looks = std::cell::Cell::new(0.0);
-        let clock = || {
-            looks.set(looks.get() + 1.0);
-            looks.get() * 0.06 + if looks.get() > 1.0 { 10.0 } else { 0.0 }
-        };
-        let rate = measured_flops(&kernels, &clock);
-        let flop = 2.0 * 256.0 * 1536.0 * 576.0;
-        assert!((rate / (flop / 0.06) - 1.0).abs() < 1e-6, "{rate}");
-    }
-
-    #[test]
-    fn a_step_faster_than_the_measured_rate_has_no_share() {
-        assert_eq!(flop_share(1e9, 2e9, 1.0), Some(0.5));
-        assert_eq!(flop_share(2e9, 2e9, 1.0), Some(1.0));
-        assert_eq!(flop_share(3.28e9, 2e9, 1.0), None, "164 %");
-        assert_eq!(flop_share(1e9, 0.0, 1.0), None);
-        assert_eq!(flop_share(1e9, 2e9, 0.0), None);
-    }
-
     fn config() -> TrainedShape {
-        let golden = "../../tests-data/golden/hf/llama-tied";
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(golden);
+        shape("llama-tied")
+    }
+
+    fn shape(model: &str) -> TrainedShape {
+        let golden = "../../tests-data/golden/hf";
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join(golden)
+            .join(model);
         let source = ModelSource::open(&folder).unwrap();
         (&Config::read(&source).unwrap()).into()
     }
@@ -545,6 +527,28 @@ mod tests {
         };
         let dark = forecast(&config, &plan, &[unknown], (None, Some(0.5)));
         assert_eq!((dark.joules, dark.usd_per_million), (None, None));
+    }
+
+    #[test]
+    fn ranks_of_experts_have_their_own_and_exchange_rows() {
+        let (config, targets) = (shape("qwen3moe-bf16"), [EXPERTS.to_owned()]);
+        let of = |sharding| {
+            let plan = TrainingSpec {
+                nodes: 2,
+                sharding: Some(sharding),
+                ..plan(&targets)
+            };
+            counts(&config, &plan, 0)
+        };
+        let (rows, own) = (of(Sharding::Rows), of(Sharding::Experts));
+        assert_eq!(rows.memory - own.memory, 4 * (routed(&config) / 2));
+        let experts = || config.layers.iter().filter_map(|layer| layer.experts);
+        let uses: usize = experts().map(|of| of.used).sum();
+        // Rows and gradients of four leaves go and come back; half of them stay.
+        let moved = 4 * 4 * 4 * uses * 512 * config.width / 2;
+        assert_eq!(own.exchanged - rows.exchanged, moved as u64);
+        let pairs = experts().map(|of| of.count * 3 * 8 * (of.width + config.width));
+        assert_eq!(own.numbers, pairs.sum::<usize>() as u64);
     }
 
     #[test]

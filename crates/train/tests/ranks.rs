@@ -44,7 +44,10 @@ fn stages_give_the_bytes_of_one_process() {
         );
         let busy = read_metrics(&output.join("metrics.jsonl")).unwrap();
         let is_share = |share: f64| stages > 1 && share > 0.0 && share < 1.0;
-        assert!(busy.iter().all(|m| m.busy_share.map_or(stages == 1, is_share)));
+        assert!(
+            busy.iter()
+                .all(|m| m.busy_share.map_or(stages == 1, is_share))
+        );
     }
     // Experts whose routers have a loss of their own, all weights of them.
     job.trained = trained("qwen3moe-bf16", Method::Full);

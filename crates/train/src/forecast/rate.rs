@@ -43,3 +43,31 @@ pub(crate) fn flop_share(flop: f64, flops: f64, step_s: f64) -> Option<f64> {
     let share = flop / (flops * step_s);
     (flops > 0.0 && share <= 1.0).then_some(share)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rate_is_that_of_the_round_that_others_took_least_from() {
+        let kernels = Kernels::new(1).unwrap();
+        // Each look at the clock takes 60 ms; another program has the machine for 10 s at first.
+        let looks = std::cell::Cell::new(0.0);
+        let clock = || {
+            looks.set(looks.get() + 1.0);
+            looks.get() * 0.06 + if looks.get() > 1.0 { 10.0 } else { 0.0 }
+        };
+        let rate = measured_flops(&kernels, &clock);
+        let flop = 2.0 * 256.0 * 1536.0 * 576.0;
+        assert!((rate / (flop / 0.06) - 1.0).abs() < 1e-6, "{rate}");
+    }
+
+    #[test]
+    fn a_step_faster_than_the_measured_rate_has_no_share() {
+        assert_eq!(flop_share(1e9, 2e9, 1.0), Some(0.5));
+        assert_eq!(flop_share(2e9, 2e9, 1.0), Some(1.0));
+        assert_eq!(flop_share(3.28e9, 2e9, 1.0), None, "164 %");
+        assert_eq!(flop_share(1e9, 0.0, 1.0), None);
+        assert_eq!(flop_share(1e9, 2e9, 0.0), None);
+    }
+}
