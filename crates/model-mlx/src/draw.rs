@@ -221,11 +221,9 @@ mod tests {
     fn the_device_draws_the_tokens_of_loops() {
         const VOCAB: usize = 300;
         const ROWS: usize = 64;
-        let Some(path) = std::env::var_os("PACELINE_MLXC") else {
-            return eprintln!("SKIPPED draws of mlx: PACELINE_MLXC names no libmlxc");
+        let Some(stream) = crate::test_stream("draws of mlx") else {
+            return;
         };
-        let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
-        let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
         let mut random = SplitMix64::new(7);
         let values = ROWS * VOCAB;
         let rows: Vec<f32> = (0..values).map(|_| random.below(60) as f32 / 8.0).collect();
@@ -263,11 +261,9 @@ mod tests {
     /// A row without a largest logit goes to the host.
     #[test]
     fn rows_without_numbers_are_not_drawn() {
-        let Some(path) = std::env::var_os("PACELINE_MLXC") else {
-            return eprintln!("SKIPPED draws of mlx: PACELINE_MLXC names no libmlxc");
+        let Some(stream) = crate::test_stream("draws of mlx") else {
+            return;
         };
-        let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
-        let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
         let mut rows = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].map(|of| [of; 8]);
         rows[1][3] = 1.0;
         let all = stream.array_f32(rows.as_flattened(), &[3, 8]).unwrap();

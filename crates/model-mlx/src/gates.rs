@@ -312,11 +312,9 @@ mod tests {
     /// On the CPU too, by hand: whichever form is chosen, the bits are those of the operations.
     #[test]
     fn the_compiled_form_has_the_bits_of_the_operations() {
-        let Some(path) = std::env::var_os("PACELINE_MLXC") else {
-            return eprintln!("SKIPPED mlx compiles gates: PACELINE_MLXC names no libmlxc");
+        let Some(stream) = crate::test_stream("mlx compiles gates") else {
+            return;
         };
-        let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
-        let stream = library.stream(DeviceKind::Cpu).unwrap();
         for dtype in [Dtype::F32, Dtype::BF16] {
             let functions = [
                 Function::Silu,

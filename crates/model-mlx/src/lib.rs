@@ -335,6 +335,21 @@ impl MlxModel {
     }
 }
 
+/// MLX's CPU for a test; without MLX a line says that it is skipped.
+#[cfg(test)]
+fn test_stream(test: &str) -> Option<paceline_mlx::Stream> {
+    let Some(path) = std::env::var_os("PACELINE_MLXC") else {
+        eprintln!("SKIPPED {test}: PACELINE_MLXC names no libmlxc");
+        return None;
+    };
+    let library = paceline_mlx::Library::load(path.as_ref()).expect("a library");
+    Some(
+        library
+            .stream(paceline_mlx::DeviceKind::Cpu)
+            .expect("a processor"),
+    )
+}
+
 /// Refuses what MLX does not compute, and what a class does not.
 fn refuse(config: &Config, class: KernelClass) -> Result<(), Error> {
     let has_state = |layer: &LayerShape| match layer.cache {

@@ -272,11 +272,9 @@ mod tests {
     #[test]
     fn the_largest_logits_are_those_of_whole_rows() {
         const VOCAB: usize = 300;
-        let Some(path) = std::env::var_os("PACELINE_MLXC") else {
-            return eprintln!("SKIPPED logits of mlx: PACELINE_MLXC names no libmlxc");
+        let Some(stream) = crate::test_stream("logits of mlx") else {
+            return;
         };
-        let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
-        let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
         let mut random = SplitMix64::new(7);
         let mut rows: Vec<f32> = (0..5 * VOCAB)
             .map(|_| random.below(4000) as f32 / 1000.0)
@@ -309,11 +307,9 @@ mod tests {
     #[test]
     fn each_row_gets_what_it_asks_for() {
         const VOCAB: usize = 300;
-        let Some(path) = std::env::var_os("PACELINE_MLXC") else {
-            return eprintln!("SKIPPED rows of mlx: PACELINE_MLXC names no libmlxc");
+        let Some(stream) = crate::test_stream("rows of mlx") else {
+            return;
         };
-        let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
-        let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
         let mut rows: Vec<f32> = (0..5 * VOCAB).map(|i| (i * 37 % 301) as f32).collect();
         rows[3 * VOCAB] = f32::NAN;
         let drawn = Logits::Drawn(TokenDraw {

@@ -320,7 +320,7 @@ impl Linear {
 
 #[cfg(test)]
 mod tests {
-    use paceline_mlx::{DeviceKind, Library, LibraryPaths, QuantisedMode};
+    use paceline_mlx::QuantisedMode;
 
     use super::*;
 
@@ -328,15 +328,10 @@ mod tests {
     /// other forms are refused.
     #[test]
     fn a_stack_is_held_once() {
-        let Some(library) = std::env::var_os("PACELINE_MLXC") else {
-            return eprintln!("SKIPPED a stack is held once: PACELINE_MLXC names no libmlxc");
+        let Some(stream) = crate::test_stream("a stack is held once") else {
+            return;
         };
-        let places = LibraryPaths {
-            explicit: Some(library.into()),
-            ..LibraryPaths::default()
-        };
-        let library = Library::open(&places).unwrap();
-        let stream = library.stream(DeviceKind::Cpu).unwrap();
+        let library = stream.library();
         const EACH: i32 = 1 << 18; // values: a MiB
         let make = |place: usize| {
             let value = stream.scalar(place as f32, Dtype::F32)?;

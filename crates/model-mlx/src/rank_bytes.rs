@@ -64,9 +64,11 @@ pub(super) fn cache_shape(
     }
 }
 
-/// Bytes of a layer besides its matrices, at most: some 30 vectors, and the rest of the last 4 KiB
-/// of each of some 60 arrays on disk.
-const BESIDE: u64 = 512 << 10;
+/// Bytes of a layer besides its matrices in a model of `width`: eight vectors in f32, and half of
+/// 4 KiB for each of some 60 arrays on disk.
+const fn beside(width: usize) -> u64 {
+    32 * width as u64 + (120 << 10)
+}
 
 /// How a rank holds its weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,7 +193,11 @@ impl MlxRankBytes {
         memory: Bytes,
     ) -> Result<(Self, Held), Error> {
         let planned = weights::planned(names, shard, form, usize::MAX)?;
-        let largest = planned.layers.iter().max().map_or(0, |most| most + BESIDE);
+        let layers = planned
+            .layers
+            .iter()
+            .map(|bytes| bytes + beside(names.config.width));
+        let largest = layers.clone().max().unwrap_or(0);
         let filled = FILLED * largest;
         let others = planned.tables + self.cache.0 + self.step.0 + filled;
         let least = others + largest;
@@ -203,15 +209,14 @@ impl MlxRankBytes {
             });
         }
         let (mut stay, mut kept) = (0, 0);
-        for layer in &planned.layers {
-            if others + BLOCKS * largest + kept + layer + BESIDE > memory.0 {
+        for layer in layers {
+            if others + BLOCKS * largest + kept + layer > memory.0 {
                 break;
             }
-            (stay, kept) = (stay + 1, kept + layer + BESIDE);
+            (stay, kept) = (stay + 1, kept + layer);
         }
-        let blocks = (memory.0 - others - kept).min(BLOCKS * largest);
-        let weights = Bytes(planned.tables + kept + filled + blocks);
-        let blocks = Bytes(blocks);
+        let blocks = ((memory.0 - others - kept) / largest.max(1)).clamp(1, BLOCKS);
+        let weights = Bytes(planned.tables + kept + filled + blocks * largest);
         Ok((
             Self { weights, ..self },
             Held::Ring(RingPlan { stay, blocks }),

@@ -60,11 +60,12 @@ fn library(test: &str) -> Option<PathBuf> {
 /// Set for the process that [`apart`] starts.
 const APART: &str = "PACELINE_TEST_MLX_APART";
 
-/// Runs the test of this name in a process of its own, and says that it did; not in that process.
-/// MLX's CPU build computes on one thread of a process, so that tests side by side wait for it.
-fn apart(test: &str) -> bool {
+/// Runs the test of this name in a process of its own; in that process gives it [`library`]. MLX's
+/// CPU build computes on one thread of a process, so that tests side by side wait for it.
+fn apart(test: &str) -> Option<PathBuf> {
+    let library = library(test)?;
     if std::env::var_os(APART).is_some() {
-        return false;
+        return Some(library);
     }
     let mut process = Command::new(std::env::current_exe().unwrap());
     process
@@ -79,7 +80,7 @@ fn apart(test: &str) -> bool {
     let of_harness = |line: &&str| line.starts_with("running ") || line.starts_with("test ");
     let figures = out.lines().filter(|line| !of_harness(line));
     figures.for_each(|line| println!("{line}"));
-    true
+    None
 }
 
 fn options(library: &Path, class: KernelClass) -> MlxOptions {
@@ -103,7 +104,14 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
 fn try_mlx(path: &Path, options: MlxOptions) -> Result<MlxModel, Error> {
     let source = Arc::new(ModelSource::open(path).unwrap());
     let split = Split::whole(&Config::read(&source).unwrap());
-    MlxModel::load(source, &split, Rank(0), (options, None), kernels(), |_, _| {})
+    MlxModel::load(
+        source,
+        &split,
+        Rank(0),
+        (options, None),
+        kernels(),
+        |_, _| {},
+    )
 }
 
 fn mlx(library: &Path, path: &Path, class: KernelClass) -> Arc<dyn LoadedModel> {
@@ -193,12 +201,10 @@ fn class_mlx_agrees_within_the_rounding_of_activations() {
 /// which moves all of a row. So the row in the middle is held to the rounding.
 #[test]
 fn class_mlx_agrees_within_the_rounding_of_activations_with_experts() {
-    let Some(library) = library("class mlx with experts agrees with transformers") else {
+    let Some(library) = apart("class_mlx_agrees_within_the_rounding_of_activations_with_experts")
+    else {
         return;
     };
-    if apart("class_mlx_agrees_within_the_rounding_of_activations_with_experts") {
-        return;
-    }
     for name in computed(EXPERT_FOLDERS).chain(computed(DELTA_FOLDERS)) {
         let json = golden_json(&format!("hf/{name}.golden.json"));
         let prompt = ids(&json, "prompt");
@@ -253,18 +259,11 @@ fn smollm2_goes_on_as_mlx_lm_does() {
     /// Ids by default and in a long run, unless `PACELINE_MLX_TOKENS` says how many: MLX's CPU
     /// build does a few rows a second.
     const TOKENS: [usize; 2] = [4, 32];
-    let Some(library) = library("smollm2 goes on as mlx-lm does") else {
+    let test = "smollm2_goes_on_as_mlx_lm_does";
+    let golden = test_model(test, &format!("{NAME}.golden.json"));
+    let (Some(golden), Some(library)) = (golden, apart(test)) else {
         return;
     };
-    let Some(golden) = test_model(
-        "smollm2 goes on as mlx-lm does",
-        &format!("{NAME}.golden.json"),
-    ) else {
-        return;
-    };
-    if apart("smollm2_goes_on_as_mlx_lm_does") {
-        return;
-    }
     let text = std::fs::read_to_string(&golden).unwrap();
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
     let (prompt, generated) = (ids(&json, "prompt"), ids(&json, "generated"));
@@ -339,12 +338,9 @@ fn gemma(dir: &Path) -> (PathBuf, Vec<u32>) {
 
 #[test]
 fn the_same_bits_run_after_run_and_on_any_pages() {
-    let Some(library) = library("mlx gives the same bits run after run") else {
+    let Some(library) = apart("the_same_bits_run_after_run_and_on_any_pages") else {
         return;
     };
-    if apart("the_same_bits_run_after_run_and_on_any_pages") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let (path, tokens) = gemma(dir.path());
     let model = mlx(&library, &path, KernelClass::Mlx);
@@ -367,12 +363,9 @@ fn the_same_bits_run_after_run_and_on_any_pages() {
 /// bounded.
 #[test]
 fn batches_and_chunks_stay_within_rounding() {
-    let Some(library) = library("mlx batches and chunks") else {
+    let Some(library) = apart("batches_and_chunks_stay_within_rounding") else {
         return;
     };
-    if apart("batches_and_chunks_stay_within_rounding") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let (path, tokens) = gemma(dir.path());
     for class in [KernelClass::Mlx, KernelClass::MlxF32] {
@@ -394,12 +387,9 @@ fn batches_and_chunks_stay_within_rounding() {
 /// those of pages that were copied too.
 #[test]
 fn a_cache_that_grows_gives_the_same_bits() {
-    let Some(library) = library("a cache of mlx that grows") else {
+    let Some(library) = apart("a_cache_that_grows_gives_the_same_bits") else {
         return;
     };
-    if apart("a_cache_that_grows_gives_the_same_bits") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for family in [
@@ -519,12 +509,9 @@ fn windowed_layers_keep_their_window_alone() {
     const TOKENS: usize = 640;
     /// Rows of the first steps; the last 70 are one at a time.
     const ROWS: usize = 60;
-    let Some(library) = library("windowed layers of mlx keep their window alone") else {
+    let Some(library) = apart("windowed_layers_keep_their_window_alone") else {
         return;
     };
-    if apart("windowed_layers_keep_their_window_alone") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for family in [ModelFamily::Gemma3, ModelFamily::GptOss] {
@@ -726,12 +713,9 @@ fn splits_agree_with_one_rank() {
     /// Class `mlx` rounds the ranks' parts to f16 before it adds them: 3e-3 (granite) to 2.2e-2
     /// (olmo2) seen where class `mlx-f32` is within 4e-6.
     const HALVES: f64 = 3e-2;
-    let Some(library) = library("splits of mlx agree with one rank") else {
+    let Some(library) = apart("splits_agree_with_one_rank") else {
         return;
     };
-    if apart("splits_agree_with_one_rank") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     for family in ModelFamily::DENSE {
         let (path, name) = (dir.path().join(family.name()), family.name());
@@ -773,12 +757,9 @@ fn splits_agree_with_one_rank() {
 #[test]
 fn splits_of_every_kind_of_layer_agree_with_one_rank() {
     use KernelClass::{CpuF32, MlxF32};
-    let Some(library) = library("splits of mlx of every kind of layer") else {
+    let Some(library) = apart("splits_of_every_kind_of_layer_agree_with_one_rank") else {
         return;
     };
-    if apart("splits_of_every_kind_of_layer_agree_with_one_rank") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     for family in [
         ModelFamily::Qwen3Moe,
@@ -815,12 +796,9 @@ fn splits_of_every_kind_of_layer_agree_with_one_rank() {
 /// Rows that are taken back are computed anew: a state is that of what came after.
 #[test]
 fn rows_of_a_delta_net_can_be_taken_back() {
-    let Some(library) = library("mlx rows of a delta net are taken back") else {
+    let Some(library) = apart("rows_of_a_delta_net_can_be_taken_back") else {
         return;
     };
-    if apart("rows_of_a_delta_net_can_be_taken_back") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qwen35.gguf");
     let tiny = Tiny::new(ModelFamily::Qwen35, BlockType::F32);
@@ -877,12 +855,9 @@ fn what_the_owner_should_know_is_told() {
 fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
     /// Of a batch: enough for MLX to take other kernels for all together.
     const ROWS: usize = 20;
-    let Some(library) = library("class mlx-exact gives the same bits") else {
+    let Some(library) = apart("class_mlx_exact_gives_the_same_bits_over_batches_and_splits") else {
         return;
     };
-    if apart("class_mlx_exact_gives_the_same_bits_over_batches_and_splits") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for (family, block_type) in [
@@ -918,12 +893,9 @@ fn class_mlx_exact_gives_the_same_bits_over_batches_and_splits() {
 #[test]
 fn exchanges_read_and_write_the_arrays_own_memory() {
     use KernelClass::{Mlx, MlxExact, MlxF32};
-    let Some(library) = library("exchanges in the arrays' own memory") else {
+    let Some(library) = apart("exchanges_read_and_write_the_arrays_own_memory") else {
         return;
     };
-    if apart("exchanges_read_and_write_the_arrays_own_memory") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     Tiny::new(ModelFamily::Llama, BlockType::Q8_0).write(&path);

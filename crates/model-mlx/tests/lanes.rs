@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::common::compare::relative_rms;
 use crate::common::runner::Runner;
 use crate::common::tiny::Tiny;
-use crate::{apart, library, options, try_mlx};
+use crate::{apart, options, try_mlx};
 use paceline_base::{BlockType, KernelClass};
 use paceline_model::{Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, ModelFamily};
 use paceline_model_mlx::{MlxCounts, MlxModel};
@@ -113,12 +113,9 @@ fn difference(now: MlxCounts, before: MlxCounts) -> MlxCounts {
 
 #[test]
 fn interleaved_sequences_are_one_call_of_attention() {
-    let Some(library) = library("interleaved sequences on mlx are one call of attention") else {
+    let Some(library) = apart("lanes::interleaved_sequences_are_one_call_of_attention") else {
         return;
     };
-    if apart("lanes::interleaved_sequences_are_one_call_of_attention") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for family in [

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::tiny::Tiny;
 use crate::common::{kernels, load};
-use crate::{Windowed, apart, furthest, library, mlx};
+use crate::{Windowed, apart, furthest, mlx};
 use paceline_base::{BlockType, KernelClass};
 use paceline_model::{ModelFamily, PageName, PageStore, PersistedPage};
 use paceline_tensor::{KvType, PAGE};
@@ -72,12 +72,9 @@ fn first_pages(sequence: &Windowed, count: usize) -> Vec<PersistedPage> {
 #[test]
 fn pages_of_a_prompt_go_from_class_to_class() {
     use KernelClass::{Cpu, CpuF32, Mlx, MlxF32};
-    let Some(library) = library("pages of a prompt go from class to class") else {
+    let Some(library) = apart("pages::pages_of_a_prompt_go_from_class_to_class") else {
         return;
     };
-    if apart("pages::pages_of_a_prompt_go_from_class_to_class") {
-        return;
-    }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
     for family in [

@@ -137,11 +137,9 @@ const LATENT: LayerSizes = LayerSizes::Latent {
 /// The arrays themselves, and rows behind the first page as they come back.
 #[test]
 fn arrays_have_the_rows_of_their_shape() {
-    let Some(path) = std::env::var_os("PACELINE_MLXC") else {
-        return eprintln!("SKIPPED rows of an mlx cache: PACELINE_MLXC names no libmlxc");
+    let Some(stream) = crate::test_stream("rows of an mlx cache") else {
+        return;
     };
-    let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
-    let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
     let shape = Shape {
         layers: vec![(ROWS, 8), (LATENT, 4)],
         dtype: Dtype::F32,
@@ -170,11 +168,9 @@ fn arrays_have_the_rows_of_their_shape() {
 /// Pages behind the first ones take memory when they are needed, and the rows before stay.
 #[test]
 fn a_cache_grows_to_the_pages_that_are_written() {
-    let Some(path) = std::env::var_os("PACELINE_MLXC") else {
-        return eprintln!("SKIPPED growth of an mlx cache: PACELINE_MLXC names no libmlxc");
+    let Some(stream) = crate::test_stream("growth of an mlx cache") else {
+        return;
     };
-    let library = paceline_mlx::Library::load(path.as_ref()).unwrap();
-    let stream = library.stream(paceline_mlx::DeviceKind::Cpu).unwrap();
     let shape = Shape {
         layers: vec![(LATENT, 1000), (ROWS, 100)],
         dtype: Dtype::F32,

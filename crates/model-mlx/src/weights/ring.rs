@@ -10,7 +10,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use paceline_base::Bytes;
 use paceline_mlx::{Array, Dtype, Stream};
 use paceline_model::backend::{LayerWriter, StreamedLayers};
 use paceline_model::{Error, StreamCounts};
@@ -29,8 +28,8 @@ pub(crate) const BLOCKS: u64 = 3;
 pub(crate) struct RingPlan {
     /// Layers that stay, from the first that the rank holds.
     pub(crate) stay: usize,
-    /// For blocks of the others.
-    pub(crate) blocks: Bytes,
+    /// Blocks for the others.
+    pub(crate) blocks: u64,
 }
 
 /// Writes the layers of a rank to disk while they are loaded.

@@ -187,12 +187,11 @@ fn check(stream: &Stream, got: &Array, keys: &[f32]) {
 
 #[test]
 fn sequences_read_what_they_wrote_in_lanes_and_in_pages() {
-    let Some(path) = std::env::var_os("PACELINE_MLXC") else {
-        return eprintln!("SKIPPED lanes of mlx: PACELINE_MLXC names no libmlxc");
+    let Some(stream) = crate::test_stream("lanes of mlx") else {
+        return;
     };
-    let library = Library::load(path.as_ref()).unwrap();
     for seed in 0..6 {
-        let mut schedule = Schedule::new(&library, seed);
+        let mut schedule = Schedule::new(stream.library(), seed);
         for step in 0..300 {
             schedule.step();
             if step % 20 == 0 {
