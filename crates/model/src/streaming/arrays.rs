@@ -11,6 +11,7 @@ use paceline_tensor::{MatrixMemory, ThreadPool};
 use super::{MemoryLimit, StreamCounts, StreamUnit, Streamer};
 use crate::Error;
 use crate::packed_file::PackedFile;
+use crate::packed_file::records::{BLOCK, StreamedMatrix};
 
 /// Writes the layers of a shard, in their order.
 #[derive(Debug)]
@@ -44,12 +45,11 @@ impl LayerWriter {
         Ok(self.packed.array(bytes, pool)?)
     }
 
-    /// Ends the file after the last array. Its layers `passing` are read within `budget`.
+    /// Ends the file after the last array. Its layers `passing` are read, `blocks` at a time.
     ///
     /// # Errors
-    /// [`Error::Packed`] and [`Error::Streaming`] for the file, [`Error::StreamMemory`] where the
-    /// largest layer is larger than the budget.
-    pub fn finish(self, passing: Range<usize>, budget: Bytes) -> Result<StreamedLayers, Error> {
+    /// [`Error::Packed`] and [`Error::Streaming`] for the file.
+    pub fn finish(self, passing: Range<usize>, blocks: u64) -> Result<StreamedLayers, Error> {
         let _ = self.packed.finish(); // a failure is the fault
         if let Some(fault) = self.packed.take_fault() {
             return Err(fault.into());
@@ -57,6 +57,12 @@ impl LayerWriter {
         let (mut matrices, path) = self.packed.take_streamed();
         let is_passing = |unit| matches!(unit, StreamUnit::Layer(i) if passing.contains(&i));
         matrices.retain(|matrix| is_passing(matrix.unit));
+        let bytes = |matrix: &StreamedMatrix| matrix.memory.size().next_multiple_of(BLOCK) as u64;
+        let layers = matrices.chunk_by(|a, b| a.unit == b.unit);
+        let largest = layers
+            .map(|layer| layer.iter().map(bytes).sum::<u64>())
+            .max();
+        let budget = Bytes(blocks * largest.unwrap_or(0));
         let streamer = Streamer::new((matrices, path), MemoryLimit::Units(budget))?;
         streamer.fit(None, Bytes(0))?;
         Ok(StreamedLayers { streamer })
