@@ -1,8 +1,6 @@
 //! `paceline models --families`: what is supported for each model family, from its code.
 
-use std::borrow::Cow;
-
-use paceline_model::{ModelFamily, UNCOMPUTED};
+use paceline_model::ModelFamily;
 use serde::Serialize;
 
 use crate::output::print;
@@ -12,7 +10,7 @@ use crate::output::print;
 struct FamilyRow {
     /// Names in files.
     names: Vec<&'static str>,
-    models: Cow<'static, str>,
+    models: &'static str,
     engines: Vec<&'static str>,
     splits: Vec<&'static str>,
     drafts: bool,
@@ -47,17 +45,20 @@ pub(crate) fn run(json: bool) -> anyhow::Result<()> {
 fn rows() -> impl Iterator<Item = FamilyRow> {
     let decoders = ModelFamily::ALL.into_iter().map(|family| FamilyRow {
         names: family.stored_names(),
-        models: family.models().into(),
+        models: family.models(),
         engines: family.engines().to_vec(),
         splits: family.splits().to_vec(),
         drafts: true,
         training: paceline_train::FAMILIES.contains(&family),
         pictures: false,
-        checked: "transformers",
+        checked: match family {
+            ModelFamily::DeepSeek4 => "transformers, mlx-lm",
+            _ => "transformers",
+        },
     });
     let encoders = ENCODERS.into_iter().map(|(names, models)| FamilyRow {
         names: names.to_vec(),
-        models: models.into(),
+        models,
         engines: vec!["cpu"],
         splits: Vec::new(),
         drafts: false,
@@ -65,17 +66,7 @@ fn rows() -> impl Iterator<Item = FamilyRow> {
         pictures: false,
         checked: "transformers",
     });
-    let uncomputed = UNCOMPUTED.iter().map(|of| FamilyRow {
-        names: of.names.to_vec(),
-        models: format!("{}: refused, lacks {}", of.models, of.lacks).into(),
-        engines: Vec::new(),
-        splits: Vec::new(),
-        drafts: false,
-        training: false,
-        pictures: false,
-        checked: "-",
-    });
-    decoders.chain(encoders).chain(uncomputed)
+    decoders.chain(encoders)
 }
 
 fn text(rows: &[FamilyRow]) -> String {
@@ -86,7 +77,7 @@ fn text(rows: &[FamilyRow]) -> String {
     };
     let cells = |row: &FamilyRow| {
         [
-            row.models.to_string(),
+            row.models.to_owned(),
             list(&row.engines),
             list(&row.splits),
             yes(row.drafts).to_owned(),

@@ -72,7 +72,7 @@ pub use draft_head::{
 pub use eagle::{EagleHead, HeadConfig};
 pub use error::Error;
 pub use expert_usage::ExpertUses;
-pub use families::{ModelFamily, UNCOMPUTED, UncomputedFamily};
+pub use families::ModelFamily;
 pub use kv_transfer::{CopyRange, KvTransferPlan, kv_transfer_plan};
 pub use layer_kinds::{Kinds, WindowPool};
 pub use links::Links;

@@ -33,7 +33,6 @@ use paceline_weights::gguf::{self, Array, Gguf, Metadata};
 use serde_json::Value;
 
 use super::ModelFamily;
-use super::uncomputed::UNCOMPUTED;
 use crate::config::{Activation, MAX_WIDTH};
 use crate::{Config, Error, ModelSource};
 use experts::MAX_EXPERTS;
@@ -111,10 +110,7 @@ impl<'a> ConfigFields<'a> {
                     architecture: metadata.str("general.architecture")?,
                 }
             }
-            ModelSource::Hf(folder) => {
-                refuse_uncomputed(folder.config())?;
-                Self::Hf(text_part(folder.config()))
-            }
+            ModelSource::Hf(folder) => Self::Hf(text_part(folder.config())),
         })
     }
 
@@ -540,21 +536,6 @@ impl<'a> ConfigFields<'a> {
             }
         }
     }
-}
-
-/// Refuses a folder of a family that is known and not computed, with the reason.
-fn refuse_uncomputed(config: &Value) -> Result<(), Error> {
-    const FIELD: &str = "model_type";
-    for name in [config, text_part(config)].map(|part| part.get(FIELD).and_then(Value::as_str)) {
-        let known = UNCOMPUTED
-            .iter()
-            .find(|of| name.is_some_and(|name| of.names.contains(&name)));
-        if let (Some(known), Some(name)) = (known, name) {
-            let expected = format!("a family that is computed (this lacks {})", known.lacks);
-            return Err(wrong_value(FIELD, name, expected));
-        }
-    }
-    Ok(())
 }
 
 /// Names of all families in a layout, each once.

@@ -33,10 +33,8 @@ mod olmo2;
 mod phi3;
 mod qwen;
 mod qwen4;
-mod uncomputed;
 
 pub use layer_step::{Half, LayerStep};
-pub use uncomputed::{UNCOMPUTED, UncomputedFamily};
 
 pub(crate) use fields::{ConfigFields, RopeKind, V41, class_default, head_rope, unknown_fields};
 pub(crate) use names::{ExpertLayout, FileNames, QWEN3_VL_MOE, dbrx_stem};
