@@ -92,8 +92,8 @@ pub(crate) struct LoadArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1))]
     spare: Option<u16>,
     /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, or a
-    /// draft head (EAGLE-3, DFlash, DSpark). The same answers in less time [default: the prediction
-    /// layer in MODEL's files, if there is one]
+    /// draft head (EAGLE-3, DFlash, DSpark, Gemma 4's assistant). The same answers in less time
+    /// [default: the prediction layer in MODEL's files, if there is one]
     #[arg(long, visible_alias = "drafter", value_name = "MODEL")]
     draft: Option<String>,
     /// An adapter that answers too, as MODEL:NAME, from the same weights: its folder, or its file

@@ -116,8 +116,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", default_value_t)]
     drafts: DraftLimit,
     /// Guesses tokens, which MODEL checks together: a small model of the same vocabulary, or a
-    /// draft head (EAGLE-3, DFlash, DSpark). The same answers in less time [default: the prediction
-    /// layer in MODEL's files, if there is one]
+    /// draft head (EAGLE-3, DFlash, DSpark, Gemma 4's assistant). The same answers in less time
+    /// [default: the prediction layer in MODEL's files, if there is one]
     #[arg(long, visible_alias = "drafter", value_name = "MODEL")]
     draft: Option<String>,
     /// Have nodes that compute slower than before, because somebody uses their cores, give work to

@@ -228,6 +228,20 @@ fn a_plan_of_a_training_has_energy_and_what_would_fit() {
 
 /// A head from the model's own answers. Any number of nodes and a killed run give the same bytes.
 /// No answer changes, on one node and over the stages of a pipeline.
+/// Answers with a head are those without, on one node and over stages.
+fn same_with_head(world: &TestHome, model: &str, head: &str, more: &[&str]) {
+    for sampling in [["--temperature", "0"], ["--temperature", "1.5"]] {
+        let answer = |own: &[&str]| {
+            let fixed = ["who rides at 3", "--max-tokens", "60", "--seed", "5"];
+            world.json(model, &[&fixed[..], &sampling, more, own].concat())["tokens"].clone()
+        };
+        let plain = answer(&["--drafts", "0"]);
+        assert_eq!(answer(&["--drafter", head]), plain);
+        let split = ["--nodes", "3", "--split", "pipeline", "--drafter", head];
+        assert_eq!(answer(&split), plain, "{head} {more:?}");
+    }
+}
+
 #[test]
 fn a_draft_head_is_trained_and_changes_no_answer() {
     let world = TestHome::new();
@@ -263,16 +277,14 @@ fn a_draft_head_is_trained_and_changes_no_answer() {
     let weights = |output: &str| fs::read(folder(output).join("model.safetensors")).unwrap();
     assert!(weights("head") == weights("killed"));
 
-    for sampling in [["--temperature", "0"], ["--temperature", "1.5"]] {
-        let answer = |more: &[&str]| {
-            let fixed = ["who rides at 3", "--max-tokens", "60", "--seed", "5"];
-            world.json(&model, &[&fixed[..], &sampling, more].concat())["tokens"].clone()
-        };
-        let plain = answer(&[]);
-        assert_eq!(answer(&["--drafter", "head"]), plain);
-        let split = ["--nodes", "3", "--split", "pipeline", "--drafter", "head"];
-        assert_eq!(answer(&split), plain);
+    let adapter = self::args(&data, "own", &["--steps", "4"]);
+    assert!(finish(&mut world.paceline(adapter)).status.success());
+    for own in [&[][..], &["--adapter", "own"]] {
+        same_with_head(&world, &model, "head", own);
     }
+    let gemma = model.replace("llama-tied", "gemma4-e-bf16");
+    let assistant = model.replace("hf/llama-tied", "heads/assistant");
+    same_with_head(&world, &gemma, &assistant, &[]);
     let refused = |more: &[&str]| {
         let output = finish(&mut world.paceline(args("other", more)));
         assert!(!output.status.success());
