@@ -7,7 +7,8 @@ Needs scripts/golden/requirements.txt with transformers 5.24. Each row is made b
 names of today), and asked for the log-probabilities of two prompts of 200 tokens, `--kv f32`; the scaled positions for 63, 127 and 383
 tokens of contexts of 0.5, 1 and 3 times the trained 128. Bar: 1e-3 at every position. A row that is not loaded counts as missed.
 """
-import os, sys
+import os, sys, types
+from pathlib import Path
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../golden"))
 import numpy as np, torch  # noqa: E402
@@ -101,6 +102,13 @@ ROWS = {
     "qwen4 multimodal": golden("qwen4-bf16") | {"wrap": "qwen4_exp", "indexer_budget": 512},
     "mistral window": golden("mistral-bf16"), "ministral3": golden("ministral3-bf16"),
     "mistral3 multimodal": golden("ministral3-bf16") | {"wrap": "mistral3"},
+    "glm5_next": golden("glm5-next-bf16"), "glm5_next all positions": golden("glm5-next-bf16") | {"index_topk": 512},
+    "glm5_next four streams, pools of 16": golden("glm5-next-bf16") | {"hc_mult": 4, "index_kpool": 16, "index_topk": 64},
+    "glm5_next no bound": golden("glm5-next-bf16") | {"linear_lower_bound": None},
+    "kimi_k3": {"model_type": "kimi_k3"}, "kimi_k3 blocks of 3": {"model_type": "kimi_k3", "attn_res_block_size": 3},
+    "kimi_k3 one stream": {"model_type": "kimi_k3", "attn_res_block_size": None},
+    "kimi_k3 whole rows": {"model_type": "kimi_k3", "routed_expert_hidden_size": None, "latent_moe_use_norm": False},
+    "kimi_k3 plain gates": {"model_type": "kimi_k3", "mla_use_output_gate": False, "activation_situ_linear_beta": None},
     "kimi_linear": golden("kimi-linear-bf16"),
     "kimi_linear groups, 2 shared": golden("kimi-linear-bf16") | {"num_expert_group": 2, "num_shared_experts": 2, "first_k_dense_replace": 2},
     "minimax_m3": golden("minimax-m3-bf16"), "minimax_m3 blocks": golden("minimax-m3-blocks-bf16"),
@@ -152,8 +160,19 @@ def draw(model, seed):
                 values.copy_(0.2 * noise)
 
 
+def of_mlx_lm(fields, path):
+    """As made, of Kimi K3, by the class of mlx-lm (which kimi_k3_tiny.py needs) in float64."""
+    import kimi_k3_tiny as k3
+    text = {k: v for k, v in (k3.TEXT | fields | {"model_type": "kimi_linear"}).items() if v is not None}
+    k3.write_folder(Path(path), text, 62, torch.float32)
+    model = k3.wide(k3.load(Path(path)))
+    return lambda tokens, use_cache: types.SimpleNamespace(logits=torch.from_numpy(k3.logits(model, tokens[0].tolist()))[None])
+
+
 def made(fields, path):
     """Saves the row's model; returns it."""
+    if fields["model_type"] == "kimi_k3":
+        return of_mlx_lm(fields, path)
     fields = dict(fields)
     wrap, old, saved = fields.pop("wrap", None), fields.pop("old names", False), fields.pop("saved as", None)
     usual = {"vocab_size": tiny.VOCABULARY, "max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
@@ -163,21 +182,25 @@ def made(fields, path):
     fields = usual | fields
     torch.manual_seed(62)  # decays of recurrent layers stay as their class draws them
     config = AutoConfig.for_model(**{k: v for k, v in fields.items() if k != "architectures"})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    model = tiny.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     draw(model, 62)
-    model.save_pretrained(path)
-    with open(f"{path}/config.json") as f:
-        config = json.load(f)
+    if isinstance(model, tiny.TextPart):
+        config = json.loads(config.to_json_string(use_diff=False))
+    else:
+        model.save_pretrained(path)
+        with open(f"{path}/config.json") as f:
+            config = json.load(f)
     if old:
         scaling = config.pop("rope_parameters")
         config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling | {"type": scaling.pop("rope_type")}}
     if saved:
         config["model_type"] = saved
-    if fields["model_type"] == "minimax_m3_vl_text":  # transformers' names of the text part alone are of no folder on the hub
+    whole = fields["model_type"].removesuffix("_text")
+    if whole in tiny.ON_THE_HUB:  # transformers' names of the text part alone are of no folder on the hub
         from safetensors.torch import save_file
-        parts = (part for n, w in model.state_dict().items() for part in tiny.minimax_m3_on_the_hub(n, w))
+        parts = (part for n, w in model.state_dict().items() for part in tiny.ON_THE_HUB[whole](n, w))
         save_file(dict(parts), f"{path}/model.safetensors", metadata={"format": "pt"})
-        config = {"model_type": "minimax_m3_vl", "text_config": config}
+        config = {"model_type": whole, "text_config": config}
     if wrap:
         from safetensors.torch import load_file, save_file
         weights = load_file(f"{path}/model.safetensors")
@@ -193,7 +216,7 @@ def made(fields, path):
 
 def expected(model, tokens):
     with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0].double()
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0].double()
     all_of = torch.log_softmax(logits, -1)
     return [all_of[i, token].item() for i, token in enumerate(tokens[1:])]
 

@@ -3,28 +3,29 @@
 
 OUT defaults to tests-data/golden/hf of this repository. It writes NAME/ and the goldens of NAME as
 hf_tiny.py does, whose file says what is in them. transformers has no class of Kimi K3, so the
-logits are those of mlx-lm's, in float32 on the CPU. "hidden.I" has all residual streams, (positions,
+logits are those of mlx-lm's, in float64 on the CPU. "hidden.I" has all residual streams, (positions,
 streams, width): the sum since the current block of layers began, then the blocks; of blocks that
-have not begun the embedding. "f64_matmul" is how far the logits of a step for each position are
-from those of one step for all.
+have not begun the embedding. "f64_matmul" is how far the logits in float32 are.
 Needs requirements.txt, mlx[cpu] and mlx-lm 0.32.2.
 """
 
 import json
 import sys
+import types
 from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import torch
-from mlx_lm.models import kimi_k3
+from mlx.utils import tree_map
+from mlx_lm.models import base, cache, gated_delta, kimi_k3, kimi_linear, mla, switch_layers
 from mlx_lm.models.cache import KVCache
 from safetensors.torch import load_file, save_file
 
 import hf_tiny as tiny
 
-NAME, SEED, STEPS = "kimi-k3-bf16", 20261130, 150
+NAME, SEED, STEPS = "kimi-k3-bf16", 7, 150
 TEXT = {
     "model_type": "kimi_linear", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4,
     "num_key_value_heads": 4, "intermediate_size": 96, "rms_norm_eps": 1e-5,
@@ -139,6 +140,25 @@ def write_folder(folder, text, seed, dtype):
     (folder / "tokenizer_config.json").write_text(json.dumps(tiny.TOKENIZER_CONFIG, indent=2) + "\n")
 
 
+class Wide(types.ModuleType):
+    """mlx.core with float64 in the place of float32, for modules that name it."""
+
+    def __getattr__(self, name):
+        others = {"float32": mx.float64, "gather_mm": lambda a, b, rhs_indices, **_: a @ b[rhs_indices]}
+        return others[name] if name in others else getattr(mx, name)
+
+
+def wide(model):
+    """The model in float64; models that are made before stay as they are, but must not run."""
+    for module in (base, cache, gated_delta, kimi_k3, kimi_linear, mla, switch_layers):
+        module.mx = Wide("wide")
+    model.update(tree_map(lambda x: x.astype(mx.float64), model.parameters()))
+    for layer in model.layers:
+        layer._attn_res_w_eff = None
+    model.model._output_res_w_eff = None
+    return model
+
+
 def load(folder):
     """The model of a folder, weights widened to float32."""
     config = json.loads((folder / "config.json").read_text())
@@ -154,18 +174,13 @@ class HalfCache(KVCache):
     """Rounds what attention keeps to half precision, as our cache holds it."""
 
     def update_and_fetch(self, keys, values):
-        half = (x.astype(mx.float16).astype(mx.float32) for x in (keys, values))
+        half = (x.astype(mx.float16).astype(x.dtype) for x in (keys, values))
         return super().update_and_fetch(*half)
 
 
 def logits(model, tokens, half=False):
     cache = [HalfCache() if half and isinstance(one, KVCache) else one for one in model.make_cache()]
     return np.array(model(mx.array([tokens]), cache=cache)[0])
-
-
-def by_steps(model, tokens):
-    cache = model.make_cache()
-    return np.concatenate([np.array(model(mx.array([[t]]), cache=cache)[0]) for t in tokens])
 
 
 def greedy(model, prompt):
@@ -213,10 +228,10 @@ def main():
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else tiny.REPOSITORY / "tests-data/golden/hf"
     folder = out / NAME
     write_folder(folder, TEXT, SEED, torch.bfloat16)
-    model = load(folder)
-    prompt, ids, gaps = choose_prompt(model, SEED)
-    tensors = trace(model, prompt)
-    save_file({n: torch.from_numpy(np.ascontiguousarray(t)) for n, t in tensors.items()},
+    prompt, ids, gaps = choose_prompt(model := load(folder), SEED)
+    narrow = logits(model, prompt)
+    tensors = trace(model := wide(load(folder)), prompt)
+    save_file({n: torch.from_numpy(t.astype(np.float32)) for n, t in tensors.items()},
               out / f"{NAME}.golden.safetensors")
     own = tensors["logits"]
     golden = {
@@ -224,7 +239,7 @@ def main():
         "versions": {p: version(p) for p in ("mlx", "mlx-lm", "numpy", "safetensors")},
         "prompt": prompt, "greedy": ids, "greedy_gaps": gaps, "logit_std": float(own.std()),
         "max_abs_diff": {
-            "f64_matmul": float(np.abs(by_steps(model, prompt) - own).max()),
+            "f64_matmul": float(np.abs(narrow - own).max()),
             "kv_f16": float(np.abs(logits(model, prompt, half=True) - own).max()),
         },
     }
