@@ -35,6 +35,7 @@ pub(crate) use loader::ShardLoader;
 pub(crate) use packing::pack_error;
 pub(crate) use pooled::PoolIndexer;
 pub(crate) use reader::{check_shape, vector};
+use reader::finite_vector;
 pub(crate) use streams::{ConstrainedMix, HeadStreams, LayerStreams, StreamMix};
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.

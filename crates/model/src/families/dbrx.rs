@@ -2,12 +2,10 @@
 //! router is a softmax; the weights of the chosen experts are scaled to sum 1. Source:
 //! `src/models/dbrx.cpp` of llama.cpp, `modeling_dbrx.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
+const ROPE: RopeKind = RopeKind::halves(10_000.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     gguf_ffn_norm: "attn_output_norm", // despite its name, before the feed-forward

@@ -4,15 +4,10 @@
 //! `src/models/qwen3next.cpp` and `qwen35.cpp` of llama.cpp, `modeling_qwen3_next.py` and
 //! `modeling_qwen3_5.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind {
-    partial: Some(0.25),
-    ..RopeKind::plain(RopePairs::Halves, 10_000.0)
-};
+const ROPE: RopeKind = RopeKind::halves(10_000.0).of_part(0.25);
 
 pub(super) const NAMES: FileNames = FileNames {
     gguf_ffn_norm: "post_attention_norm", // despite its name, before the feed-forward

@@ -2,15 +2,13 @@
 //! after. Embeddings are scaled, the activation is GELU, scores and logits have soft caps. Source:
 //! Gemma Team 2024; `src/models/gemma2.cpp` of llama.cpp, `modeling_gemma2.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
 /// Every second layer attends to all positions.
 const PATTERN: usize = 2;
 
-const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
+const ROPE: RopeKind = RopeKind::halves(10_000.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     hf_ffn_norm: "pre_feedforward_layernorm",

@@ -3,8 +3,6 @@
 //! the activation is GELU. Source: Gemma Team 2025; `src/models/gemma3.cpp` of llama.cpp,
 //! `modeling_gemma3.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
@@ -15,7 +13,7 @@ const PATTERN: usize = 6;
 const FULL: usize = 0;
 const WINDOWED: usize = 1;
 
-const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 1_000_000.0);
+const ROPE: RopeKind = RopeKind::halves(1_000_000.0);
 
 /// Norms before and after each half of a layer.
 pub(super) const NAMES: FileNames = FileNames {

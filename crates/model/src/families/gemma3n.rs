@@ -7,8 +7,6 @@
 //!
 //! Source: `modeling_gemma3n.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, gemma4};
 use crate::role::{LayerRole, Role, StreamPart};
 use crate::{Config, Error};
@@ -20,7 +18,7 @@ const PATTERN: usize = 5;
 const FULL: usize = 0;
 const WINDOWED: usize = 1;
 
-const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 1_000_000.0);
+const ROPE: RopeKind = RopeKind::halves(1_000_000.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     hf_ffn_norm: "pre_feedforward_layernorm",

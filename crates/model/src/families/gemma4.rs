@@ -8,8 +8,6 @@
 //!
 //! Source: `src/models/gemma4.cpp` of llama.cpp, `modeling_gemma4.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, ExpertLayout, FileNames, Half, LayerStep, ModelFamily, RopeKind};
 use crate::{Config, Error, LayerCache, LayerShape};
 
@@ -22,7 +20,7 @@ const WINDOWED: usize = 1;
 
 const ROPE: RopeKind = RopeKind {
     proportional: Some(0.25),
-    ..RopeKind::plain(RopePairs::Halves, 1_000_000.0)
+    ..RopeKind::halves(1_000_000.0)
 };
 
 pub(super) const NAMES: FileNames = FileNames {

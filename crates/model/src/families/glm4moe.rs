@@ -3,15 +3,10 @@
 //! Source: GLM-4.5 Team 2025; `src/models/glm4-moe.cpp` of llama.cpp, `modeling_glm4_moe.py` of
 //! transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind {
-    partial: Some(0.5),
-    ..RopeKind::plain(RopePairs::Halves, 10_000.0)
-};
+const ROPE: RopeKind = RopeKind::halves(10_000.0).of_part(0.5);
 
 pub(super) const NAMES: FileNames = FileNames {
     gguf_ffn_norm: "post_attention_norm", // despite its name, before the feed-forward

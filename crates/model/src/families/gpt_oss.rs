@@ -3,13 +3,11 @@
 //! clamped gate. Source: OpenAI 2025; `src/models/openai-moe.cpp` of llama.cpp,
 //! `modeling_gpt_oss.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, ExpertLayout, FileNames, ModelFamily, RopeKind};
 use crate::config::Gating;
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 150_000.0);
+const ROPE: RopeKind = RopeKind::halves(150_000.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     gguf_ffn_norm: "post_attention_norm", // despite its name, before the feed-forward

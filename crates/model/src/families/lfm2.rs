@@ -3,13 +3,11 @@
 //! attention with normed heads. Source: `src/models/lfm2.cpp` of llama.cpp, `modeling_lfm2.py` and
 //! `modeling_lfm2_moe.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::role::{LayerRole, Role};
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 1_000_000.0);
+const ROPE: RopeKind = RopeKind::halves(1_000_000.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     block: "feed_forward",

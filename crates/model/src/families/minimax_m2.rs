@@ -2,15 +2,10 @@
 //! head is rotated. Every layer has a sigmoid router with a choice bias. Source:
 //! `src/models/minimax-m2.cpp` of llama.cpp, `modeling_minimax_m2.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind {
-    partial: Some(1.0),
-    ..RopeKind::plain(RopePairs::Halves, 5_000_000.0)
-};
+const ROPE: RopeKind = RopeKind::halves(5_000_000.0).of_part(1.0);
 
 pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     fields.check_minimax()?;

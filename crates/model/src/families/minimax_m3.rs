@@ -2,16 +2,11 @@
 //! those of gpt-oss, in dense layers and shared experts too. An indexer chooses blocks of positions
 //! for each KV head. Source: `modeling_minimax_m3_vl.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::role::{LayerRole, Role};
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind {
-    partial: Some(1.0),
-    ..RopeKind::plain(RopePairs::Halves, 5_000_000.0)
-};
+const ROPE: RopeKind = RopeKind::halves(5_000_000.0).of_part(1.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     shared: "block_sparse_moe.shared_experts",

@@ -5,8 +5,6 @@
 //! 2025 (Nemotron-H); `src/models/nemotron-h.cpp` of llama.cpp, `modeling_nemotron_h.py` of
 //! transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, feed_forward};
 use crate::role::{LayerRole, Role};
 use crate::{Config, Error};
@@ -61,7 +59,7 @@ const fn gguf_own(role: Role) -> Option<&'static str> {
 
 pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(ModelFamily::NemotronH, fields)?;
-    let rope = RopeKind::plain(RopePairs::Halves, 10_000.0);
+    let rope = RopeKind::halves(10_000.0);
     config.ropes = vec![fields.rope(&config, rope)?.without_turning()];
     let blocks = fields.nemotron_layers()?;
     let mamba = fields.mamba(&config.usual_layer())?;

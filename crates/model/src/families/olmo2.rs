@@ -3,8 +3,6 @@
 //! are never stretched. Source: `src/models/olmo2.cpp` of llama.cpp, `modeling_olmo2.py` and
 //! `modeling_olmo3.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, Half, LayerStep, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
@@ -14,7 +12,7 @@ const PATTERN: usize = 4;
 /// Rotary set of layers with a window, in [`Config::ropes`].
 const WINDOWED: usize = 1;
 
-const ROPE: RopeKind = RopeKind::plain(RopePairs::Halves, 10_000.0);
+const ROPE: RopeKind = RopeKind::halves(10_000.0);
 const OLMO3_BASE: f64 = 500_000.0;
 
 pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {

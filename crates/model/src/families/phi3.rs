@@ -2,15 +2,10 @@
 //! of gate and up. Some have a sliding window, rotate a part of each head, or use `LongRoPE`.
 //! Source: `src/models/phi3.cpp` of llama.cpp, `modeling_phi3.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, ModelFamily, RopeKind};
 use crate::{Config, Error};
 
-const ROPE: RopeKind = RopeKind {
-    partial: Some(1.0),
-    ..RopeKind::plain(RopePairs::Halves, 10_000.0)
-};
+const ROPE: RopeKind = RopeKind::halves(10_000.0).of_part(1.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     qkv: Some("self_attn.qkv_proj"),

@@ -10,15 +10,13 @@
 //! Sources: Yang et al. 2024 and 2025; `src/models/qwen2.cpp`, `qwen2moe.cpp`, `qwen3.cpp` and
 //! `qwen3moe.cpp` of llama.cpp, and their `modeling` files of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, ModelFamily, QWEN3_VL_MOE, RopeKind};
 use crate::{Config, Error};
 
 pub(super) fn config(family: ModelFamily, fields: &ConfigFields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(family, fields)?;
     let is_vl = fields.is_type("qwen3_vl_text") || fields.is_type(QWEN3_VL_MOE);
-    let mut rope = RopeKind::plain(RopePairs::Halves, 10_000.0);
+    let mut rope = RopeKind::halves(10_000.0);
     if is_vl {
         rope.hf_base = 500_000.0;
     }

@@ -3,16 +3,11 @@
 //! chooses. Embeddings of n-grams are not supported. Source: Zhu et al. 2024 (Hyper-Connections);
 //! `modeling_qwen4_exp.py` of transformers.
 
-use paceline_tensor::RopePairs;
-
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind};
 use crate::role::{LayerRole, Role};
 use crate::{Config, Error, LayerCache};
 
-const ROPE: RopeKind = RopeKind {
-    partial: Some(1.0),
-    ..RopeKind::plain(RopePairs::Halves, 10_000.0)
-};
+const ROPE: RopeKind = RopeKind::halves(10_000.0).of_part(1.0);
 
 pub(super) const NAMES: FileNames = FileNames {
     hf_own,

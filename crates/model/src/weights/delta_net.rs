@@ -477,14 +477,7 @@ impl WeightReader<'_> {
         if tensor.shape == [rows, cols] || tensor.shape == [1, rows, cols, 1] {
             tensor.shape = vec![n];
         }
-        let values = vector(&tensor, n)?;
-        match values.iter().find(|value| !value.is_finite()) {
-            None => Ok(values),
-            Some(bad) => Err(Error::NotFinite {
-                name: tensor.name,
-                got: *bad,
-            }),
-        }
+        super::finite_vector(&tensor, n)
     }
 
     /// The norm of each head's result, `(E,)`.

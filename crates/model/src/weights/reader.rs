@@ -90,14 +90,7 @@ impl WeightReader<'_> {
     /// A vector `(n,)` of finite numbers.
     pub fn finite(&self, role: Role, n: usize) -> Result<Vec<f32>, Error> {
         let tensor = self.source.weight(self.family(), role)?;
-        let values = vector(&tensor, n)?;
-        match values.iter().find(|value| !value.is_finite()) {
-            None => Ok(values),
-            Some(bad) => Err(Error::NotFinite {
-                name: tensor.name,
-                got: *bad,
-            }),
-        }
+        finite_vector(&tensor, n)
     }
 
     /// A matrix of finite numbers, unpacked.
@@ -105,18 +98,8 @@ impl WeightReader<'_> {
         let tensor = self.source.weight(self.family(), role)?;
         check_shape(&tensor, &shape)?;
         let n = shape[0] * shape[1];
-        let flat = Tensor {
-            shape: vec![n],
-            ..tensor
-        };
-        let values = vector(&flat, n)?;
-        match values.iter().find(|value| !value.is_finite()) {
-            None => Ok(values),
-            Some(bad) => Err(Error::NotFinite {
-                name: flat.name,
-                got: *bad,
-            }),
-        }
+        let shape = vec![n];
+        finite_vector(&Tensor { shape, ..tensor }, n)
     }
 
     /// The experts of each token, `(vocabulary, k)`, different ones for a token.
@@ -127,7 +110,8 @@ impl WeightReader<'_> {
         let ids: Option<Vec<u32>> = match bytes.len() / n {
             8 => {
                 let ids = bytes.as_chunks().0.iter();
-                ids.map(|id| u32::try_from(i64::from_le_bytes(*id)).ok()).collect()
+                ids.map(|id| u32::try_from(i64::from_le_bytes(*id)).ok())
+                    .collect()
             }
             4 => {
                 let ids = bytes.as_chunks().0.iter();
@@ -289,6 +273,18 @@ fn check_sizes(name: &str, got: &[usize], expected: &[usize]) -> Result<(), Erro
         got: got.to_vec(),
         expected: expected.to_vec(),
     })
+}
+
+/// As [`vector`], of finite numbers.
+pub(super) fn finite_vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {
+    let values = vector(tensor, n)?;
+    match values.iter().find(|value| !value.is_finite()) {
+        None => Ok(values),
+        Some(bad) => Err(Error::NotFinite {
+            name: tensor.name.clone(),
+            got: *bad,
+        }),
+    }
 }
 
 pub(crate) fn vector(tensor: &Tensor, n: usize) -> Result<Vec<f32>, Error> {

@@ -35,6 +35,17 @@ impl RopeKind {
             proportional: None,
         }
     }
+
+    /// [`plain`](Self::plain), with halves of a head as pairs.
+    pub(crate) const fn halves(hf_base: f64) -> Self {
+        Self::plain(RopePairs::Halves, hf_base)
+    }
+
+    /// With this [part](Self::partial) of a head.
+    pub(crate) const fn of_part(self, part: f64) -> Self {
+        let partial = Some(part);
+        Self { partial, ..self }
+    }
 }
 
 /// Rotary embedding of a draft head by its `config.json`.

@@ -52,12 +52,7 @@ impl<C: Copy> FieldKey<C> {
 type FlagKey = FieldKey<fn(ModelFamily) -> bool>;
 
 const FLAGS: [FlagKey; 13] = [
-    FlagKey::new(
-        "attention.causal",
-        "is_causal",
-        |_| true,
-        &[ModelFamily::Gemma3],
-    ),
+    FlagKey::new("attention.causal", "is_causal", |_| true, GEMMA3),
     FlagKey::new("", BIDIRECTIONAL, |_| false, GEMMAS),
     FlagKey::new("", "altup_correct_scale", |_| true, &[]),
     FlagKey::new("", "qkv_bias", ModelFamily::has_qkv_biases, &[]),
@@ -71,6 +66,7 @@ const FLAGS: [FlagKey; 13] = [
     FlagKey::new("", "attn_output_gate", ModelFamily::has_delta_nets, &[]),
     FlagKey::new("", "use_qk_norm", ModelFamily::norms_heads, QK_NORM),
 ];
+const GEMMA3: &[ModelFamily] = &[ModelFamily::Gemma3];
 const GEMMAS: &[ModelFamily] = &[ModelFamily::Gemma3, ModelFamily::Gemma4];
 const BIDIRECTIONAL: &str = "use_bidirectional_attention";
 const PARALLEL: &str = "use_parallel_residual";
@@ -92,36 +88,20 @@ fn query_scale(config: &Config) -> f32 {
     config.layers.first().map_or(1.0, |layer| layer.query_scale)
 }
 
+const EMBEDDING: [&str; 2] = ["embedding_scale", "embedding_multiplier"];
+const ATTENTION: [&str; 2] = ["attention.scale", "attention_multiplier"];
+const TEMPERATURES: &[ModelFamily] = &[ModelFamily::DeepSeek, ModelFamily::Mistral];
+const DBRX: &[ModelFamily] = &[ModelFamily::Dbrx];
 const NUMBERS: [NumberKey; 18] = [
     NumberKey::new("logit_scale", "logit_scale", one, GRANITE),
     NumberKey::new("", "logits_scaling", one, GRANITE),
-    NumberKey::new(
-        "embedding_scale",
-        "embedding_multiplier",
-        |c| c.embedding_scale,
-        GRANITE,
-    ),
+    NumberKey::new(EMBEDDING[0], EMBEDDING[1], |c| c.embedding_scale, GRANITE),
     NumberKey::new("residual_scale", "residual_multiplier", one, GRANITE),
-    NumberKey::new(
-        "attention.scale",
-        "attention_multiplier",
-        query_scale,
-        GRANITE,
-    ),
+    NumberKey::new(ATTENTION[0], ATTENTION[1], query_scale, GRANITE),
     NumberKey::new("attention.output_scale", "", one, &[]),
     NumberKey::new("attention.value_scale", "", one, &[]),
-    NumberKey::new(
-        "attention.temperature_scale",
-        "",
-        none,
-        &[ModelFamily::DeepSeek, ModelFamily::Mistral],
-    ),
-    NumberKey::new(
-        "attention.clamp_kqv",
-        "clip_qkv",
-        none,
-        &[ModelFamily::Dbrx],
-    ),
+    NumberKey::new("attention.temperature_scale", "", none, TEMPERATURES),
+    NumberKey::new("attention.clamp_kqv", "clip_qkv", none, DBRX),
     NumberKey::new("attention.max_alibi_bias", "", none, &[]),
     NumberKey::new(ATTENTION_CAP, ATTENTION_CAP, none, &[ModelFamily::Gemma2]),
     NumberKey::new(ROUTER_CAP, ROUTER_CAP, none, &[]),
@@ -205,24 +185,18 @@ impl ConfigFields<'_> {
 
     /// Experts are routed and weighted as the family's reader says.
     fn check_gguf_experts(&self, config: &Config) -> Result<(), Error> {
+        const SCALE: &str = "expert_weights_scale";
+        const GROUPS: &str = "expert_group_count";
         let Some(experts) = config.experts() else {
             return Ok(());
         };
         self.check_gguf_gating(experts)?;
-        check_number(
-            "expert_weights_scale",
-            self.opt_float("expert_weights_scale", "")?,
-            experts.scale,
-        )?;
-        let groups = self.opt_size("expert_group_count", "", 0, u64::MAX)?;
+        check_number(SCALE, self.opt_float(SCALE, "")?, experts.scale)?;
+        let groups = self.opt_size(GROUPS, "", 0, u64::MAX)?;
         let computed = experts.groups.map_or(1, |groups| groups.count);
         match groups.filter(|groups| *groups > 1 && *groups != computed) {
             None => Ok(()),
-            Some(groups) => Err(wrong_value(
-                "expert_group_count",
-                groups,
-                computed.to_string(),
-            )),
+            Some(groups) => Err(wrong_value(GROUPS, groups, computed.to_string())),
         }
     }
 
