@@ -87,15 +87,10 @@ pub(super) fn layer(tiny: &Tiny, file: &mut TinyFile, i: usize) {
     file.matrix(&name("ffn_down"), c, f);
     file.matrix(&name("inp_gate"), c, c);
     file.matrix(&name("proj"), c, c);
-    for norm in [
-        "post_attention_norm",
-        "ffn_norm",
-        "post_ffw_norm",
-        "post_ffw_norm_1",
-        "pre_ffw_norm_2",
-        "post_ffw_norm_2",
-        "post_norm",
-    ] {
+    let norms = "
+        post_attention_norm ffn_norm post_ffw_norm post_ffw_norm_1 pre_ffw_norm_2 post_ffw_norm_2
+        post_norm";
+    for norm in norms.split_whitespace() {
         file.vector(&name(&format!("{norm}.weight")), c, 1.0);
     }
     file.vector(&name("layer_output_scale.weight"), 1, 1.0);

@@ -27,33 +27,11 @@ const MEMORY_MAX: u64 = 256 << 20;
 const IS_CHILD: &str = "PACELINE_MUTATED_CONFIGURATIONS";
 
 /// All golden folders of one weights file.
-const FOLDERS: [&str; 25] = [
-    "dbrx-bf16",
-    "deepseek-v2",
-    "deepseek-v3-bf16",
-    "deepseek-v32-bf16",
-    "gemma3-bf16",
-    "gemma3-linear-bf16",
-    "gemma4-e-bf16",
-    "gemma4-moe-bf16",
-    "glm4-moe-lite-bf16",
-    "glm4moe-air-bf16",
-    "glm4moe-bf16",
-    "gpt-oss-bf16",
-    "gpt-oss-mxfp4",
-    "llama-tied",
-    "llama-untied-bf16",
-    "minimax-m2-bf16",
-    "mistral4-bf16",
-    "mixtral",
-    "qwen2-f16",
-    "qwen2moe-bf16",
-    "qwen3-bf16",
-    "qwen3moe-bf16",
-    "qwen3next-bf16",
-    "qwen35-bf16",
-    "qwen35moe-bf16",
-];
+const FOLDERS: &str = "
+    dbrx-bf16 deepseek-v2 deepseek-v3-bf16 deepseek-v32-bf16 gemma3-bf16 gemma3-linear-bf16
+    gemma4-e-bf16 gemma4-moe-bf16 glm4-moe-lite-bf16 glm4moe-air-bf16 glm4moe-bf16 gpt-oss-bf16
+    gpt-oss-mxfp4 llama-tied llama-untied-bf16 minimax-m2-bf16 mistral4-bf16 mixtral qwen2-f16
+    qwen2moe-bf16 qwen3-bf16 qwen3moe-bf16 qwen3next-bf16 qwen35-bf16 qwen35moe-bf16";
 
 /// The trials run in a process of their own. Its memory is theirs alone, and a trial that aborts is
 /// a failure of this test and of no other.
@@ -77,18 +55,17 @@ fn child() {
 }
 
 fn try_all(count: u64) {
-    let (kernels, folders) = (kernels(), FOLDERS.map(Folder::copy));
+    let folders: Vec<_> = FOLDERS.split_whitespace().map(Folder::copy).collect();
+    let kernels = kernels();
     let room = tempfile::tempdir().unwrap();
-    let families: Vec<_> = ModelFamily::ALL
-        .into_iter()
-        .filter(|it| it.has_gguf())
-        .collect();
+    let families = ModelFamily::ALL.into_iter();
+    let families: Vec<_> = families.filter(|it| it.has_gguf()).collect();
     let (mut slowest, mut computed) = (Duration::ZERO, 0);
     for seed in 0..count {
         let mut random = SplitMix64::new(seed);
         let path = match random.below(2) {
             0 => {
-                let folder = &folders[random.below(FOLDERS.len())];
+                let folder = &folders[random.below(folders.len())];
                 let mut config = folder.config.clone();
                 (0..=random.below(3)).for_each(|_| mutate(&mut config, &mut random, 0));
                 folder.write(&config).to_owned()

@@ -177,20 +177,12 @@ fn check_tensor_split(model: &Path) {
 /// Every layout of matrices: alone, joined, stacked, transposed, and MLX's groups.
 #[test]
 fn a_rank_waits_for_its_own_rows_and_experts_only() {
-    for folder in [
-        "hf/llama-rope3-sharded",
-        "hf/qwen3moe-bf16",
-        "hf/gpt-oss-mxfp4",
-        "hf/gpt-oss-bf16",
-        "hf/dbrx-bf16",
-        "hf/deepseek-v3-bf16",
-        "hf/qwen3next-bf16",
-        "mlx/llama-2bit-sharded",
-        "mlx/qwen3moe-4bit",
-        "mlx/gpt-oss-mxfp4",
-        "mlx/deepseek-v3-4bit",
-        "mlx/dbrx-4bit",
-    ] {
+    let folders = "
+        hf/llama-rope3-sharded hf/qwen3moe-bf16 hf/gpt-oss-mxfp4 hf/gpt-oss-bf16 hf/dbrx-bf16
+        hf/deepseek-v3-bf16 hf/qwen3next-bf16
+        mlx/llama-2bit-sharded mlx/qwen3moe-4bit mlx/gpt-oss-mxfp4 mlx/deepseek-v3-4bit
+        mlx/dbrx-4bit";
+    for folder in folders.split_whitespace() {
         check_tensor_split(&golden(folder));
     }
     for (family, block_type) in [
