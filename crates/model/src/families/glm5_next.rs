@@ -1,7 +1,10 @@
-//! GLM 5.3 Flash, text only. Halves of a layer are between constrained residual streams. Most layers
-//! are Kimi delta attention with a bound of decays. Every fourth is latent attention without
-//! rotation, whose rows attend to pools of positions that an indexer chooses. Experts are those of
-//! DeepSeek V3, with clamped gates.
+//! GLM 5.3 Flash, text only.
+//!
+//! - Halves of a layer are between constrained residual streams.
+//! - Most layers are Kimi delta attention with a bound of decays.
+//! - Every fourth is latent attention without rotation, whose rows attend to pools of positions
+//!   that an indexer chooses.
+//! - Experts are those of DeepSeek V3, with clamped gates.
 //!
 //! Source: `modeling_glm5_next.py` of transformers 5.24.
 
@@ -27,7 +30,7 @@ const fn hf_own(role: Role) -> Option<&'static str> {
 pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(ModelFamily::Glm5Next, fields)?;
     let latent = config.latent.expect("read for this family");
-    config.streams = Some(fields.constrained_streams(false)?);
+    config.streams = Some(fields.constrained_streams(false, false)?);
     config.ropes = vec![Rope::still()];
     config.dense_clamp = Some(fields.silu_clamp()?);
     let mut experts = fields.latent_experts(&config)?;

@@ -165,8 +165,8 @@ pub trait LayerStep {
     /// stage
     fn experts(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
-    /// delta (T, C) -> aside (T, C), by the norm after a dense feed-forward with parallel experts, if
-    /// it has one.
+    /// delta (T, C) -> aside (T, C), by the norm after a dense feed-forward with parallel experts,
+    /// if it has one.
     fn set_aside(&mut self, w: &Self::Layer) -> Result<(), Error>;
 
     /// delta (T, C) += aside (T, C)

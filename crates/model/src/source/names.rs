@@ -92,7 +92,8 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::IndexerNorm => "indexer.k_norm",
         LayerRole::IndexerQueryNorm => "indexer.q_norm",
         LayerRole::IndexerWeights => "indexer.proj",
-        LayerRole::IndexerGate | LayerRole::IndexerGateBias => "indexer.pool", // no files of the family
+        // No files of the family.
+        LayerRole::IndexerGate | LayerRole::IndexerGateBias => "indexer.pool",
         LayerRole::GroupOutput
         | LayerRole::RunInput(_)
         | LayerRole::RunGate(_)

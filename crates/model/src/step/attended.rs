@@ -5,7 +5,7 @@
 //! ```text
 //! score[s] = scores . norm(residual[s])   weights = softmax over the blocks begun and the sum
 //! x (T, C) = norm(sum of weights[s] * residual[s])
-//! first layer of a block: residual[block] = residual[0], residual[0] = 0; then residual[0] += delta
+//! a block begins: residual[block] = residual[0], residual[0] = 0   then residual[0] += delta
 //! ```
 
 use paceline_tensor::pool::DisjointMut;
@@ -63,8 +63,8 @@ impl AttendedRows {
         });
     }
 
-    /// Stores the sum of each row of `residual` `(T, S, C)` as a block, if layer `index` is the first
-    /// of one, and begins another.
+    /// Stores the sum of each row of `residual` `(T, S, C)` as a block, if layer `index` is the
+    /// first of one, and begins another.
     pub(super) fn begin(self, kernels: &Kernels, index: usize, residual: &mut [f32]) {
         if !index.is_multiple_of(self.block) {
             return;
