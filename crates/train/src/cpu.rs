@@ -89,7 +89,7 @@ enum FeedForward {
 }
 
 impl FeedForward {
-    /// That of a block whose own is yet to come, or was taken.
+    /// Holds the place of a block's values before they are computed and after they were taken.
     const fn none() -> Self {
         Self::Dense {
             gate: Vec::new(),

@@ -95,7 +95,7 @@ pub(super) fn read(path: &Path, base: Option<Base>) -> Result<Adapter, Error> {
         let tensor = file.tensor(info.name()).map_err(bad)?;
         let mut values = vec![0.0; tensor.shape.iter().product()];
         storage::dequantise(tensor.block_type, &tensor.bytes, &mut values);
-        if let ([count, shape @ ..], Some(stack)) = (&*tensor.shape, Stack::named(info.name())) {
+        if let ([count, shape @ ..], Some(stack)) = (&*tensor.shape, Halves::named(info.name())) {
             found.extend(stack.split((*count, shape), &values));
             continue;
         }
@@ -144,7 +144,7 @@ pub(super) fn write(adapter: &Adapter, path: &Path, base: Base) -> Result<(), Er
     }
     let mut stacks: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
     for (name, shape, values) in &adapter.tensors {
-        if let Some((stack, index)) = Stack::of(name).filter(|(_, index)| *index < base.experts) {
+        if let Some((stack, index)) = Halves::of(name).filter(|(_, index)| *index < base.experts) {
             let sizes = [&[base.experts], &**shape].concat();
             let zeros = || (sizes, vec![0.0; base.experts * values.len()]);
             let (_, all) = stacks.entry(stack.name()).or_insert_with(zeros);
@@ -173,16 +173,16 @@ pub(super) fn write(adapter: &Adapter, path: &Path, base: Base) -> Result<(), Er
     tensors::replace(path, |file| file.write_all(&bytes))
 }
 
-/// A half of the pairs of a layer's experts.
-struct Stack {
+/// One half of the pairs of a layer's experts.
+struct Halves {
     layer: usize,
     /// Index into [`STACKS`].
     kind: usize,
     is_a: bool,
 }
 
-impl Stack {
-    /// That of PEFT's name of an expert's half, and the expert.
+impl Halves {
+    /// The stack of an expert's half by PEFT's name, and the expert.
     fn of(name: &str) -> Option<(Self, usize)> {
         let (layer, part) = role_of(matrix_of(name)?)?;
         let index = part
@@ -194,7 +194,7 @@ impl Stack {
         Some((Self { layer, kind, is_a }, index))
     }
 
-    /// That of a tensor of a file.
+    /// The stack by a tensor's name in a file.
     fn named(name: &str) -> Option<Self> {
         let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
         let (matrix, half) = rest.split_once(".weight.")?;
@@ -226,7 +226,7 @@ impl Stack {
 
 /// Leaves out the pairs of experts that have none: both halves are zeros.
 fn drop_zeros(tensors: &mut Vec<Named>) {
-    let is_zero = |t: &Named| Stack::of(&t.0).is_some() && t.2.iter().all(|x| *x == 0.0);
+    let is_zero = |t: &Named| Halves::of(&t.0).is_some() && t.2.iter().all(|x| *x == 0.0);
     let is_left_out = |pair: &[Named]| pair.len() == 2 && pair.iter().all(is_zero);
     let kept = tensors.chunks(2).filter(|pair| !is_left_out(pair));
     *tensors = kept.flatten().cloned().collect();
