@@ -300,17 +300,10 @@ fn output(
     };
     const ORDER: &str = "masked_embedding.token_ordering";
     let tokens = reader.integers(ORDER, vocab)?.into_iter();
-    let tokens = tokens.map(|token| {
-        let token = u32::try_from(token)
-            .ok()
-            .filter(|it| (*it as usize) < vocab);
-        token.ok_or_else(|| {
-            wrong(
-                "token_ordering",
-                "another number",
-                format!("0 to {}", vocab - 1),
-            )
-        })
+    let tokens = tokens.map(|got| {
+        let token = usize::try_from(got).ok().filter(|token| *token < vocab);
+        let token = token.ok_or_else(|| wrong(ORDER, got, format!("0 to {}", vocab - 1)));
+        Ok::<_, Error>(token? as u32)
     });
     Ok(Output::Ordered {
         clusters: reader.matrix("masked_embedding.centroids", clusters, a)?,
