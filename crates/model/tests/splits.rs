@@ -20,7 +20,7 @@ use paceline_base::{BlockType, KernelClass, Rank, SplitMix64};
 use paceline_comm::Deadline;
 use paceline_model::{
     Adapter, AdapterId, AdapterPair, Batch, BatchSequence, BatchSize, Config, Error, FollowOutcome,
-    LayerRole, Links, LoadOptions, Logits, Model, ModelFamily, ModelSource, Split, StageKind,
+    LayerRole, Links, LoadOptions, Logits, Model, ModelFamily, ModelSource, Nth, Split, StageKind,
     TopLogits, Workspace, split,
 };
 use paceline_tensor::{Kernels, KvType, PAGE};
@@ -398,28 +398,46 @@ fn the_largest_logits_are_those_of_one_rank() {
     }
 }
 
-/// A random adapter of all matrices of a model, or of those whose inputs ranks share.
-fn adapter(tiny: &Tiny, rank: usize, all: bool) -> Adapter {
+/// A random adapter of all matrices of a model, experts' too, or of those whose inputs ranks share.
+fn adapter(config: &Config, rank: usize, all: bool) -> Adapter {
     let mut random = SplitMix64::new(rank as u64);
-    let (width, ffn) = (tiny.width, tiny.ffn);
-    let [q, kv] = [tiny.heads, tiny.kv_heads].map(|heads| heads * tiny.head_dim);
-    let matrices = [
-        (LayerRole::AttentionOutput, width, q),
-        (LayerRole::Down, width, ffn),
-        (LayerRole::Query, q, width),
-        (LayerRole::Key, kv, width),
-        (LayerRole::Value, kv, width),
-        (LayerRole::Gate, ffn, width),
-        (LayerRole::Up, ffn, width),
-    ];
+    let matrices = |layer: usize| {
+        let (width, shape) = (config.width, &config.layers[layer]);
+        let [q, kv] = [shape.heads, shape.kv_heads].map(|heads| heads * shape.head_dim);
+        let sides = |parts: [LayerRole; 3], ffn: usize| {
+            let [gate, up, down] = parts;
+            [(down, width, ffn), (gate, ffn, width), (up, ffn, width)]
+        };
+        let mut found = vec![(LayerRole::AttentionOutput, width, q)];
+        match shape.experts {
+            None => found.extend(sides(
+                [LayerRole::Gate, LayerRole::Up, LayerRole::Down],
+                shape.ffn,
+            )),
+            Some(of) => {
+                let count = of.count;
+                let widths = (0..count).map(|_| of.width).chain([of.shared]);
+                let each = widths.filter(|ffn| *ffn > 0).enumerate();
+                found.extend(each.flat_map(|(index, ffn)| {
+                    sides(LayerRole::of_expert(Nth { index, of: count }), ffn)
+                }));
+            }
+        }
+        found.extend([
+            (LayerRole::Query, q, width),
+            (LayerRole::Key, kv, width),
+            (LayerRole::Value, kv, width),
+        ]);
+        found.truncate(if all { usize::MAX } else { 2 });
+        found
+    };
     let mut values = |n: usize| -> Vec<f32> {
         let unit = |bits: u64| (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
         (0..n).map(|_| 0.1 * unit(random.next())).collect()
     };
-    let wanted = if all { 7 } else { 2 };
-    let pairs = (0..tiny.layers).flat_map(|layer| {
-        let matrices = matrices[..wanted].iter();
-        matrices.map(move |matrix| (layer, *matrix))
+    let pairs = (0..config.layers.len()).flat_map(|layer| {
+        let matrices = matrices(layer).into_iter();
+        matrices.map(move |matrix| (layer, matrix))
     });
     let pairs = pairs.map(|(layer, (part, out, inputs))| AdapterPair {
         layer,
@@ -445,19 +463,29 @@ fn adapters_give_the_bits_of_one_rank() {
         (ModelFamily::Llama, BlockType::Q4_1, KernelClass::Cpu),
         (ModelFamily::Qwen3, BlockType::BF16, KernelClass::CpuQ8),
         (ModelFamily::Gemma3, BlockType::Q8_0, KernelClass::CpuF32),
+        (ModelFamily::Qwen2Moe, BlockType::Q8_0, KernelClass::Cpu),
+        (
+            ModelFamily::GptOss,
+            BlockType::MXFP4_SPLIT,
+            KernelClass::CpuF32,
+        ),
     ]
     .into_iter()
     .enumerate()
     {
         let file = File::new(family, block_type);
-        let tiny = &file.tiny;
-        let adapters = [adapter(tiny, 3, true), adapter(tiny, 16, at == 1)];
+        let (tiny, config) = (&file.tiny, file.config());
+        let adapters = [adapter(&config, 3, true), adapter(&config, 16, at == 1)];
         let case = Case {
             class,
             adapters: &adapters,
             ..file.case()
         };
-        case.check(&in_turns(at));
+        let mut splits = in_turns(at);
+        if config.experts().is_some() {
+            splits.push(("experts", 2, &[]));
+        }
+        case.check(&splits);
         let (mixed, _) = case.alone();
         let first = STEPS.map(|[rows, _]| [rows, 0]);
         let alone = |adapters| Case {
@@ -481,7 +509,10 @@ fn adapters_give_the_same_bits_in_overlapped_halves() {
     let case = Case {
         steps: &[[230, 90], [1, 1]],
         overlap: true,
-        adapters: &[adapter(&file.tiny, 4, true), adapter(&file.tiny, 5, false)],
+        adapters: &[
+            adapter(&file.config(), 4, true),
+            adapter(&file.config(), 5, false),
+        ],
         ..file.case()
     };
     case.check(&[("tensor", 2, &[])]);
@@ -491,7 +522,7 @@ fn adapters_give_the_same_bits_in_overlapped_halves() {
 fn adapters_of_another_shape_are_refused_by_name() {
     let file = File::llama();
     let config = file.config();
-    let good = adapter(&file.tiny, 4, true);
+    let good = adapter(&file.config(), 4, true);
     good.check(&config).unwrap();
     let refused = |change: fn(&mut AdapterPair), said: &str| {
         let mut bad = good.clone();
