@@ -266,11 +266,11 @@ def failover():
         [machine.up() for machine in machines]
         common31.form(machines)
         # The machine that drafts, then one behind it.
-        for lost, nodes in ((0, "2"), (1, "n2,n1")):
+        for lost, nodes in ((0, "n0,n1,n2"), (1, "n2,n1,n0")):
             differ, right = 0, []
             another_name(SMOLLM2, f"{here}/lost{lost}.gguf")
-            machines[2 * lost].told("load", f"{here}/lost{lost}.gguf", "--nodes", nodes, "--threads", 1, "--parallel", 2, "--context", 2048,
-                       "--drafter", head())
+            machines[2 * lost].told("load", f"{here}/lost{lost}.gguf", "--nodes", nodes, "--split", "pipeline", "--threads", 1,
+                                    "--parallel", 2, "--context", 2048, "--drafter", head())
             asking = machines[2]
 
             def is_ready(name=f"lost{lost}.gguf"):
