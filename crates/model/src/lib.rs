@@ -65,10 +65,8 @@ pub use config::{
     ExpertGroups, Experts, Gating, HeadOrder, Indexer, KeyRuns, LEAST_SUM, Latent, LayerCache,
     LayerShape, PoolIndexer, PositionScaling, Selection, Streams,
 };
-pub use draft_head::{
-    DraftBlock, DraftHead, DraftHeadCompute, DraftPlace, HeadRows, PassKind, draft_captures,
-    load_draft_head,
-};
+pub use draft_head::files::{draft_captures, load_draft_head};
+pub use draft_head::{DraftBlock, DraftHead, DraftHeadCompute, DraftPlace, HeadRows, PassKind};
 pub use eagle::{EagleHead, HeadConfig};
 pub use error::Error;
 pub use expert_usage::ExpertUses;

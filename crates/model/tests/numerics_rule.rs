@@ -63,8 +63,9 @@ impl<'a> Case<'a> {
         Schedule::new(model, mix, [(&tokens[..len], expected)], 1).run(&title);
     }
 
-    /// Every instruction set on 1 to 3 threads: the first `len` tokens in chunks, then all sequences
-    /// in batches. The portable set is a hundred times slower: `slow` tokens in one length of chunks.
+    /// Every instruction set on 1 to 3 threads: the first `len` tokens in chunks, then all
+    /// sequences in batches. The portable set is a hundred times slower: `slow` tokens in one
+    /// length of chunks.
     fn on_every_set(&self, slow: (usize, usize), len: usize, chunks: impl Fn(usize) -> Vec<usize>) {
         for (i, set) in InstructionSet::available().iter().enumerate() {
             let model = self.load(*set, 1 + i % 3);

@@ -88,8 +88,8 @@ pub(super) fn share_caches(
     Ok(())
 }
 
-/// Computes a layer of Gemma 2, 3 and 4; shapes of one batch of T rows. An operation whose weights a
-/// family lacks does nothing.
+/// Computes a layer of Gemma 2, 3 and 4; shapes of one batch of T rows. An operation whose weights
+/// a family lacks does nothing.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
     step.norm(w, Half::Attention)?; //         residual (T, C) -> x (T, C)
     step.project_qkv(w)?; //                   x (T, C) -> q (T, H D), k, v (T, K D)

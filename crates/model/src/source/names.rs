@@ -145,7 +145,8 @@ pub(super) fn prediction_stem(folder: &HfFolder, role: Role, stem: &str) -> Opti
     is_prediction.then(|| format!("mtp.layers.0.{part}"))
 }
 
-/// Name of a weight of DeepSeek V4: on the hub without a prefix, otherwise as transformers saves it.
+/// Name of a weight of DeepSeek V4: on the hub without a prefix, otherwise as transformers saves
+/// it.
 pub(super) fn deepseek4_stem(folder: &HfFolder, stem: &str) -> Option<String> {
     let own = stem.strip_prefix("model.");
     let own = own.filter(|_| matches!(model_type(folder), Some("deepseek_v4" | "deepseek_v41")))?;
