@@ -353,7 +353,7 @@ fn test_stream(test: &str) -> Option<paceline_mlx::Stream> {
 /// Refuses what MLX does not compute, and what a class does not.
 fn refuse(config: &Config, class: KernelClass) -> Result<(), Error> {
     let has_state = |layer: &LayerShape| match layer.cache {
-        LayerCache::State(_) | LayerCache::Conv(_) | LayerCache::Compressed(_) => true,
+        LayerCache::State(_) | LayerCache::Conv(_) => true,
         LayerCache::Delta(net) => net.rule != StateRule::Difference,
         _ => false,
     };

@@ -69,8 +69,8 @@ pub struct Constraint {
     pub eps: f32,
     /// Whether the output head reads a weighted sum of the streams; otherwise their mean.
     pub weighs_head: bool,
-    /// Whether the sum that a half reads has the weights of the half before, and the output head
-    /// those of the last half; the first half reads the first stream (DeepSeek V4.1).
+    /// Whether the sum that a half reads has the weights of the half before (DeepSeek V4.1). The
+    /// first half then reads the first stream, and the output head has weights of the last half.
     pub is_late: bool,
 }
 

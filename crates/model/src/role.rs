@@ -57,8 +57,8 @@ pub enum StreamPart {
     Scores,
     /// `(C,)`: norm of the input of these.
     ScoreNorm,
-    /// `(2 S + S S, S C)`, of constrained streams, like all variants that follow: weights of the
-    /// half's input and output in the streams, and of the mix; `(S, S C)` before the output head.
+    /// `(2 S + S S, S C)`, of constrained streams, like all variants that follow. Weights of the
+    /// half's input and output, and of the mix; `(S, S C)` before the output head.
     Weigh,
     /// `(2 S + S S,)`: bias of each; `(S,)` before the output head.
     WeighBias,

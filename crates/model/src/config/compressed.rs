@@ -20,8 +20,8 @@ pub struct Compressed {
     pub group_rank: usize,
     /// Positions of the window, a row's own included.
     pub window: usize,
-    /// Whether queries have no norm, and keys are rounded to 8 bits, compressed and index keys to
-    /// 4; an index key is then made of the compressed key (DeepSeek V4.1).
+    /// Whether keys are rounded to 8 bits, and compressed and index keys to 4 (DeepSeek V4.1).
+    /// Queries then have no norm, and an index key is made of the compressed key.
     pub is_rounded: bool,
     /// `None` where rows attend to their window only.
     pub runs: Option<KeyRuns>,

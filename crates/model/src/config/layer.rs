@@ -177,8 +177,8 @@ impl LayerShape {
     /// Columns of a leaf of the attention output's sum: the fewest whole heads that are a multiple
     /// of 32. A tensor split cuts heads there.
     ///
-    /// In Mamba 2 they are those of whole groups, since norms are over the heads of a group; so
-    /// they are where the outputs of a group are compressed together.
+    /// In Mamba 2 they are those of whole groups, since norms are over the heads of a group. The
+    /// same holds where the outputs of a group are compressed together.
     pub const fn attention_leaf(&self) -> usize {
         let each = match self.cache {
             LayerCache::Delta(net) if matches!(net.rule, StateRule::Sum) => {

@@ -6,8 +6,8 @@
 //!   choice. The end of a key turns, and the attention output is turned back.
 //! - The output of each group of heads is compressed.
 //! - In the first layers the token chooses the experts. Gates are clamped.
-//! - V4.1: keys are rounded to 8 and 4 bits, layers share compressed keys and choices of them, and
-//!   a half reads streams with the weights of the half before.
+//! - V4.1: keys are rounded to 8 and 4 bits. Layers share compressed keys and choices of them. A
+//!   half reads streams with the weights of the half before.
 //!
 //! Source: DeepSeek-AI 2026 (DeepSeek-V4); `modeling_deepseek_v4.py` of transformers;
 //! `deepseek_v41.py` of mlx-lm.

@@ -99,8 +99,8 @@ pub trait LayerStep {
     /// latent space, expanded.
     fn attend_latent(&mut self, w: &Self::Layer, index: usize) -> Result<(), Error>;
 
-    /// Attention to a window and to compressed keys: x (T, C) -> keys, to the cache, and queries;
-    /// these -> attended (T, G R): the output of each group of heads, compressed.
+    /// Attention to a window and to compressed keys. x (T, C) -> keys, to the cache, and queries;
+    /// these -> attended (T, G R), the compressed output of each group of heads.
     fn attend_compressed(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
         unreachable!("the layer has no compressed keys")
     }

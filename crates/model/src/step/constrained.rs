@@ -190,8 +190,8 @@ fn sum(row: &[f32], weights: &[f32], out: &mut [f32]) {
     }
 }
 
-/// Softmax of each row of `mix` `(S, S)`; then its columns and rows are divided by their sums in
-/// turn (Sinkhorn and Knopp 1967), columns last.
+/// Softmax of each row of `mix` `(S, S)`. Its columns and rows are then divided by their sums in
+/// turn, columns last. Source: Sinkhorn and Knopp 1967.
 fn constrain(kernels: &Kernels, of: Constraint, count: usize, mix: &mut [f32]) {
     for row in mix.chunks_exact_mut(count) {
         let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);

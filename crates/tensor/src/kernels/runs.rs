@@ -2,7 +2,7 @@
 //! V4). A key is its value too.
 //!
 //! ```text
-//! row of a position:  key (D) | of the run's key: inputs (N D), gates (N D) | of its index key: ...
+//! row of a position:  key (D) | of the run's key: inputs, gates (N D each) | of its index key: ..
 //! a run that ends  -> entry = finish(sum over its positions of softmax(gate + bias) * input)
 //! index queries, index keys of entries -> the top_k best entries of each row, ascending
 //! entries, then the keys of the window, copied into pages of the row's own -> attention
@@ -238,9 +238,9 @@ impl Kernels {
         });
     }
 
-    /// Makes the entries of runs that end in a batch, from the rows in the cache. `biases` are those
-    /// of the gates of keys and of index keys, `(len, N D)` and `(len, N X)`. `finish` gets which of
-    /// both it is, a row of the batch and the sum, and turns this into the key.
+    /// Makes the entries of runs that end in a batch, from the rows in the cache. `biases` are
+    /// those of the gates of keys and of index keys, `(len, N D)` and `(len, N X)`. `finish` gets
+    /// which of both it is, a row of the batch and the sum, and turns this into the key.
     ///
     /// # Panics
     /// As [`write_rows`](Self::write_rows).
