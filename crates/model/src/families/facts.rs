@@ -29,7 +29,7 @@ impl ModelFamily {
             Self::DeepSeek => {
                 "DeepSeek V2 to V3.2 and R1, Kimi K2 to K2.6, GLM 4.7 Flash, GLM 5, Mistral 4"
             }
-            Self::DeepSeek4 => "DeepSeek V4, V4.1 without n-gram memory",
+            Self::DeepSeek4 => "DeepSeek V4; V4.1 without n-gram memory and pipelines",
             Self::Qwen3Next => "Qwen3-Next",
             Self::Qwen35 => "Qwen 3.5 to 3.8",
             Self::Qwen35Moe => "Qwen 3.5 to 3.8 with experts",
