@@ -121,30 +121,18 @@ fn all_params() -> Vec<SamplingParams> {
         for top_k in [0, 1, 2, 7, 1000] {
             for top_p in [0.1, 0.5, 0.95, 1.0] {
                 for min_p in [0.0, 0.05, 0.5, 1.0] {
-                    let cut = SamplingParams {
-                        temperature,
-                        top_k,
-                        top_p,
-                        min_p,
-                        ..PLAIN
-                    };
-                    all.push(cut.clone());
-                    all.push(SamplingParams {
-                        repetition_penalty: 1.3,
-                        presence_penalty: 0.5,
-                        frequency_penalty: -0.25,
-                        penalty_window: 5,
-                        ..cut
+                    let mut of = plain(|p| {
+                        (p.temperature, p.top_k) = (temperature, top_k);
+                        (p.top_p, p.min_p) = (top_p, min_p);
                     });
-                    let biased = all[all.len() - 1].clone();
-                    all.push(SamplingParams {
-                        logit_bias: vec![(0, 1.5), (1, -0.75), (4, 2.0)],
-                        ..biased.clone()
-                    });
-                    all.push(SamplingParams {
-                        order: TemperatureOrder::Last,
-                        ..biased
-                    });
+                    all.push(of.clone());
+                    (of.repetition_penalty, of.presence_penalty) = (1.3, 0.5);
+                    (of.frequency_penalty, of.penalty_window) = (-0.25, 5);
+                    all.push(of.clone());
+                    let mut last = of.clone();
+                    of.logit_bias = vec![(0, 1.5), (1, -0.75), (4, 2.0)];
+                    last.order = TemperatureOrder::Last;
+                    all.extend([of, last]);
                 }
             }
         }
@@ -286,33 +274,22 @@ fn logits_that_are_no_numbers_are_drawn_only_for_want_of_others() {
 
 #[test]
 fn parameters_out_of_range_are_named() {
+    use std::f32::{INFINITY, NAN};
+    const REPETITION: &str = "repetition_penalty";
+    const PRESENCE: &str = "presence_penalty";
+    const FREQUENCY: &str = "frequency_penalty";
     type Set = fn(&mut SamplingParams, f32);
+    let repetitions = [0.0, -1.0, 1001.0];
     let cases: [(&str, Set, &[f32]); 6] = [
-        (
-            "temperature",
-            |p, x| p.temperature = x,
-            &[-0.1, f32::INFINITY],
-        ),
+        ("temperature", |p, x| p.temperature = x, &[-0.1, INFINITY]),
         ("top_p", |p, x| p.top_p = x, &[0.0, -0.5, 1.01]),
         ("min_p", |p, x| p.min_p = x, &[-0.01, 1.01]),
-        (
-            "repetition_penalty",
-            |p, x| p.repetition_penalty = x,
-            &[0.0, -1.0, 1001.0],
-        ),
-        (
-            "presence_penalty",
-            |p, x| p.presence_penalty = x,
-            &[-2.1, 2.1],
-        ),
-        (
-            "frequency_penalty",
-            |p, x| p.frequency_penalty = x,
-            &[-2.1, 2.1],
-        ),
+        (REPETITION, |p, x| p.repetition_penalty = x, &repetitions),
+        (PRESENCE, |p, x| p.presence_penalty = x, &[-2.1, 2.1]),
+        (FREQUENCY, |p, x| p.frequency_penalty = x, &[-2.1, 2.1]),
     ];
     for (name, set, values) in cases {
-        for value in values.iter().copied().chain([f32::NAN, f32::NEG_INFINITY]) {
+        for value in values.iter().copied().chain([NAN, -INFINITY]) {
             let mut params = PLAIN;
             set(&mut params, value);
             let error = params.check().unwrap_err();
@@ -330,41 +307,25 @@ fn parameters_out_of_range_are_named() {
 #[test]
 fn what_is_wrong_with_a_bias_is_said() {
     let all = |n| (0..n).map(|token| (token, 1.0)).collect::<Vec<_>>();
-    let most = MAX_LOGIT_BIAS as u32;
+    let (most, low) = (MAX_LOGIT_BIAS as u32, f32::NEG_INFINITY);
+    let outside = "has token 2000, which is outside the vocabulary of 2000";
     let cases: [(&[(u32, f32)], &str); 9] = [
         (&[], ""),
         (&[(0, 100.0), (1999, -100.0), (7, 0.0)], ""),
         (&all(most), ""),
-        (
-            &all(most + 1),
-            "logit_bias has 1025 tokens, expected at most 1024",
-        ),
-        (
-            &[(0, 1.0), (2000, 1.0)],
-            "logit_bias has token 2000, which is outside the vocabulary of 2000",
-        ),
-        (
-            &[(3, 100.5)],
-            "logit_bias of token 3 is 100.5, expected -100 to 100",
-        ),
-        (
-            &[(3, f32::NAN)],
-            "logit_bias of token 3 is NaN, expected -100 to 100",
-        ),
-        (
-            &[(3, f32::NEG_INFINITY)],
-            "logit_bias of token 3 is -inf, expected -100 to 100",
-        ),
-        (
-            &[(9, 1.0), (3, 1.0), (9, 1.0)],
-            "logit_bias has token 9 twice",
-        ),
+        (&all(most + 1), "has 1025 tokens, expected at most 1024"),
+        (&[(0, 1.0), (2000, 1.0)], outside),
+        (&[(3, 100.5)], "of token 3 is 100.5, expected -100 to 100"),
+        (&[(3, f32::NAN)], "of token 3 is NaN, expected -100 to 100"),
+        (&[(3, low)], "of token 3 is -inf, expected -100 to 100"),
+        (&[(9, 1.0), (3, 1.0), (9, 1.0)], "has token 9 twice"),
     ];
     for (bias, expected) in cases {
         let logit_bias = bias.to_vec();
         let params = plain(|p| p.logit_bias = logit_bias);
         let said = params.check_bias(2000).err().map(|error| error.to_string());
-        assert_eq!(said.unwrap_or_default(), expected);
+        let expected = (!expected.is_empty()).then(|| format!("logit_bias {expected}"));
+        assert_eq!(said, expected);
     }
 }
 

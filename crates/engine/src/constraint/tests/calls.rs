@@ -1,10 +1,10 @@
 //! Grammars of tool calls allow exactly the texts that a family's parser reads as calls.
 
 use paceline_text::chat::ChatTemplate;
-use paceline_text::tools::{CallGrammar, CallRules, Event, ReaderOptions, Syntax, ToolCallFormat};
+use paceline_text::tools::{CallRules, Event, ReaderOptions, Syntax, ToolCallFormat};
 use serde_json::{Value as Json, json};
 
-use super::families::{CASES, Case};
+use super::families::Case;
 use super::*;
 
 fn tools() -> Vec<Json> {
@@ -56,7 +56,7 @@ impl Case {
     }
 
     fn syntax(&self) -> Syntax {
-        Syntax::of(&ChatTemplate::new(self.template).unwrap())
+        Syntax::of(&ChatTemplate::new(&self.template).unwrap())
     }
 
     fn is(&self, family: ToolCallFormat) -> bool {
@@ -66,10 +66,9 @@ impl Case {
     /// Number of calls that the parser finds.
     fn read(&self, answer: &str) -> usize {
         let syntax = self.syntax();
-        let tokenizer = crate::engine::tests::tiny::byte_tokenizer(self.controls);
-        let prompt = tokenizer
-            .encode("<|start|>assistant", Specials::Parse, false)
-            .unwrap();
+        let tokenizer = crate::engine::tests::tiny::byte_tokenizer(&self.controls());
+        let prompt = tokenizer.encode("<|start|>assistant", Specials::Parse, false);
+        let prompt = prompt.unwrap();
         let mut reader = syntax.reader(&tokenizer, &prompt, &tools(), ReaderOptions::default());
         let mut events = reader.push(answer);
         events.extend(reader.finish());
@@ -82,8 +81,8 @@ impl Case {
 #[test]
 fn an_answer_of_a_schema_stands_beside_calls() {
     let (schema, tools) = (json!({"type": "object", "required": ["n"]}), tools());
-    for case in &CASES {
-        let (tokenizer, grammars) = vocabulary(case.controls);
+    for case in &Case::all() {
+        let (tokenizer, grammars) = vocabulary(&case.controls());
         let rules = CallRules {
             answer: Some(&schema),
             ..rules(&tools, false)
@@ -96,9 +95,9 @@ fn an_answer_of_a_schema_stands_beside_calls() {
         }
         let constraint = grammar.unwrap().constraint;
         let passed = |text: &str| passes(&grammars, &tokenizer, &constraint, text);
-        assert_eq!(passed(case.calls[0]), Some(true), "{constraint:?}");
+        assert_eq!(passed(&case.calls[0]), Some(true), "{constraint:?}");
         assert_eq!(passed(r#"{"n": 1}"#), Some(true));
-        assert_eq!(passed(case.broken[0]), None);
+        assert_eq!(passed(&case.broken[0]), None);
         assert_eq!(passed(r#"{"m": 1}"#), None);
         assert_eq!(passed("Words."), None);
     }
@@ -115,10 +114,8 @@ fn white_space_in_calls_is_bounded() {
     let rules = rules(&tools, true);
     let call = syntax.constraint(&tokenizer, &[], &rules).unwrap();
     let begun = r#"<tool_call>{"name": "look", "arguments": {"#;
-    for (constraint, begun) in [
-        (answer, "<think>a</think>{"),
-        (call.unwrap().constraint, begun),
-    ] {
+    let call = call.unwrap().constraint;
+    for (constraint, begun) in [(answer, "<think>a</think>{"), (call, begun)] {
         let guide = grammars.guide(constraint).unwrap();
         assert_eq!(repeats(&guide, begun, " ", &tokenizer), 20, "{begun}");
     }
@@ -126,10 +123,12 @@ fn white_space_in_calls_is_bounded() {
 
 #[test]
 fn a_model_may_think_before_it_answers_or_calls() {
-    for (prompt, thought) in [
-        ("", "<think>a {b</think>\n"),
-        ("<think>\n", "a {b</think>\n"),
-    ] {
+    let first = &Case::all()[0].calls[0];
+    let prompts = ["", "<think>\n"];
+    for (prompt, thought) in prompts
+        .into_iter()
+        .zip(["<think>a {b</think>\n", "a {b</think>\n"])
+    {
         let (tokenizer, grammars) = vocabulary(&[]);
         let prompt = tokenizer.encode(prompt, Specials::AsText, false).unwrap();
         let syntax = Syntax::of(&ChatTemplate::new("<tool_call> </think>").unwrap());
@@ -138,13 +137,10 @@ fn a_model_may_think_before_it_answers_or_calls() {
         let tools = tools();
         let call = syntax.constraint(&tokenizer, &prompt, &rules(&tools, true));
         let call = call.unwrap().unwrap().constraint;
-        for (constraint, text) in [(&answer, r#"{"n": 1}"#), (&call, CASES[0].calls[0])] {
+        for (constraint, text) in [(&answer, r#"{"n": 1}"#), (&call, &*first)] {
             let passed = |text: &str| passes(&grammars, &tokenizer, constraint, text);
-            assert_eq!(
-                passed(&format!("{thought}{text}")),
-                Some(true),
-                "{constraint:?}"
-            );
+            let whole = passed(&format!("{thought}{text}"));
+            assert_eq!(whole, Some(true), "{constraint:?}");
             assert_eq!(passed(&format!("{thought}Words.")), None);
         }
     }
@@ -152,26 +148,23 @@ fn a_model_may_think_before_it_answers_or_calls() {
 
 #[test]
 fn what_the_reader_takes_for_a_call_passes() {
-    for case in &CASES {
-        let (tokenizer, grammars) = vocabulary(case.controls);
+    for case in &Case::all() {
+        let (tokenizer, grammars) = vocabulary(&case.controls());
         for is_required in [false, true] {
             let Some(constraint) = case.constraint(&tokenizer, is_required) else {
-                assert!(
-                    !is_required && case.is(ToolCallFormat::Llama3),
-                    "{}",
-                    case.template
-                );
+                let is_unmarked = case.is(ToolCallFormat::Llama3);
+                assert!(!is_required && is_unmarked, "{}", case.template);
                 continue;
             };
             grammars
                 .check(&constraint)
                 .unwrap_or_else(|e| panic!("{e}: {constraint:?}"));
-            for call in case.calls {
+            for call in &case.calls {
                 assert!(case.read(call) > 0, "{call}");
                 let passed = passes(&grammars, &tokenizer, &constraint, call);
                 assert_eq!(passed, Some(true), "{is_required} {call}\n{constraint:?}");
             }
-            for broken in case.broken {
+            for broken in &case.broken {
                 let passed = passes(&grammars, &tokenizer, &constraint, broken);
                 assert_eq!(passed, None, "{is_required} {broken}");
             }
@@ -190,20 +183,14 @@ fn draw(state: &mut u64, n: usize) -> usize {
 }
 
 /// Ends of free texts, which random bytes would never form.
-const ENDS: [&str; 6] = [
-    "</arg_value>",
-    "\n</parameter>",
-    "</parameter>",
-    "</｜DSML｜parameter>",
-    "</think>",
-    "\"}",
-];
+const ENDS: &str = "</arg_value> \n</parameter> </parameter> </｜DSML｜parameter> </think> \"}";
 
 /// The next byte or control token. An ending that was begun continues; else chance decides. Marks
 /// are likelier, since texts never end when each byte is as probable as the others.
 fn choose(allowed: &[u32], begun: &mut Vec<u8>, state: &mut u64) -> u32 {
     if begun.is_empty() && draw(state, 8) == 0 {
-        *begun = ENDS[draw(state, ENDS.len())].bytes().rev().collect();
+        let ends: Vec<&str> = ENDS.split(' ').collect();
+        *begun = ends[draw(state, ends.len())].bytes().rev().collect();
     }
     if let Some(byte) = begun.pop() {
         if allowed.contains(&byte.into()) {
@@ -262,8 +249,8 @@ fn drawn(
 #[test]
 fn what_passes_is_a_call_for_the_reader() {
     const DRAWS: usize = 16;
-    for case in &CASES {
-        let (tokenizer, grammars) = vocabulary(case.controls);
+    for case in &Case::all() {
+        let (tokenizer, grammars) = vocabulary(&case.controls());
         let constraint = case.constraint(&tokenizer, true).unwrap();
         let mut state = 0x2545_f491_4f6c_dd1d;
         let draw = |_| drawn(&grammars, &tokenizer, &constraint, &mut state);
@@ -278,29 +265,20 @@ fn what_passes_is_a_call_for_the_reader() {
 /// Gemma's grammar enforces tool names and the call format.
 #[test]
 fn gemmas_calls_are_held_to_their_form() {
-    let controls = [
-        "<|tool_call>",
-        "<tool_call|>",
-        "<|\"|>",
-        "<|channel>",
-        "<channel|>",
-    ];
+    let controls = r#"<|tool_call> <tool_call|> <|"|> <|channel> <channel|>"#;
+    let controls: Vec<&str> = controls.split(' ').collect();
     let case = Case {
-        template: "<|tool_call> <channel|>",
-        controls: &[],
-        calls: &[],
-        broken: &[],
+        template: "<|tool_call> <channel|>".to_owned(),
+        ..Case::default()
     };
     let strict = tools();
     for controls in [&controls[..], &[]] {
         let (tokenizer, grammars) = vocabulary(controls);
         let grammar = case.syntax();
         let grammar = grammar.constraint(&tokenizer, &[], &rules(&strict[1..], true));
-        let CallGrammar {
-            constraint,
-            relaxed,
-        } = grammar.unwrap().unwrap();
-        assert_eq!(relaxed[0].1.keyword, "properties");
+        let grammar = grammar.unwrap().unwrap();
+        assert_eq!(grammar.relaxed[0].1.keyword, "properties");
+        let constraint = grammar.constraint;
         let passed = |text: &str| passes(&grammars, &tokenizer, &constraint, text);
         for call in [
             "<|tool_call>call:run{code:<|\"|>a < \"b\"\n<|\"|>,n:[1,-2.5,true,null]}<tool_call|>",
@@ -309,11 +287,8 @@ fn gemmas_calls_are_held_to_their_form() {
             assert_eq!(passed(call), Some(true), "{call}\n{constraint:?}");
             assert!(case.read(call) > 0, "{call}");
         }
-        for broken in [
-            "Words.",
-            "<|tool_call>call:look",
-            "<|tool_call>call:run{a:b",
-        ] {
+        let [look, run] = ["<|tool_call>call:look", "<|tool_call>call:run{a:b"];
+        for broken in ["Words.", look, run] {
             assert_eq!(passed(broken), None, "{broken}");
         }
         let all = rules(&strict, true);

@@ -8,7 +8,7 @@ use paceline_model::Model;
 use paceline_tensor::PAGE;
 
 use super::drafts::{CONTEXT, babble, eager, run, sizes};
-use super::requests::{SAMPLED, mixed, prompt, request};
+use super::requests::{SAMPLED, biased, mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};
 use super::tiny::{END, TinyModel, byte_tokenizer};
 use crate::{Draft, DraftNetwork, Error, SamplingParams};
@@ -85,13 +85,10 @@ fn of_the_same_mind(sampling: SamplingParams) -> (usize, usize) {
 
 #[test]
 fn a_draft_of_the_same_mind_takes_few_steps() {
-    let endless = vec![(END, -100.0)];
-    let greedy = SamplingParams {
-        logit_bias: endless.clone(),
-        ..SamplingParams::default()
-    };
+    let greedy = biased(&[(END, -100.0)]);
+    let logit_bias = greedy.logit_bias.clone();
     let sampled = SamplingParams {
-        logit_bias: endless,
+        logit_bias,
         seed: 5,
         ..SAMPLED
     };
@@ -103,8 +100,9 @@ fn a_draft_of_the_same_mind_takes_few_steps() {
 
 /// Steps of an answer with little repetition. Each step takes a millisecond.
 fn steps_of(rig: &mut Rig) -> usize {
+    let logit_bias = vec![(END, -100.0)];
     let sampling = SamplingParams {
-        logit_bias: vec![(END, -100.0)],
+        logit_bias,
         seed: 9,
         ..SAMPLED
     };

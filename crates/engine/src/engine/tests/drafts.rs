@@ -5,7 +5,7 @@ use std::time::Duration;
 use paceline_tensor::PAGE;
 use paceline_text::grammar::{Constraint, Grammar};
 
-use super::requests::{SAMPLED, mixed, prompt, request};
+use super::requests::{SAMPLED, biased, mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};
 use super::tiny::{END, TinyModel};
 use crate::{EngineConfig, GenerationRequest, SamplingParams};
@@ -107,10 +107,7 @@ fn drafts_change_no_answer_of_layers_that_differ() {
 #[test]
 fn repetitions_take_few_steps() {
     let tiny = TinyModel::new(1);
-    let sampling = SamplingParams {
-        logit_bias: vec![(5, 100.0), (END, -100.0)],
-        ..SamplingParams::default()
-    };
+    let sampling = biased(&[(5, 100.0), (END, -100.0)]);
     let request = request(vec![1, 2, 3], CONTEXT - 10, sampling);
     let steps = |drafts| {
         let mut rig = eager(&tiny, drafts);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use paceline_tensor::PAGE;
 
-use super::requests::{SAMPLED, prompt, request};
+use super::requests::{SAMPLED, biased, prompt, request};
 use super::rig::{Rig, alone, id_of};
 use super::tiny::{END, TinyModel, VOCAB};
 use crate::{Engine, EngineConfig, Error, Finish, GenerationRequest, SamplingParams};
@@ -36,21 +36,15 @@ fn long_answers(tiny: &TinyModel, n: usize) -> Vec<GenerationRequest> {
 fn sizes_that_cannot_work_are_named() {
     let tiny = TinyModel::new(1);
     type Change = fn(&mut EngineConfig);
+    let short = |n| format!("cache_positions is {n}, expected at least the context");
+    let many = format!("cache_positions is {}, expected at most 2^32", usize::MAX);
+    let rows = "max_rows is 3, expected at least max_running";
     let cases: [(Change, &str); 8] = [
         (|it| it.context = 1, "context is 1, expected 2 or more"),
         (|it| it.context = 0, "context is 0, expected 2 or more"),
-        (
-            |it| it.cache_positions = PAGE,
-            "cache_positions is 64, expected at least the context",
-        ),
-        (
-            |it| it.context = usize::MAX,
-            "cache_positions is 512, expected at least the context",
-        ),
-        (
-            |it| it.cache_positions = usize::MAX,
-            "cache_positions is 18446744073709551615, expected at most 2^32",
-        ),
+        (|it| it.cache_positions = PAGE, &short(PAGE)),
+        (|it| it.context = usize::MAX, &short(512)),
+        (|it| it.cache_positions = usize::MAX, &many),
         (
             |it| it.max_running = 0,
             "max_running is 0, expected 1 or more",
@@ -59,10 +53,7 @@ fn sizes_that_cannot_work_are_named() {
             |it| it.max_waiting = 0,
             "max_waiting is 0, expected 1 or more",
         ),
-        (
-            |it| it.max_rows = 3,
-            "max_rows is 3, expected at least max_running",
-        ),
+        (|it| it.max_rows = 3, rows),
     ];
     for (change, expected) in cases {
         let mut config = sizes();
@@ -95,45 +86,27 @@ fn a_request_that_cannot_be_answered_says_why() {
     let tiny = TinyModel::new(1);
     let mut engine = tiny.engine(sizes());
     let outside = vec![0, 1, VOCAB as u32];
-    let hot = SamplingParams {
-        temperature: f32::NAN,
-        ..SAMPLED
+    let with = |change: fn(&mut GenerationRequest)| {
+        let mut wanted = greedy(vec![1], 5);
+        change(&mut wanted);
+        wanted
     };
-    let empty_stop = GenerationRequest {
-        stop: vec!["a".to_owned(), String::new()],
-        logprobs: None,
-        ..greedy(vec![1], 1)
-    };
-    let told = GenerationRequest {
-        logprobs: Some(21),
-        ..greedy(vec![1], 1)
-    };
-    let biased = SamplingParams {
-        logit_bias: vec![(33, 1.0), (34, 1.0)],
-        ..SAMPLED
-    };
-    let cases = [
-        (greedy(vec![], 5), "the prompt is empty"),
-        (
-            greedy(prompt(CONTEXT, 1), 5),
-            "the prompt has 128 tokens, but the context holds 128",
-        ),
-        (
-            greedy(outside, 5),
-            "token 34 at position 2 is outside the vocabulary of 34",
-        ),
-        (
-            request(vec![1], 5, hot),
-            "temperature is NaN, expected 0 or more, finite",
-        ),
-        (empty_stop, "stop string 1 is empty"),
-        (told, "logprobs is 21, expected at most 20"),
-        (
-            request(vec![1], 5, biased),
-            "logit_bias has token 34, which is outside the vocabulary of 34",
-        ),
-    ];
-    for (request, expected) in cases {
+    let hot = with(|it| it.sampling.temperature = f32::NAN);
+    let empty_stop = with(|it| it.stop = vec!["a".to_owned(), String::new()]);
+    let told = with(|it| it.logprobs = Some(21));
+    let biased = with(|it| it.sampling.logit_bias = vec![(33, 1.0), (34, 1.0)]);
+    let cases = "\
+the prompt is empty
+the prompt has 128 tokens, but the context holds 128
+token 34 at position 2 is outside the vocabulary of 34
+temperature is NaN, expected 0 or more, finite
+stop string 1 is empty
+logprobs is 21, expected at most 20
+logit_bias has token 34, which is outside the vocabulary of 34";
+    let prompts = [vec![], prompt(CONTEXT, 1), outside];
+    let requests = prompts.map(|prompt| greedy(prompt, 5)).into_iter();
+    let requests = requests.chain([hot, empty_stop, told, biased]);
+    for (request, expected) in requests.zip(cases.lines()) {
         assert_eq!(engine.submit(request).unwrap_err().to_string(), expected);
         assert!(engine.is_idle());
     }
@@ -161,10 +134,7 @@ fn answers_end_where_they_must() {
 #[test]
 fn an_answer_has_its_least_number_of_tokens() {
     let tiny = TinyModel::new(1);
-    let ends = SamplingParams {
-        logit_bias: vec![(END, 100.0)],
-        ..SamplingParams::default()
-    };
+    let ends = biased(&[(END, 100.0)]);
     let wanted = GenerationRequest {
         min_tokens: 3,
         ..request(prompt(3, 1), 9, ends)

@@ -40,11 +40,16 @@ pub(super) fn request(
 
 /// A greedy answer of exactly `n` tokens: none ends it.
 pub(super) fn endless(prompt: Vec<u32>, n: usize) -> GenerationRequest {
-    let sampling = SamplingParams {
-        logit_bias: vec![(END, -100.0)],
+    request(prompt, n, biased(&[(END, -100.0)]))
+}
+
+/// Greedy with these biases.
+pub(super) fn biased(biases: &[(u32, f32)]) -> SamplingParams {
+    let logit_bias = biases.to_vec();
+    SamplingParams {
+        logit_bias,
         ..SamplingParams::default()
-    };
-    request(prompt, n, sampling)
+    }
 }
 
 /// The order of a client's request without priority and deadline.
@@ -70,16 +75,13 @@ pub(crate) fn mixed(tiny: &TinyModel) -> Vec<GenerationRequest> {
         change(&mut sampling);
         sampling
     };
+    let narrow = with(5, |p| (p.top_p, p.min_p) = (0.9, 0.02));
     let mut all = vec![
         request(prompt(1, 1), 20, greedy.clone()),
         request(prompt(150, 2), 10, greedy.clone()),
         request(tiny.encode("abc def"), 60, seed(3)),
         request(prompt(64, 4), 30, with(4, |p| p.top_k = 5)),
-        request(
-            prompt(63, 5),
-            30,
-            with(5, |p| (p.top_p, p.min_p) = (0.9, 0.02)),
-        ),
+        request(prompt(63, 5), 30, narrow),
         request(prompt(65, 6), 70, with(6, |p| p.temperature = 2.0)),
         request(prompt(130, 7), 0, greedy.clone()),
         request(prompt(9, 8), 1, seed(8)),
@@ -92,10 +94,9 @@ pub(crate) fn mixed(tiny: &TinyModel) -> Vec<GenerationRequest> {
         ..greedy
     };
     all.push(request(prompt(30, 9), 50, penalised));
-    let biased = SamplingParams {
-        logit_bias: vec![(2, 2.5), (14, 4.0), (0, -100.0)],
-        ..seed(20)
-    };
+    let biased = with(20, |p| {
+        p.logit_bias = vec![(2, 2.5), (14, 4.0), (0, -100.0)]
+    });
     all.push(request(prompt(31, 20), 40, biased));
     for n in 10..13 {
         let stop = stops();

@@ -18,7 +18,7 @@ use super::draft_model::frozen;
 use super::drafts::babble;
 use super::in_flight::{CONTEXT, calls, disturb, rig_of, sizes};
 use super::page_store::Shelf;
-use super::requests::{SAMPLED, mixed, prompt, request};
+use super::requests::{SAMPLED, biased, mixed, prompt, request};
 use super::rig::{Rig, SequenceOutcome, alone};
 use super::tiny::{END, TinyModel, VOCAB};
 use crate::{
@@ -243,11 +243,7 @@ fn endless(sampling: SamplingParams, n: usize) -> GenerationRequest {
 
 /// An answer that repeats one token.
 fn circle(n: usize) -> GenerationRequest {
-    let sampling = SamplingParams {
-        logit_bias: vec![(5, 100.0)],
-        ..SamplingParams::default()
-    };
-    endless(sampling, n)
+    endless(biased(&[(5, 100.0)]), n)
 }
 
 /// Speed-up of a request by drafts; the answers are equal.
