@@ -10,7 +10,7 @@ use paceline_model::{
 use paceline_tensor::{KvType, PAGE};
 
 use super::cache::{self, DeltaSizes, LayerSizes, bits_of};
-use super::weights::{self, BLOCKS, FILLED, RingPlan};
+use super::weights::{self, BLOCKS, RingPlan};
 
 /// The most positions, in whole pages and fewer than `positions`, for which `fits` holds; 0 if for
 /// none. It holds for all fewer.
@@ -198,14 +198,14 @@ impl MlxRankBytes {
             .iter()
             .map(|bytes| bytes + beside(names.config.width));
         let largest = layers.clone().max().unwrap_or(0);
-        let filled = FILLED * largest;
-        let others = planned.tables + self.cache.0 + self.step.0 + filled;
+        // The arrays of the layer that computes.
+        let others = planned.tables + self.cache.0 + self.step.0 + largest;
         let least = others + largest;
         if memory.0 < least {
             return Err(Error::StreamMemory {
                 given: memory,
                 needed: Bytes(least),
-                units: Bytes(filled + largest),
+                units: Bytes(2 * largest),
             });
         }
         let (mut stay, mut kept) = (0, 0);
@@ -216,7 +216,7 @@ impl MlxRankBytes {
             (stay, kept) = (stay + 1, kept + layer);
         }
         let blocks = ((memory.0 - others - kept) / largest.max(1)).clamp(1, BLOCKS);
-        let weights = Bytes(planned.tables + kept + filled + blocks * largest);
+        let weights = Bytes(planned.tables + kept + (1 + blocks) * largest);
         Ok((
             Self { weights, ..self },
             Held::Ring(RingPlan { stay, blocks }),

@@ -260,7 +260,6 @@ impl<'a> Step<'a> {
     /// Runs all layers.
     pub(super) fn layers(&mut self) -> Result<(), Error> {
         let (weights, shard) = (self.parts.weights, &self.parts.model.shard);
-        let mut before = None;
         for (index, layer) in shard.layers.clone().zip(&weights.layers) {
             self.index = index;
             if self.parts.model.captures.contains(&index) {
@@ -272,7 +271,7 @@ impl<'a> Step<'a> {
             }
             self.parts.model.config.family.layer(self, layer, index)?;
             if let Some(ring) = ring {
-                before = Some(self.compute_streamed((ring, layer), before)?);
+                self.compute_streamed((ring, layer))?;
             }
         }
         if let Some((norm, _)) = &weights.head {
@@ -285,30 +284,14 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Has the device compute a layer of the ring, and waits for the one `before`, of which it has
-    /// the residual. So two of them are in memory at most, and the next one is filled while this
-    /// one computes.
-    fn compute_streamed(
-        &mut self,
-        (ring, layer): (&LayerRing, &Layer),
-        before: Option<Array>,
-    ) -> Result<Array, Error> {
-        self.settle()?;
-        let stream = self.parts.stream;
-        let own = [&self.residual].into_iter().chain(&self.captured);
-        let all: Vec<&Array> = own.chain(self.parts.cache.arrays()).collect();
-        let (watch, rows) = (self.parts.watch, self.batch.rows());
-        let reason = |error| self.parts.receive.reason(error);
-        watch
-            .during_part(rows, || stream.submit(all))
-            .map_err(reason)?;
-        ring.empty(stream, layer)?;
-        if let Some(before) = &before {
-            watch
-                .during(rows, || stream.eval([before]))
-                .map_err(reason)?;
-        }
-        Ok(self.residual.clone())
+    /// Has the device compute a layer of the ring, and lets go of its weights. The next ones are read
+    /// from disk meanwhile.
+    fn compute_streamed(&mut self, (ring, layer): (&LayerRing, &Layer)) -> Result<(), Error> {
+        let captured = self.captured.clone();
+        let own = [self.residual.clone()].into_iter().chain(self.aside.clone());
+        let own: Vec<Array> = own.chain(captured).collect();
+        self.eval(&own.iter().collect::<Vec<_>>())?;
+        ring.empty(self.parts.stream, layer)
     }
 
     /// Evaluates `arrays` and the cache, watched.

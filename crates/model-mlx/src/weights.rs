@@ -33,7 +33,7 @@ pub(super) use indexer::Indexer;
 pub(super) use latent::Latent;
 pub(super) use per_layer::{PerLayer, PerLayerInputs};
 pub(super) use planned::planned;
-pub(super) use ring::{BLOCKS, FILLED, Ring, RingPlan, RingWriter};
+pub(super) use ring::{BLOCKS, Ring, RingPlan, RingWriter};
 pub(super) use slots::{ShardFiles, Slots};
 
 /// A matrix that the ranks of a stage share by its input dimension, or by its outputs: see

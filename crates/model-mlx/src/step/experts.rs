@@ -195,7 +195,7 @@ impl Step<'_> {
         let stream = self.parts.stream;
         let chosen = stream.contiguous(&stream.astype(chosen, Dtype::U32)?)?;
         let wait = || stream.eval([&chosen, &self.x]);
-        self.parts.watch.during_part(self.batch.rows(), wait)?;
+        self.parts.watch.during(self.batch.rows(), wait)?;
         let numbers = chosen.as_bytes()?.chunks_exact(4);
         let number = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_ne_bytes) as usize;
         Ok(numbers.map(number).collect())

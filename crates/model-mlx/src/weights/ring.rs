@@ -1,7 +1,7 @@
 //! Layers that do not fit into a limit of memory: read from disk when a step comes to them.
 //!
 //! ```text
-//! disk -> blocks of the next two layers -> arrays of this layer -> computed, with the one before
+//! disk -> blocks of the next two layers -> arrays of this layer -> computed
 //! ```
 //!
 //! The file has a layer's arrays as MLX computes with them, so nothing is converted in a step.
@@ -16,9 +16,6 @@ use paceline_model::{Error, StreamCounts};
 use paceline_tensor::{Kernels, MatrixMemory};
 
 use super::Layer;
-
-/// Layers that are arrays at a time: one computes, the next is copied.
-pub(crate) const FILLED: u64 = 2;
 
 /// Layers in blocks at a time: one is copied, two are read.
 pub(crate) const BLOCKS: u64 = 3;
