@@ -93,8 +93,9 @@ pub struct MlxRankBytes {
 }
 
 impl MlxRankBytes {
-    /// Of `shard` in `class`, for steps of `size` that capture the input of layers; its context is the positions of all sequences.
-    /// Reads headers only. The rank's worker admits it by the same sum.
+    /// Of `shard` in `class`, for steps of `size` that capture the input of layers. The context of
+    /// `size` is the positions of all sequences. Reads headers only. The rank's worker admits it by
+    /// the same sum.
     ///
     /// # Errors
     /// The files lack a matrix, or it has another shape.

@@ -6,10 +6,10 @@
 //!                                                                   +--> draft logits
 //! ```
 //!
-//! A layer with a window reads the model's last layer with a window and a cache of its own; other
-//! layers read the last one without. The head computes these keys and values again, from the
-//! captured inputs of both layers, so that it works over stages, splits and devices. All tokens of
-//! a draft have the position of the first, since no keys of later ones exist.
+//! A layer with a window reads the model's last layer that has a window and its own cache. Other
+//! layers read the last one without a window. The head computes these keys and values again, from
+//! the captured inputs of both layers. So it works over stages, splits and devices. All tokens of a
+//! draft have the position of the first, since no keys of later ones exist.
 //!
 //! E2B and E4B have *ordered* logits: the likeliest clusters of tokens are found first, and only
 //! their tokens are scored.
