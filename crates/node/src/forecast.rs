@@ -390,14 +390,15 @@ impl Forecast {
         };
         if decode_tok_s.is_finite() && decode_tok_s > 0.0 {
             let run = self.run_key(split);
-            self.facts
-                .learn((&self.key, &run), decode_tok_s, (said, base));
+            let model = self.stream.as_ref().map_or(&self.key, |own| &own.model);
+            self.facts.learn((model, &run), decode_tok_s, (said, base));
             self.facts.save();
         }
     }
 
-    /// Stores the reuse of experts with which `said`, the prediction of a run, comes nearest to its
-    /// `measured` speed: predictions within other limits of memory then have it too.
+    /// Stores the reuse of experts with which `said`, the prediction of a run, is its `measured`
+    /// speed: predictions within other limits of memory then have it too. A run that no reuse
+    /// explains changes nothing.
     fn learn_reuse(&mut self, measured: f64, said: impl Fn(&Self) -> Result<f64>) {
         let with = |own: &mut Self, reuse: Option<f64>| {
             own.stream.as_mut()?.reuse = reuse;
@@ -406,7 +407,8 @@ impl Forecast {
         let before = self.stream.as_ref().and_then(|stream| stream.reuse);
         let [mut low, mut high] = REUSE;
         let ends = [low, high].map(|reuse| with(self, Some(reuse)));
-        let depends = matches!(ends, [Some(most), Some(least)] if most > least);
+        let explains =
+            matches!(ends, [Some(most), Some(least)] if least < measured && measured < most);
         for _ in 0..16 {
             let middle = (low * high).sqrt();
             match with(self, Some(middle)).is_some_and(|said| said > measured) {
@@ -417,7 +419,7 @@ impl Forecast {
         let Some(stream) = &mut self.stream else {
             return;
         };
-        stream.reuse = match depends && measured.is_finite() && measured > 0.0 {
+        stream.reuse = match explains {
             true => Some(self.facts.learn_reuse(&stream.model, (low * high).sqrt())),
             false => before,
         };

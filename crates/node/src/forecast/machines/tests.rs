@@ -14,11 +14,19 @@ use super::*;
 
 /// A small model, and a forecast by which a layer's products take 10 ms.
 fn forecast() -> (Config, Forecast) {
+    forecast_of("llama-rope3-sharded")
+}
+
+/// As [`forecast`], of the model in a folder of golden ones.
+fn forecast_of(folder: &str) -> (Config, Forecast) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/golden/hf");
-    let source = ModelSource::open(&golden.join("llama-rope3-sharded")).unwrap();
+    let source = ModelSource::open(&golden.join(folder)).unwrap();
     let mut config = Config::read(&source).unwrap();
     for layer in &mut config.layers {
         layer.ffn = 64 * config.ffn_leaf; // as much as can be shared
+        if let Some(experts) = &mut layer.experts {
+            experts.width *= 4096; // many against a program
+        }
     }
     config.layers = config.layers.iter().cycle().take(8).copied().collect();
     let measured = StepMeasurements {
@@ -31,7 +39,7 @@ fn forecast() -> (Config, Forecast) {
         prompt_row: 1e-2,
         experts: 0.0,
         few_expert: 0.0,
-        prompt_expert: 0.0,
+        prompt_expert: 1e-3,
     };
     let setting = Setting {
         source: &source,
@@ -231,4 +239,32 @@ fn what_fits_comes_first() {
     let mut all = [(false, 9.0), (true, 1.0), (true, 2.0)];
     all.sort_by(|a, b| best_first(*a, *b));
     assert_eq!(all, [(true, 2.0), (true, 1.0), (false, 9.0)]);
+}
+
+/// An answer within one limit of memory tells how often steps choose the same experts, and so what
+/// answers within another give. Machines without a disk's rate are predicted as before.
+#[test]
+fn streamed_experts_are_reused_as_answers_show() {
+    let (config, without) = forecast_of("qwen3moe-bf16");
+    let machines = machines(&[0], 1e-4);
+    let split = Split::whole(&config);
+    let said = |own: &Forecast| own.across(&config, &split, &machines).unwrap().decode_tok_s;
+    let within = |forecast: &Forecast, mib: u64| {
+        let mut forecast = forecast.clone();
+        forecast.stream(Bytes(mib << 20));
+        forecast
+    };
+    let whole = said(&without);
+    assert_eq!(said(&within(&without, 300)), whole, "no rate is known");
+    let mut with = without;
+    with.facts.set_disk(1e9);
+    let [little, much] = [300, 500].map(|mib| said(&within(&with, mib)));
+    assert!(little < much && much < whole, "{little} {much} {whole}");
+    let mut learns = within(&with, 300);
+    let measured = (little * whole).sqrt();
+    learns.learn_across(&config, (&split, &machines), measured);
+    assert!((said(&learns) / measured - 1.0).abs() < 0.05);
+    with.facts = learns.facts;
+    let better = said(&within(&with, 500));
+    assert!(much < better && better < whole, "{much} {better} {whole}");
 }
