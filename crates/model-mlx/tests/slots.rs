@@ -112,7 +112,6 @@ fn layers_on_disk_answer_as_the_whole_model() {
     };
     for (family, block_type) in [
         (ModelFamily::Llama, BlockType::Q8_0),
-        (ModelFamily::Gemma3, BlockType::F16),
         (ModelFamily::GptOss, BlockType::MXFP4_SPLIT),
         (ModelFamily::Qwen35, BlockType::F32),
     ] {
