@@ -39,25 +39,6 @@ pub fn keep_no_large_blocks() {
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub const fn keep_no_large_blocks() {}
 
-/// Makes the allocator keep freed memory, for programs whose steps need the same blocks again: each
-/// 4 KiB of a new one costs a page fault. Six steps of training 30 million numbers took 10.9
-/// processor seconds without it, 2.5 of them the system's, and 9.1 with it (November 2026).
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-pub fn keep_free_memory() {
-    const GROWN_BY: i32 = 64 << 20;
-    const MAPPED_FROM: i32 = 1 << 30;
-    // SAFETY: takes no pointers; the allocator locks its own state. It ignores what it refuses.
-    unsafe {
-        libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
-        libc::mallopt(libc::M_TOP_PAD, GROWN_BY);
-        libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_FROM);
-    }
-}
-
-/// Other systems do this by themselves.
-#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-pub const fn keep_free_memory() {}
-
 /// Returns freed memory of this process to the system. The C library keeps free memory between used
 /// blocks, tens of megabytes after long requests. Cost: a walk over free blocks, about a
 /// millisecond.

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use paceline_cluster::{Control, machine};
+use paceline_cluster::Control;
 use paceline_model::adapter::files::tensors;
 
 use crate::activity::Activity;
@@ -104,7 +104,6 @@ fn work<M: Into<Means>>(
             }
         }
     }
-    machine::keep_free_memory();
     if stage.of > 1 || shard.is_some() {
         let activity = watched(channel)?;
         let cuts_experts = shard.and_then(ShardRole::of_experts).is_some();

@@ -20,7 +20,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use paceline_base::{Rank, hex};
-use paceline_cluster::machine;
 use paceline_cluster::sandbox::Sandbox;
 use paceline_cluster::workers::{Event, WorkerLimits, WorkerSpec, Workers};
 use paceline_model::adapter::files::tensors;
@@ -94,9 +93,8 @@ pub struct Post {
 }
 
 impl TrainingWorkers {
-    /// This process, which keeps memory between steps from now on.
-    pub fn here() -> Self {
-        machine::keep_free_memory();
+    /// This process.
+    pub const fn here() -> Self {
         Self { team: None }
     }
 
