@@ -4,11 +4,13 @@
     bar63_memory.py PACELINE [--work /tmp/bar63] [--layers 17] [--memory 2G] [--only moe,two,cluster,dense,..]
 
 moe     Qwen3-30B-A3B's shape (17 layers: 6 GB) under --memory in a cgroup of that size: the whole
-        model's answer, most resident memory, tokens/s over rate / missed bytes a token, and the
-        bytes that a prompt of 512 tokens reads over those of all experts
+        model's answer, most resident memory, tokens/s over rate / missed bytes a token, speed and
+        prediction (also under 5/4 of the limit), and the bytes that a prompt of 512 tokens reads
+        over those of all experts
 two     the same over two workers, each in a cgroup of half of it
 cluster `load --memory` over two nodes in namespaces, each in a cgroup of --machine: the whole's answer
 dense   a dense model of 4 GB under 1 GB: the same answer
+mlx     a dense model of 0.7 GB on MLX under 600 MB, and over two workers of half of it: the same answer
 faults  kill -9 while packing, a full disk, a file cut while it is read by a server
 start   the second start of a packed model over the time to read its file
 Needs numpy and gguf for the models (PYTHON=...). Disk: two and a half times the models.
@@ -148,11 +150,16 @@ def answers(args, model, memory, *options, workers=0, tokens=48):
     home = f"{args.work}/home"
     prompt = "The disk reads what memory does not hold"
     options = ("--context", "2048", *options)
-    whole = Run(args.binary, home, model, prompt, tokens, "--context", "2048")
+    engine = [one for one in options if one in ("--engine", "mlx")]
+    whole = Run(args.binary, home, model, prompt, tokens, "--context", "2048", *engine)
     first = Run(args.binary, home, model, prompt, 2, "--memory", memory, *options,
                 limit=size_of(memory), workers=workers)
     streamed = Run(args.binary, home, model, prompt, tokens, "--memory", memory, *options,
                    limit=size_of(memory), workers=workers)
+    # Another limit, whose prediction has the reuse of experts that the answer before showed.
+    more = size_of(memory) * 5 // 4
+    other = Run(args.binary, home, model, prompt, tokens, "--memory", f"{more >> 20}M", *options,
+                limit=more, workers=workers)
     rate = pread_rate(max(packed_files(home), key=os.path.getsize))
     (t0, io0), (t1, io1) = streamed.io[0], streamed.io[-2]
     missed = (io1 - io0) / max(len(streamed.io) - 2, 1)
@@ -163,6 +170,7 @@ def answers(args, model, memory, *options, workers=0, tokens=48):
         "equal": whole.text == streamed.text and len(whole.text) > 1 and first.code == 0,
         "resident_over_budget": round(most / budget, 3), "whole_tok_s": whole.decode,
         "tok_s": streamed.decode, "predicted_tok_s": streamed.predicted,
+        "other_limit_tok_s": other.decode, "other_limit_predicted": other.predicted,
         "rate_mb_s": round(rate / 1e6), "missed_mb_a_token": round(missed / 1e6, 1),
         "tok_s_over_bound": round(streamed.decode * missed / rate, 3),
     }), flush=True)
@@ -223,6 +231,12 @@ def cluster(args):
 
 def dense(args):
     answers(args, make(args, "qwen3-dense", args.dense_layers), args.dense_memory, tokens=8)
+
+
+def mlx(args):
+    model = make(args, "qwen3-dense", 12)
+    answers(args, model, "600M", "--engine", "mlx", tokens=6)
+    answers(args, model, "800M", "--engine", "mlx", "--nodes", "2", "--split", "pipeline", workers=2, tokens=6)
 
 
 def faults(args):

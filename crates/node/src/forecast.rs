@@ -160,8 +160,8 @@ struct StreamFacts {
     reuse: Option<f64>,
 }
 
-/// Reuse of experts that an answer may show: with 0.05 a twentieth of them in memory has 0.86 of
-/// those that are chosen, with 2 few.
+/// Reuse of experts that an answer may show. With 0.05 a twentieth of them in memory has 0.86 of
+/// those that are chosen; with 2 it has few.
 const REUSE: [f64; 2] = [0.05, 2.0];
 
 /// Measures the disk with the model at `path`, and stores its rate in `home` for
@@ -397,7 +397,7 @@ impl Forecast {
     }
 
     /// Stores the reuse of experts with which `said`, the prediction of a run, is its `measured`
-    /// speed: predictions within other limits of memory then have it too. A run that no reuse
+    /// speed. Predictions within other limits of memory then have it too. A run that no reuse
     /// explains changes nothing.
     fn learn_reuse(&mut self, measured: f64, said: impl Fn(&Self) -> Result<f64>) {
         let with = |own: &mut Self, reuse: Option<f64>| {
