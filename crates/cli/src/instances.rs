@@ -507,11 +507,28 @@ mod tests {
         assert!(matches!(error, Error::NoMachine { .. }), "{error}");
     }
 
-    /// The request that the node reads for these options of `load m`.
-    fn request(options: &str) -> LoadRequest {
+    /// What `load m` with these options sends to the node.
+    fn sent(options: &str) -> Value {
         let words = ["load", "m"].into_iter().chain(options.split_whitespace());
-        let args = Command::parse_from(words).load;
-        LoadRequest::deserialize(serde_json::to_value(&args).unwrap()).unwrap()
+        serde_json::to_value(&Command::parse_from(words).load).unwrap()
+    }
+
+    fn request(options: &str) -> LoadRequest {
+        LoadRequest::deserialize(sent(options)).unwrap()
+    }
+
+    /// No list maps one to the other: a new option is a field of each, and of the rule that reads
+    /// it from the record, which keeps `options` whole.
+    #[test]
+    fn a_field_of_a_request_is_an_option_of_load_or_of_up_alone() {
+        let of_up = ["names", "adapter_naming", "machine"];
+        let options = "--replicas auto --drafts 5 --follow --strict --weights shard --memory 8G";
+        let (by_name, by_count) = (sent(&format!("{options} --nodes a")), sent("--nodes 2"));
+        let fields = serde_json::to_value(request(options)).unwrap();
+        for name in fields.as_object().unwrap().keys() {
+            let is_option = by_name.get(name).or(by_count.get(name)).is_some();
+            assert!(is_option != of_up.contains(&name.as_str()), "{name}");
+        }
     }
 
     #[test]
