@@ -517,8 +517,8 @@ mod tests {
         LoadRequest::deserialize(sent(options)).unwrap()
     }
 
-    /// No list maps one to the other: a new option is a field of each, and of the rule that reads
-    /// it from the record, which keeps `options` whole.
+    /// No list maps one to the other. A new option is a field of each; the record keeps `options`
+    /// whole, and a rule reads it there.
     #[test]
     fn a_field_of_a_request_is_an_option_of_load_or_of_up_alone() {
         let of_up = ["names", "adapter_naming", "machine"];
