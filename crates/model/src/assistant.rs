@@ -99,25 +99,34 @@ struct AssistantLayer {
 enum Output {
     /// `(V, A)`
     All(PackedMatrix),
-    Ordered {
-        /// `(clusters, A)`
-        clusters: PackedMatrix,
-        /// Clusters whose tokens are scored.
-        chosen: usize,
-        /// `(clusters, V / clusters)`: the tokens of each.
-        tokens: Vec<u32>,
-        /// `(V, A)`
-        rows: StoredTensor,
-    },
+    Ordered(Box<Ordered>),
+}
+
+/// Logits of the tokens of the likeliest clusters.
+#[derive(Debug)]
+struct Ordered {
+    /// `(clusters, A)`
+    clusters: PackedMatrix,
+    /// Clusters whose tokens are scored.
+    chosen: usize,
+    /// `(clusters, V / clusters)`: the tokens of each.
+    tokens: Vec<u32>,
+    /// `(V, A)`
+    rows: StoredTensor,
+}
+
+impl Ordered {
+    /// Tokens of a cluster.
+    const fn each(&self) -> usize {
+        self.tokens.len() / self.clusters.rows()
+    }
 }
 
 impl Output {
     const fn matrix(&self) -> &PackedMatrix {
         match self {
-            Self::All(matrix)
-            | Self::Ordered {
-                clusters: matrix, ..
-            } => matrix,
+            Self::All(matrix) => matrix,
+            Self::Ordered(of) => &of.clusters,
         }
     }
 
@@ -125,12 +134,7 @@ impl Output {
     const fn scored(&self) -> usize {
         match self {
             Self::All(matrix) => matrix.rows(),
-            Self::Ordered {
-                clusters,
-                chosen,
-                tokens,
-                ..
-            } => *chosen * (tokens.len() / clusters.rows()),
+            Self::Ordered(of) => of.chosen * of.each(),
         }
     }
 }
@@ -305,12 +309,12 @@ fn output(
         let token = token.ok_or_else(|| wrong(ORDER, got, format!("0 to {}", vocab - 1)));
         Ok::<_, Error>(token? as u32)
     });
-    Ok(Output::Ordered {
+    Ok(Output::Ordered(Box::new(Ordered {
         clusters: reader.matrix("masked_embedding.centroids", clusters, a)?,
         chosen,
         tokens: tokens.collect::<Result<_, _>>()?,
         rows: StoredTensor::Whole(reader.tensor(stem, &[vocab, a])?),
-    })
+    })))
 }
 
 impl Keeper {

@@ -80,7 +80,7 @@ impl AssistantCompute {
         });
         let kept: Vec<&PackedMatrix> = head.keepers.iter().flat_map(Keeper::matrices).collect();
         let heads = shapes.iter().map(|of| of.heads).max().unwrap_or(0);
-        let is_ordered = matches!(head.output, Output::Ordered { .. });
+        let is_ordered = matches!(head.output, Output::Ordered(_));
         let scored = if is_ordered { head.output.scored() } else { 0 };
         Self {
             captured: buffer(rows, c, &kept),
@@ -262,34 +262,27 @@ impl AssistantCompute {
     /// With ordered logits: those of the tokens of each sequence's likeliest clusters.
     fn score_chosen(&mut self, n: usize) {
         let head = &*self.head;
-        let Output::Ordered {
-            clusters,
-            chosen,
-            tokens,
-            rows,
-        } = &head.output
-        else {
+        let Output::Ordered(of) = &head.output else {
             return;
         };
-        let each = tokens.len() / clusters.rows();
-        let scores = self.scores.chunks_exact(clusters.rows()).take(n);
-        for (scores, own) in scores.zip(self.chosen.chunks_exact_mut(chosen * each)) {
+        let (each, scored) = (of.each(), head.output.scored());
+        let scores = self.scores.chunks_exact(of.clusters.rows()).take(n);
+        for (scores, own) in scores.zip(self.chosen.chunks_exact_mut(scored)) {
             let mut order: Vec<usize> = (0..scores.len()).collect();
             order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
             for (cluster, own) in order.iter().zip(own.chunks_exact_mut(each)) {
-                own.copy_from_slice(&tokens[cluster * each..(cluster + 1) * each]);
+                own.copy_from_slice(&of.tokens[cluster * each..(cluster + 1) * each]);
             }
         }
         let (a, last, chosen) = (head.config.width, self.last.values(), &self.chosen);
-        let scored = head.output.scored();
         let logits = DisjointMut::new(&mut self.logits, each);
         head.kernels.for_rows(n * scored / each, |part| {
             // SAFETY: each part is visited once.
             let logits = unsafe { logits.part(part) };
-            let (mut row, of) = (vec![0.0; a], &last[part * each / scored * a..][..a]);
+            let (mut row, x) = (vec![0.0; a], &last[part * each / scored * a..][..a]);
             for (logit, token) in logits.iter_mut().zip(&chosen[part * each..]) {
-                rows.row(*token, &mut row);
-                *logit = row.iter().zip(of).map(|(x, y)| x * y).sum();
+                of.rows.row(*token, &mut row);
+                *logit = row.iter().zip(x).map(|(w, x)| w * x).sum();
             }
         });
     }
@@ -316,7 +309,7 @@ impl DraftHeadCompute for AssistantCompute {
                 let n = matrix.rows();
                 out.copy_from_slice(&self.scores[i * n..(i + 1) * n]);
             }
-            ordered @ Output::Ordered { .. } => {
+            ordered @ Output::Ordered(_) => {
                 let n = ordered.scored();
                 let of = i * n..(i + 1) * n;
                 scatter(&self.chosen[of.clone()], &self.logits[of], out);
