@@ -19,7 +19,7 @@ use serde_json::Value;
 
 use crate::Error;
 use crate::families::{ExpertLayout, ModelFamily, QWEN3_VL_MOE, blocks, dbrx_stem};
-use crate::role::{LayerRole, Nth, Role};
+use crate::role::{LayerRole, Nth, Role, StreamPart};
 use names::{
     bare, deepseek4_stem, gguf_stem, hf_stem, kimi_stem, model_type, prediction_stem, prefix,
     text_part,
@@ -214,6 +214,12 @@ impl ModelSource {
             return Ok(tensor);
         }
         let tensor = self.tensor(&self.name(family, role))?;
+        if let (Self::Gguf(_), Role::Streams(part)) = (self, role)
+            && let StreamPart::Expand(index) | StreamPart::Collapse(index) = part
+        {
+            let of = tensor.shape.first().copied().unwrap_or(0).max(index + 1);
+            return of_expert(tensor, Nth { index, of });
+        }
         let (Self::Gguf(_), Role::Layer(_, part)) = (self, role) else {
             return Ok(tensor);
         };

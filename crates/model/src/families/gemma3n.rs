@@ -5,7 +5,7 @@
 //! - Gates of the first layers are cut by their mean and deviation.
 //! - The last layers use the KV caches of earlier ones; every layer has embeddings of its own.
 //!
-//! Source: `modeling_gemma3n.py` of transformers.
+//! Source: `modeling_gemma3n.py` of transformers; `src/models/gemma3n.cpp` of llama.cpp.
 
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind, gemma4};
 use crate::role::{LayerRole, Role, StreamPart};
@@ -23,6 +23,7 @@ const ROPE: RopeKind = RopeKind::halves(1_000_000.0);
 pub(super) const NAMES: FileNames = FileNames {
     hf_ffn_norm: "pre_feedforward_layernorm",
     hf_own,
+    gguf_own,
     ..FileNames::USUAL
 };
 
@@ -39,10 +40,26 @@ const fn hf_own(role: Role) -> Option<&'static str> {
     }
 }
 
+/// The matrices between streams are one tensor each, `(S - 1, C, C)`.
+const fn gguf_own(role: Role) -> Option<&'static str> {
+    match role {
+        Role::Streams(StreamPart::Expand(_)) => Some("altup_proj"),
+        Role::Streams(StreamPart::Collapse(_)) => Some("altup_unembd_proj"),
+        Role::Layer(_, LayerRole::AttentionStreams(part)) => Some(match part {
+            StreamPart::RouterNorm => "altup_router_norm",
+            StreamPart::Router => "altup_router",
+            StreamPart::Predict => "altup_predict_coef",
+            StreamPart::Correct => "altup_correct_coef",
+            _ => "altup_correct_scale",
+        }),
+        _ => None,
+    }
+}
+
 pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     let mut config = Config::base(ModelFamily::Gemma3n, fields)?;
     config.embedding_scale = (config.width as f32).sqrt();
-    config.softcap = fields.final_softcap()?;
+    config.softcap = fields.gemma3n_softcap()?;
     config.per_layer = fields.per_layer_width()?;
     config.per_layer_vocab = fields.per_layer_vocab(config.vocab)?;
     config.streams = Some(fields.alternating_streams()?);

@@ -180,7 +180,7 @@ impl ModelFamily {
             Self::Phi3 => "phi3",
             Self::Gemma2 => "gemma2",
             Self::Gemma3 => "gemma3",
-            Self::Gemma3n => "gemma3n_text",
+            Self::Gemma3n => "gemma3n",
             Self::Gemma4 => "gemma4",
             Self::Qwen2Moe => "qwen2moe",
             Self::Qwen3Moe => "qwen3moe",
@@ -208,6 +208,7 @@ impl ModelFamily {
         match self {
             Self::Mistral => "mistral",
             Self::Gemma3 => "gemma3_text",
+            Self::Gemma3n => "gemma3n_text",
             Self::Gemma4 => "gemma4_text",
             Self::Mixtral => "mixtral",
             Self::Qwen2Moe => "qwen2_moe",
@@ -264,8 +265,8 @@ impl ModelFamily {
     pub const fn has_gguf(self) -> bool {
         !matches!(
             self,
-            Self::Gemma3n
-                | Self::DeepSeek4
+            Self::DeepSeek4
+                | Self::Glm5Next
                 | Self::Qwen4Exp
                 | Self::KimiLinear
                 | Self::MiniMaxM3

@@ -77,6 +77,10 @@ const fn of_family(family: ModelFamily) -> &'static str {
             "attention.query_scalar dense_2_feat_in dense_2_feat_out dense_3_feat_in \
              dense_3_feat_out"
         }
+        ModelFamily::Gemma3n => {
+            "activation_sparsity_scale altup. attention.shared_kv_layers \
+             embedding_length_per_layer_input"
+        }
         ModelFamily::Gemma4 => {
             "attention.key_length_swa attention.shared_kv_layers attention.value_length_swa \
              embedding_length_per_layer_input rope.dimension_count_swa"

@@ -1,6 +1,7 @@
 //! Fields of residual streams, and of Qwen4-Exp: its indexer, and what is not computed.
 
 use paceline_tensor::Choice;
+use paceline_weights::gguf::{Array, MetadataValue};
 use serde_json::Value;
 
 use super::{ConfigFields, check_layers, wrong_value};
@@ -41,22 +42,55 @@ impl ConfigFields<'_> {
     /// Alternating streams of Gemma 3n, with the rank of the path parallel to attention.
     pub(crate) fn alternating_streams(&self) -> Result<Streams, Error> {
         const ACTIVE: &str = "altup_active_idx";
-        let size = |name, low, high| self.opt_size("", name, low, high);
-        match size(ACTIVE, 0, MAX_WIDTH)? {
+        match self.opt_size("altup.active_idx", ACTIVE, 0, MAX_WIDTH)? {
             None | Some(0) => {}
             Some(other) => return Err(wrong_value(ACTIVE, other, "0")),
         }
         Ok(Streams {
-            count: size("altup_num_inputs", 2, MAX_STREAMS as u64)?.unwrap_or(4), // as the class
-            rank: size("laurel_rank", 1, MAX_WIDTH)?.unwrap_or(64),
+            count: self
+                .opt_size("altup.num_inputs", "altup_num_inputs", 2, MAX_STREAMS as u64)?
+                .unwrap_or(4), // as the class
+            rank: self.laurel_rank()?,
             rule: StreamRule::Alternating,
         })
     }
 
+    /// Rank of Gemma 3n's path parallel to attention. GGUF files have it in the weights alone.
+    fn laurel_rank(&self) -> Result<usize, Error> {
+        let Self::Gguf { file, .. } = self else {
+            let said = self.opt_size("", "laurel_rank", 1, MAX_WIDTH)?;
+            return Ok(said.unwrap_or(64)); // as the class
+        };
+        let down = file.tensor("blk.0.laurel_l.weight")?;
+        match down.shape.first() {
+            Some(rank) if (1..=MAX_WIDTH as usize).contains(rank) => Ok(*rank),
+            _ => Err(wrong_value("rows of laurel_l", down.rows(), "1 or more")),
+        }
+    }
+
+    /// Soft cap of Gemma 3n's logits; 30 in GGUF files without one, as in llama.cpp.
+    pub(crate) fn gemma3n_softcap(&self) -> Result<Option<f32>, Error> {
+        let said = self.final_softcap()?;
+        Ok(match self {
+            Self::Gguf { .. } => said.or(Some(30.0)),
+            Self::Hf(_) => said,
+        })
+    }
+
     /// Deviations above the mean at which each layer cuts its gates, from the fraction that
-    /// becomes 0.
+    /// becomes 0; GGUF files have the deviations.
     pub(crate) fn gate_cutoffs(&self, layers: usize) -> Result<Vec<Option<f32>>, Error> {
         const FIELD: &str = "activation_sparsity_pattern";
+        if let Self::Gguf { metadata, .. } = self {
+            const KEY: &str = "activation_sparsity_scale";
+            let list = match metadata.get(&self.key(KEY)) {
+                Some(MetadataValue::Array(Array::F32(list))) => list.clone(),
+                _ => return Err(self.missing(KEY, FIELD)),
+            };
+            check_layers(KEY, list.len(), layers)?;
+            // Of the fraction 0 it is infinite.
+            return Ok(list.into_iter().map(|x| x.is_finite().then_some(x)).collect());
+        }
         let fractions = match self.hf(FIELD, "a number or a list", |value| Some(value.clone()))? {
             Some(Value::Array(list)) => {
                 check_layers(FIELD, list.len(), layers)?;

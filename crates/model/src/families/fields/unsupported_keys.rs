@@ -160,6 +160,7 @@ impl ConfigFields<'_> {
             config.family,
             ModelFamily::Gemma2
                 | ModelFamily::Gemma3
+                | ModelFamily::Gemma3n
                 | ModelFamily::Gemma4
                 | ModelFamily::GptOss
                 | ModelFamily::Olmo2
