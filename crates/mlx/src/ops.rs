@@ -251,8 +251,8 @@ impl Stream {
         })
     }
 
-    /// The values `(.., n)` as `bits` bits each, in groups of `group` along the last axis: packed
-    /// values `(.., n bits / 32)`, scales and biases `(.., n / group)` in the type of `a`.
+    /// The values `(.., n)` as `bits` bits each, in groups of `group` along the last axis. Packed
+    /// values are `(.., n bits / 32)`, scales and biases `(.., n / group)` in the type of `a`.
     ///
     /// # Errors
     /// As [`add`](Self::add).

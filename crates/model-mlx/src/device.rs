@@ -417,9 +417,9 @@ impl<'a> OnDevice<'a> {
         self.graph(reserved, batch, None)?.finish(done)
     }
 
-    /// The step that probably follows `batch`. `None` where other stages compute too, where it
-    /// begins a page although that needs [more than lanes](Cache::is_in_lanes), and with a limit of
-    /// memory: making its graph waits for the disk.
+    /// The step that probably follows `batch`. `None` where other stages compute too, and where it
+    /// begins a page although that needs [more than lanes](Cache::is_in_lanes). `None` too with a
+    /// limit of memory, since making its graph waits for the disk.
     fn next<'b>(
         &self,
         reserved: &Reserved,

@@ -64,8 +64,8 @@ pub(super) fn cache_shape(
     }
 }
 
-/// Bytes of a layer besides its matrices in a model of `width`: eight vectors in f32, and half of
-/// 4 KiB for each of some 60 arrays on disk.
+/// Bytes of a layer without its matrices in a model of `width`. They are eight vectors in f32, and
+/// half of 4 KiB for each of some 60 arrays on disk.
 const fn beside(width: usize) -> u64 {
     32 * width as u64 + (120 << 10)
 }

@@ -284,11 +284,13 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Has the device compute a layer of the ring, and lets go of its weights. The next ones are read
-    /// from disk meanwhile.
+    /// Has the device compute a layer of the ring, and lets go of its weights. The next layers are
+    /// read from disk meanwhile.
     fn compute_streamed(&mut self, (ring, layer): (&LayerRing, &Layer)) -> Result<(), Error> {
         let captured = self.captured.clone();
-        let own = [self.residual.clone()].into_iter().chain(self.aside.clone());
+        let own = [self.residual.clone()]
+            .into_iter()
+            .chain(self.aside.clone());
         let own: Vec<Array> = own.chain(captured).collect();
         self.eval(&own.iter().collect::<Vec<_>>())?;
         ring.empty(self.parts.stream, layer)
