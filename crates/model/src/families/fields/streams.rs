@@ -48,7 +48,12 @@ impl ConfigFields<'_> {
         }
         Ok(Streams {
             count: self
-                .opt_size("altup.num_inputs", "altup_num_inputs", 2, MAX_STREAMS as u64)?
+                .opt_size(
+                    "altup.num_inputs",
+                    "altup_num_inputs",
+                    2,
+                    MAX_STREAMS as u64,
+                )?
                 .unwrap_or(4), // as the class
             rank: self.laurel_rank()?,
             rule: StreamRule::Alternating,
@@ -89,7 +94,10 @@ impl ConfigFields<'_> {
             };
             check_layers(KEY, list.len(), layers)?;
             // Of the fraction 0 it is infinite.
-            return Ok(list.into_iter().map(|x| x.is_finite().then_some(x)).collect());
+            return Ok(list
+                .into_iter()
+                .map(|x| x.is_finite().then_some(x))
+                .collect());
         }
         let fractions = match self.hf(FIELD, "a number or a list", |value| Some(value.clone()))? {
             Some(Value::Array(list)) => {
