@@ -33,7 +33,8 @@ fn classes_and_families_are_refused_by_name() {
         assert!(error.starts_with(told), "{name}: {error}");
     }
     for family in ModelFamily::ALL {
-        if ModelFamily::DENSE.contains(&family) || !family.has_gguf() {
+        let is_written = family.has_gguf() && family != ModelFamily::Gemma3n; // no streams in Tiny
+        if ModelFamily::DENSE.contains(&family) || !is_written {
             continue;
         }
         Tiny::new(family, BlockType::Q8_0).write(&path);

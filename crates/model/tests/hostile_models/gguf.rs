@@ -129,7 +129,9 @@ fn is_number(part: &str) -> bool {
 fn tensors_that_lie_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("lies.gguf");
-    for family in ModelFamily::ALL.into_iter().filter(|it| it.has_gguf()) {
+    // The writer has no residual streams.
+    let is_written = |it: &ModelFamily| it.has_gguf() && *it != ModelFamily::Gemma3n;
+    for family in ModelFamily::ALL.into_iter().filter(is_written) {
         let whole = small(family).file();
         let mut roles = BTreeSet::new();
         for (i, tensor) in whole.tensors.iter().enumerate() {

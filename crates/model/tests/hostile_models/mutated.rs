@@ -59,7 +59,8 @@ fn try_all(count: u64) {
     let kernels = kernels();
     let room = tempfile::tempdir().unwrap();
     let families = ModelFamily::ALL.into_iter();
-    let families: Vec<_> = families.filter(|it| it.has_gguf()).collect();
+    let is_written = |it: &ModelFamily| it.has_gguf() && *it != ModelFamily::Gemma3n;
+    let families: Vec<_> = families.filter(is_written).collect(); // no streams in Tiny
     let (mut slowest, mut computed) = (Duration::ZERO, 0);
     for seed in 0..count {
         let mut random = SplitMix64::new(seed);
