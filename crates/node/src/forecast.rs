@@ -18,12 +18,12 @@ pub mod machines;
 mod probe;
 mod products;
 mod ranks;
+mod streamed;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
 
 use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_comm::Backend;
@@ -38,6 +38,8 @@ use paceline_tensor::Kernels;
 use facts::FactsStore;
 use probe::{Probe, StepMeasurements};
 use ranks::{GroupCost, LinkCost, Splits, Team};
+use streamed::StreamFacts;
+pub use streamed::measure_disk;
 
 use crate::sharding::asked;
 use crate::{Error, PlannedSplit};
@@ -147,53 +149,7 @@ pub struct Forecast {
     stream: Option<StreamFacts>,
 }
 
-/// Facts that reads of weights while steps compute depend on.
-#[derive(Clone, Debug)]
-struct StreamFacts {
-    /// Memory of each machine.
-    memory: Bytes,
-    /// Bytes a second that the disk reads.
-    disk: f64,
-    /// Key of the model without a limit of memory.
-    model: String,
-    /// Its reuse of experts ([`paceline_plan::EXPERT_REUSE`]), once an answer showed it.
-    reuse: Option<f64>,
-}
-
-/// Reuse of experts that an answer may show. With 0.05 a twentieth of them in memory has 0.86 of
-/// those that are chosen; with 2 it has few.
-const REUSE: [f64; 2] = [0.05, 2.0];
-
-/// Measures the disk with the model at `path`, and stores its rate in `home` for
-/// [`Forecast::stream`]. Blocks for a tenth of a second on an NVMe disk. Does nothing for a small
-/// or unreadable model.
-pub fn measure_disk(home: &Path, path: &Path) {
-    let began = Instant::now();
-    if let Some(read) = paceline_model::read_sample(path) {
-        let mut facts = FactsStore::load(home);
-        facts.set_disk(read as f64 / began.elapsed().as_secs_f64());
-        facts.save();
-    }
-}
-
 impl Forecast {
-    /// Predicts speeds on machines that have `memory` each for the model, and read what does not
-    /// fit from disks as fast as this machine's. Nothing changes before that was
-    /// [measured](measure_disk). Measured answers correct these predictions alone.
-    pub fn stream(&mut self, memory: Bytes) {
-        let Some(disk) = self.facts.disk() else {
-            return;
-        };
-        let model = self.key.clone();
-        self.key += &format!(", within {}", memory.0);
-        self.stream = Some(StreamFacts {
-            memory,
-            disk,
-            reuse: self.facts.reuse(&model),
-            model,
-        });
-    }
-
     /// The placement of a split whose ranks stream; `None` without a limit of memory.
     pub fn streamed(&self, config: &Config, cut: &PlannedSplit) -> Option<Placement> {
         let workload = Workload {
@@ -394,35 +350,6 @@ impl Forecast {
             self.facts.learn((model, &run), decode_tok_s, (said, base));
             self.facts.save();
         }
-    }
-
-    /// Stores the reuse of experts with which `said`, the prediction of a run, is its `measured`
-    /// speed. Predictions within other limits of memory then have it too. A run that no reuse
-    /// explains changes nothing.
-    fn learn_reuse(&mut self, measured: f64, said: impl Fn(&Self) -> Result<f64>) {
-        let with = |own: &mut Self, reuse: Option<f64>| {
-            own.stream.as_mut()?.reuse = reuse;
-            said(own).ok()
-        };
-        let before = self.stream.as_ref().and_then(|stream| stream.reuse);
-        let [mut low, mut high] = REUSE;
-        let ends = [low, high].map(|reuse| with(self, Some(reuse)));
-        let explains =
-            matches!(ends, [Some(most), Some(least)] if least < measured && measured < most);
-        for _ in 0..16 {
-            let middle = (low * high).sqrt();
-            match with(self, Some(middle)).is_some_and(|said| said > measured) {
-                true => low = middle,
-                false => high = middle,
-            }
-        }
-        let Some(stream) = &mut self.stream else {
-            return;
-        };
-        stream.reuse = match explains {
-            true => Some(self.facts.learn_reuse(&stream.model, (low * high).sqrt())),
-            false => before,
-        };
     }
 
     /// The splits of a model over `nodes`, each once, with corrected decode tokens a second; tensor
