@@ -30,8 +30,9 @@ pub(crate) const DELTA_FOLDERS: [&str; 4] = [
 ];
 
 /// Folders with experts and folders of Gemma 3n and Gemma 4.
-pub(crate) const EXPERT_FOLDERS: [&str; 28] = [
+pub(crate) const EXPERT_FOLDERS: [&str; 29] = [
     "glm5-next-bf16",
+    "deepseek-v41-bf16",
     "kimi-k3-bf16",
     "deepseek-v4-bf16",
     "gemma3n-bf16",

@@ -82,6 +82,7 @@ impl Tiny {
             | ModelFamily::KimiLinear
             | ModelFamily::MiniMaxM3
             | ModelFamily::DeepSeek4
+            | ModelFamily::Glm5Next
             | ModelFamily::Gemma3n => (4, 2, 64, 4),
             ModelFamily::Lfm2 | ModelFamily::Lfm2Moe => (8, 2, 32, 3),
             ModelFamily::NemotronH => (8, 2, 32, NEMOTRON.len()),
