@@ -34,9 +34,7 @@ pub(crate) enum Error {
     },
     /// An option that has no effect on models that make embeddings.
     #[error("{option} has no effect: the model makes embeddings, on one node and in f32")]
-    OfDecoders {
-        option: &'static str,
-    },
+    OfDecoders { option: &'static str },
     /// A chat line that begins like a command.
     #[error("the chat has no command {word}, or it needs an argument")]
     NoChatCommand {
@@ -45,9 +43,7 @@ pub(crate) enum Error {
     },
     /// `/set` of an unknown name.
     #[error("there is no setting {name:?}")]
-    NoSetting {
-        name: String,
-    },
+    NoSetting { name: String },
     /// `/set` with a value that cannot be read.
     #[error("{name} is {value:?}, expected a number")]
     SettingValue {
@@ -74,9 +70,7 @@ pub(crate) enum Error {
     PromptTooLarge,
     /// A coding agent that is not installed.
     #[error("{} is not installed", .program.name())]
-    NoAgent {
-        program: AgentProgram,
-    },
+    NoAgent { program: AgentProgram },
     /// No server responds.
     #[error("no paceline answers at {url}: {reason}")]
     NoServer {
@@ -179,9 +173,7 @@ pub(crate) enum Error {
     },
     /// An option without meaning with MLX.
     #[error("{option} is for the engine cpu, but --engine is mlx")]
-    CpuOnly {
-        option: &'static str,
-    },
+    CpuOnly { option: &'static str },
     /// The hidden worker command was started by hand.
     #[error("`paceline worker` is a part of a model that other commands start, not a command")]
     WorkerByHand,
@@ -201,9 +193,7 @@ pub(crate) enum Error {
     AdapterOfSeveral,
     /// Two models have the same name.
     #[error("two models would answer by the name {name}")]
-    SameName {
-        name: String,
-    },
+    SameName { name: String },
     /// An adapter without a model.
     #[error("--adapter is for a model, and there is none")]
     AdapterAlone,
@@ -250,9 +240,7 @@ pub(crate) enum Error {
     },
     /// The output path exists.
     #[error("{} is there already", path.display())]
-    OutputThere {
-        path: PathBuf,
-    },
+    OutputThere { path: PathBuf },
     /// MLX is not published for a system.
     #[error("{build} is not published for {os} on {arch}")]
     NoMlx {

@@ -225,12 +225,12 @@ pub(crate) struct Args {
     )]
     hosts: Vec<String>,
     /// Cut the model into stages, one after the other, for a base that does not fit one machine;
-    /// worker N has stage N modulo this, and the result has the same bits
+    /// the result has the same bits
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     stages: u32,
-    /// Workers share out moments and gradients (state), values too (all), long rows (rows), or these
-    /// and the experts of each layer (experts); auto is all for --method full, else state
+    /// Workers share out moments and gradients (state), values too (all), long rows (rows), or rows
+    /// and experts (experts); auto is all for --method full, else state
     #[arg(long, value_name = "HOW", conflicts_with = "stages", value_parser = ShardArg::parse)]
     shard: Option<ShardArg>,
     /// Compute on this machine alone, without the cluster

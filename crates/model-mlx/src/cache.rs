@@ -53,7 +53,7 @@ pub(super) enum Kept {
     /// `(1, K, rows, D)` and `(1, K, rows, E)`: keys and values.
     Rows([Array; 2]),
     /// Packed values, scales and biases of keys, then of values, and the bits of a value.
-    Quantised([Array; 6], usize),
+    Quantised(Box<[Array; 6]>, usize),
     /// `(1, 1, rows, R + P + X)`: keys, whose first R numbers are the value and whose last X are an
     /// index key; R and X.
     Latent(Array, [i32; 2]),
@@ -66,7 +66,7 @@ impl Kept {
         match self {
             Self::Nothing | Self::Delta(_) => &[],
             Self::Rows(both) => both,
-            Self::Quantised(parts, _) => parts,
+            Self::Quantised(parts, _) => parts.as_slice(),
             Self::Latent(keys, _) => std::slice::from_ref(keys),
         }
     }
@@ -76,7 +76,7 @@ impl Kept {
         match self {
             Self::Nothing | Self::Delta(_) => &mut [],
             Self::Rows(both) => both,
-            Self::Quantised(parts, _) => parts,
+            Self::Quantised(parts, _) => parts.as_mut_slice(),
             Self::Latent(keys, _) => std::slice::from_mut(keys),
         }
     }
@@ -160,7 +160,7 @@ impl Cache {
                         let (rows, of) = (rows as usize, (bits, shape.dtype));
                         let [a, b, c] = quantised::zeros(stream, [heads, rows, key], of)?;
                         let [d, e, f] = quantised::zeros(stream, [heads, rows, value], of)?;
-                        Kept::Quantised([a, b, c, d, e, f], bits)
+                        Kept::Quantised(Box::new([a, b, c, d, e, f]), bits)
                     }
                     None => Kept::Rows([zeros(heads, key)?, zeros(heads, value)?]),
                 },

@@ -63,7 +63,14 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         patience: Duration::from_millis(200),
         last_words: Duration::from_millis(500),
     };
-    let model = MlxModel::load(source, &split, Rank(0), (options, None), kernels(), |_, _| {})?;
+    let model = MlxModel::load(
+        source,
+        &split,
+        Rank(0),
+        (options, None),
+        kernels(),
+        |_, _| {},
+    )?;
     let model: Arc<dyn LoadedModel> = Arc::new(model);
     let hang = || std::fs::write(variable(FILE).unwrap(), "").unwrap();
     if variable(EARLY).is_some() {

@@ -60,7 +60,14 @@ fn load(model: &Path, library: PathBuf) -> Result<Box<dyn Compute>, Error> {
         patience: Duration::from_secs(60),
         last_words: Duration::from_secs(60),
     };
-    let model = MlxModel::load(source, &split, Rank(0), (options, None), kernels(), |_, _| {})?;
+    let model = MlxModel::load(
+        source,
+        &split,
+        Rank(0),
+        (options, None),
+        kernels(),
+        |_, _| {},
+    )?;
     Arc::new(model).reserve(BatchSize::single(8, 64), 64)
 }
 

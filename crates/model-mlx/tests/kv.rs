@@ -22,8 +22,8 @@ fn load(
     try_mlx(path, MlxOptions { kv, ..options })
 }
 
-/// Windows, heads with gates in models of delta nets, and experts with sinks. A position's bits depend on
-/// its own values alone: chunks and scattered pages give the same logits.
+/// Windows, heads with gates in models of delta nets, and experts with sinks. A position's bits
+/// depend on its own values alone: chunks and scattered pages give the same logits.
 #[test]
 fn quantised_keys_and_values_stay_near() {
     let test = "kv::quantised_keys_and_values_stay_near";

@@ -60,7 +60,14 @@ fn a_split_within_a_group_is_refused_by_name() {
         let split = Split::plan(&config, kind.parse().unwrap(), ranks, &[]).unwrap();
         let options = options(&library, KernelClass::MlxF32);
         let source = Arc::clone(&source);
-        let loaded = MlxModel::load(source, &split, Rank(0), (options, None), kernels(), |_, _| {});
+        let loaded = MlxModel::load(
+            source,
+            &split,
+            Rank(0),
+            (options, None),
+            kernels(),
+            |_, _| {},
+        );
         let error = loaded.err();
         let is_it = matches!(error, Some(Error::CutGroup { group: 64, .. }));
         assert_eq!(is_it, is_refused, "{kind}: {error:?}");

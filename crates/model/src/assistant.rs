@@ -139,9 +139,9 @@ impl Output {
     }
 }
 
-/// Sizes of an assistant, from its `config.json`.
+/// AssistantSizes of an assistant, from its `config.json`.
 #[derive(Clone, Debug, PartialEq)]
-struct Sizes {
+struct AssistantSizes {
     config: Config,
     /// Layers of the model with the keys and values that it reads, in ascending order.
     keepers: Vec<usize>,
@@ -151,7 +151,7 @@ struct Sizes {
     ordered: Option<(usize, usize)>,
 }
 
-impl Sizes {
+impl AssistantSizes {
     fn read(json: &Value, model: &Config) -> Result<Self, Error> {
         if model.family != ModelFamily::Gemma4 {
             let expected = "a draft head for this model's family";
@@ -244,7 +244,7 @@ impl AssistantHead {
         if !name.is_some_and(|name| names.contains(&name)) {
             return Ok(None);
         }
-        let sizes = Sizes::read(folder.config(), model)?;
+        let sizes = AssistantSizes::read(folder.config(), model)?;
         Ok(Some(sizes.captures(model)))
     }
 
@@ -261,7 +261,7 @@ impl AssistantHead {
         let reader = HeadReader::new(head, &kernels, class)?;
         let mut model = Config::read(source)?;
         weights::read_rope_factors(source, &mut model)?;
-        let sizes = Sizes::read(reader.folder.config(), &model)?;
+        let sizes = AssistantSizes::read(reader.folder.config(), &model)?;
         let (a, c) = (sizes.config.width, model.width);
         let captures = sizes.captures(&model);
         let keeper = |layer: &usize| Keeper::read(source, &model, *layer, (class, &kernels));

@@ -88,7 +88,9 @@ impl ModelSource {
                 let stem = hf_stem(family.file_names(), prefix(folder), role);
                 let other = prediction_stem(folder, role, &stem);
                 let other = other.or_else(|| kimi_stem(folder, &stem));
-                other.or_else(|| deepseek4_stem(folder, &stem)).unwrap_or(stem)
+                other
+                    .or_else(|| deepseek4_stem(folder, &stem))
+                    .unwrap_or(stem)
             }
         }
     }

@@ -49,8 +49,8 @@ use crate::packed_file::records::StreamedMatrix;
 /// Longest wait for a unit. A slow disk reads 100 MB/s, a layer of 405B in 4 bits has 1.6 GB.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A process's memory over the part that is left free, for what it takes after its first step:
-/// stacks, the allocator's own and rows of mapped embeddings. A choice, not measured.
+/// One over the part of memory that is left free. A process takes it after its first step, for
+/// stacks, the allocator and rows of mapped embeddings. A choice, not measured.
 const MARGIN: u64 = 64;
 
 /// Assumed memory of a process where the system does not report it: the planner's figure.

@@ -7,8 +7,8 @@ use paceline_base::BlockType;
 use paceline_tensor::storage::random::random_row;
 use paceline_weights::gguf::testing::GgufWriter;
 
-use crate::candidates::{self, LogitExtent};
 use crate::TopLogits;
+use crate::candidates::{self, LogitExtent};
 
 /// Parses `words` as a plan of the leader; must never panic. An accepted plan has at most this
 /// rank's maximum of rows.

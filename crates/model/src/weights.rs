@@ -34,8 +34,8 @@ pub(crate) use latent::Latent;
 pub(crate) use loader::ShardLoader;
 pub(crate) use packing::pack_error;
 pub(crate) use pooled::PoolIndexer;
-pub(crate) use reader::{check_shape, vector};
 use reader::finite_vector;
+pub(crate) use reader::{check_shape, vector};
 pub(crate) use streams::{ConstrainedMix, HeadStreams, LayerStreams, StreamMix};
 
 /// A matrix with an optional bias: `(out, in)`, or this rank's rows of it.
@@ -342,7 +342,9 @@ impl LayerShard {
         let index = latent.iter().flat_map(|latent| &latent.indexer);
         let index = index.flat_map(|own| {
             let gate = own.gate.iter().map(|(matrix, _)| matrix);
-            [&own.key.matrix, &own.weights.matrix].into_iter().chain(gate)
+            [&own.key.matrix, &own.weights.matrix]
+                .into_iter()
+                .chain(gate)
         });
         let pools = pooled
             .iter()

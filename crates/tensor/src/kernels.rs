@@ -33,9 +33,9 @@ mod sparse;
 pub use attention::{AttentionRows, AttentionScratch, AttentionStep};
 pub use delta::{DeltaStep, StateRule};
 pub use recurrent::{HeadRows, Recurrence, Recurrent};
+pub use runs::{RunScratch, RunStep, Runs, rows_store};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self_test::same_products;
-pub use runs::{RunScratch, RunStep, Runs, rows_store};
 pub use short_conv::ShortConvStep;
 pub use sparse::{Choice, IndexStep, SparseScratch};
 

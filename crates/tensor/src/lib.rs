@@ -67,8 +67,8 @@ pub use dispatch::InstructionSet;
 pub use error::Error;
 pub use kernels::{
     AttentionRows, AttentionScratch, AttentionStep, BLOCK, Choice, DeltaStep, HeadRows, IndexStep,
-    Kernels, MAX_PRODUCTS, Product, Recurrence, Recurrent, RunScratch, RunStep, Runs, ShortConvStep,
-    SparseScratch, StateRule, Unavailable, rows_store,
+    Kernels, MAX_PRODUCTS, Product, Recurrence, Recurrent, RunScratch, RunStep, Runs,
+    ShortConvStep, SparseScratch, StateRule, Unavailable, rows_store,
 };
 pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
 pub use memory::{MatrixMemory, MemoryBlock};

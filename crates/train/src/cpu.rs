@@ -88,6 +88,9 @@ enum FeedForward {
     Routed(RoutedRows),
 }
 
+/// y (T, C) of a block's feed-forward, and what it leaves.
+type ForwardedRows = (Vec<f32>, FeedForward);
+
 impl FeedForward {
     /// Holds the place of a block's values before they are computed and after they were taken.
     const fn none() -> Self {
@@ -247,7 +250,7 @@ impl Cpu<'_> {
         (layer, rows): (usize, &LeafRows),
         params: &[f32],
         inputs: &[&[f32]],
-    ) -> Result<(Vec<(Vec<f32>, FeedForward)>, GuestRows), Error> {
+    ) -> Result<(Vec<ForwardedRows>, GuestRows), Error> {
         if let (Some(at), Some(seat)) = (self.experts_of(layer), rows.cut_experts()) {
             return self.experts_apart((at, (rows, seat)), params, inputs);
         }

@@ -46,8 +46,8 @@ pub struct Measured {
     /// Most bytes that a rank sent to others in the step.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub sent_bytes: Option<u64>,
-    /// Share of the step in which the least busy worker of a stage, or of cut rows, did not wait for
-    /// others.
+    /// Share of the step in which the least busy worker of a stage, or of cut rows, did not wait
+    /// for others.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub busy_share: Option<f64>,
     /// Workers that computed.

@@ -198,13 +198,10 @@ impl MappedBytes {
             let is_unknown = |error: &std::io::Error| {
                 rustix::io::Errno::from_io_error(error) == Some(rustix::io::Errno::INVAL)
             };
-            return done.or_else(|error| {
-                if is_unknown(&error) {
-                    Ok(())
-                } else {
-                    Err(error)
-                }
-            });
+            match done {
+                Err(error) if !is_unknown(&error) => Err(error),
+                _ => Ok(()),
+            }
         }
         #[cfg(not(target_os = "linux"))]
         Ok(())

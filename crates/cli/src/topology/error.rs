@@ -16,9 +16,7 @@ pub(crate) enum Error {
     NobodyAnswers,
     /// `sudo` would require a password.
     #[error("sudo wants a password on {}", hosts.join(", "))]
-    NoSudo {
-        hosts: Vec<String>,
-    },
+    NoSudo { hosts: Vec<String> },
     /// There is no terminal for a question.
     #[error("--auto-setup asks before it changes machines, but standard input is no terminal")]
     NobodyToAsk,

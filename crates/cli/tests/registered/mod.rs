@@ -263,7 +263,14 @@ fn ranks_on_mlx_receive_in_place() {
         };
         let kernels = Arc::new(Kernels::new(1).unwrap());
         let source = Arc::clone(&source);
-        let model = MlxModel::load(source, &split, Rank(rank), (options, None), kernels, |_, _| {});
+        let model = MlxModel::load(
+            source,
+            &split,
+            Rank(rank),
+            (options, None),
+            kernels,
+            |_, _| {},
+        );
         model.unwrap().link(links)
     };
     let copied: Vec<CopyStats> = std::thread::scope(|scope| {

@@ -274,7 +274,7 @@ fn logits_that_are_no_numbers_are_drawn_only_for_want_of_others() {
 
 #[test]
 fn parameters_out_of_range_are_named() {
-    use std::f32::{INFINITY, NAN};
+    const INFINITY: f32 = f32::INFINITY;
     const REPETITION: &str = "repetition_penalty";
     const PRESENCE: &str = "presence_penalty";
     const FREQUENCY: &str = "frequency_penalty";
@@ -289,7 +289,7 @@ fn parameters_out_of_range_are_named() {
         (FREQUENCY, |p, x| p.frequency_penalty = x, &[-2.1, 2.1]),
     ];
     for (name, set, values) in cases {
-        for value in values.iter().copied().chain([NAN, -INFINITY]) {
+        for value in values.iter().copied().chain([f32::NAN, -INFINITY]) {
             let mut params = PLAIN;
             set(&mut params, value);
             let error = params.check().unwrap_err();

@@ -12,7 +12,7 @@ use paceline_tensor::Kernels;
 use paceline_weights::safetensors::Safetensors;
 use serde_json::{Value, json};
 
-use super::{AssistantHead, Sizes};
+use super::{AssistantHead, AssistantSizes};
 use crate::eagle::tests::{ALONE, captured_by, check, golden, tokens, values};
 use crate::{Config, DraftHead as _, HeadRows, ModelSource, PassKind};
 
@@ -92,8 +92,11 @@ fn usual() -> Value {
 fn a_configuration_that_does_not_fit_is_refused() {
     let read = |name: &str| Config::read(&ModelSource::open(&golden(name)).unwrap()).unwrap();
     let model = read(MODEL);
-    assert_eq!(Sizes::read(&usual(), &model).unwrap().keepers, [2, 3]);
-    assert!(Sizes::read(&usual(), &read("llama-untied-bf16")).is_err());
+    assert_eq!(
+        AssistantSizes::read(&usual(), &model).unwrap().keepers,
+        [2, 3]
+    );
+    assert!(AssistantSizes::read(&usual(), &read("llama-untied-bf16")).is_err());
     for (field, value) in [
         ("/backbone_hidden_size", json!(32)),
         ("/num_centroids", json!(7)),
@@ -108,7 +111,7 @@ fn a_configuration_that_does_not_fit_is_refused() {
     ] {
         let mut json = usual();
         *json.pointer_mut(field).unwrap() = value.clone();
-        let refused = Sizes::read(&json, &model);
+        let refused = AssistantSizes::read(&json, &model);
         assert!(refused.is_err(), "{field} {value}: {refused:?}");
     }
 }

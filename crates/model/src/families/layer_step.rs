@@ -26,7 +26,7 @@ pub trait LayerStep {
     fn norm(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
 
     /// residual (T, S, C) -> x (T, C), by the mix before a half, with its norm, and weights (T, S)
-    /// for its output; of constrained streams also their next mix (T, S, S). As `norm` where the
+    /// for its output. Constrained streams also get their next mix (T, S, S). As `norm` where the
     /// residual is one stream. Never on a backend without several streams.
     fn mix_streams(&mut self, _: &Self::Layer, _: Half) -> Result<(), Error> {
         unreachable!("the residual is one stream")

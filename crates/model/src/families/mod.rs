@@ -265,11 +265,7 @@ impl ModelFamily {
     pub const fn has_gguf(self) -> bool {
         !matches!(
             self,
-            Self::DeepSeek4
-                | Self::Glm5Next
-                | Self::Qwen4Exp
-                | Self::KimiLinear
-                | Self::MiniMaxM3
+            Self::DeepSeek4 | Self::Glm5Next | Self::Qwen4Exp | Self::KimiLinear | Self::MiniMaxM3
         )
     }
 

@@ -16,11 +16,14 @@ use crate::streaming::disk::{Piece, READERS, is_cached, open_direct};
 /// Pieces that wait for a reader, at most: enough that none waits while a matrix is looked up.
 const WAITING: usize = 4 * READERS;
 
+/// Hashes of pieces, by their numbers.
+type PieceHashes = Vec<(usize, Hash)>;
+
 /// Threads that fill matrices. Dropped before its end, it lets them end on their own.
 #[derive(Debug)]
 pub(super) struct MatrixReads {
     pieces: SyncSender<Piece>,
-    readers: Vec<thread::JoinHandle<io::Result<Vec<(usize, Hash)>>>>,
+    readers: Vec<thread::JoinHandle<io::Result<PieceHashes>>>,
     /// Of each matrix: its record's number, its pieces and its sum.
     expected: Vec<(u64, usize, Hash)>,
     /// Pieces of all matrices.
@@ -98,10 +101,7 @@ impl MatrixReads {
 }
 
 /// Work of a reader: the hashes of the pieces that it read.
-fn read_all(
-    file: &io::Result<File>,
-    waiting: &Mutex<Receiver<Piece>>,
-) -> io::Result<Vec<(usize, Hash)>> {
+fn read_all(file: &io::Result<File>, waiting: &Mutex<Receiver<Piece>>) -> io::Result<PieceHashes> {
     let mut hashes = Vec::new();
     let next = || lock(waiting).recv().ok(); // ends with the sender
     while let Some(piece) = next() {

@@ -59,8 +59,6 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::Value => "attn_v",
         LayerRole::AttentionOutput => "attn_output",
         LayerRole::AttentionGate => "attn_gate",
-        // No files of the family.
-        LayerRole::ExpertsDown | LayerRole::ExpertsNorm | LayerRole::ExpertsUp => "ffn_latent",
         LayerRole::QueryNorm => "attn_q_norm",
         LayerRole::KeyNorm => "attn_k_norm",
         LayerRole::Sinks => "attn_sinks",
@@ -92,14 +90,6 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::IndexerNorm => "indexer.k_norm",
         LayerRole::IndexerQueryNorm => "indexer.q_norm",
         LayerRole::IndexerWeights => "indexer.proj",
-        // No files of the family.
-        LayerRole::IndexerGate | LayerRole::IndexerGateBias => "indexer.pool",
-        LayerRole::GroupOutput
-        | LayerRole::RunInput(_)
-        | LayerRole::RunGate(_)
-        | LayerRole::RunBias(_)
-        | LayerRole::RunNorm(_)
-        | LayerRole::ExpertTable => "compressor", // no files of the family
         LayerRole::DenseNorm => "post_ffw_norm_1",
         LayerRole::BesideNorm => "pre_ffw_norm_2",
         LayerRole::PostBesideNorm => "post_ffw_norm_2",
@@ -107,6 +97,13 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::PerLayerOutput => "proj",
         LayerRole::PostPerLayerNorm => "post_norm",
         LayerRole::OutputScale => "layer_output_scale",
+        other => gguf_mixer_part(other),
+    }
+}
+
+/// [`gguf_part`] of mixers other than attention, and of streams.
+const fn gguf_mixer_part(part: LayerRole) -> &'static str {
+    match part {
         LayerRole::DeltaQkv => "attn_qkv",
         LayerRole::DeltaGate => "attn_gate",
         LayerRole::DeltaQkvGate | LayerRole::MambaInput => "ssm_in",
@@ -121,15 +118,14 @@ fn gguf_part(family: ModelFamily, part: LayerRole) -> &'static str {
         LayerRole::DeltaScale => "ssm_a",
         LayerRole::DeltaNorm => "ssm_norm",
         LayerRole::DeltaOutput => "ssm_out",
-        LayerRole::DeltaGateDown | LayerRole::DeltaDecayDown => "ssm_low", // no files of the family
         LayerRole::MambaSkip => "ssm_d",
-        LayerRole::AttentionStreams(_) | LayerRole::FfnStreams(_) => "hyper_connection",
         LayerRole::LaurelDown => "laurel_l",
         LayerRole::LaurelUp => "laurel_r",
         LayerRole::LaurelNorm => "laurel_post_norm",
         LayerRole::ConvQuery | LayerRole::ConvKey | LayerRole::ConvValue => "shortconv.in_proj",
         LayerRole::ConvTaps => "shortconv.conv",
         LayerRole::ConvOutput => "shortconv.out_proj",
+        _ => "no_files", // of families that have no GGUF files
     }
 }
 
@@ -299,6 +295,13 @@ fn hf_part(names: &FileNames, part: LayerRole) -> &'static str {
         LayerRole::PerLayerOutput => "per_layer_projection",
         LayerRole::PostPerLayerNorm => "post_per_layer_input_norm",
         LayerRole::OutputScale => "layer_scalar",
+        other => hf_mixer_part(other),
+    }
+}
+
+/// [`hf_part`] of mixers other than attention.
+fn hf_mixer_part(part: LayerRole) -> &'static str {
+    match part {
         LayerRole::DeltaQkv => "linear_attn.in_proj_qkv",
         LayerRole::DeltaGate => "linear_attn.in_proj_z",
         LayerRole::DeltaQkvGate => "linear_attn.in_proj_qkvz",

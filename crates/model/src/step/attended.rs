@@ -1,6 +1,6 @@
-//! Attention over residuals: the first stream is the sum since the current block of layers began,
-//! the others are the sums of the blocks before (Kimi K3). Each half of a layer reads a weighted
-//! mean.
+//! Attention over residuals (Kimi K3). The first stream is the sum since the current block of
+//! layers began; the others are the sums of the blocks before. Each half of a layer reads a
+//! weighted mean.
 //!
 //! ```text
 //! score[s] = scores . norm(residual[s])   weights = softmax over the blocks begun and the sum

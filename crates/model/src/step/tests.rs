@@ -21,8 +21,8 @@ use super::{Batch, BatchSequence, BatchSize, ForwardStep, Logits, Workspace};
 use crate::{Config, LoadOptions, Model, ModelSample, ModelSource};
 
 /// Largest difference relative to the largest value of the state. Ours and theirs round the same
-/// sums in f32 in another order; seen up to 3e-6 over all folders and layers, and 1.4e-5 in Kimi
-/// K3, where a half may read the output of the last half alone.
+/// sums in f32 in another order. Seen up to 3e-6 over all folders and layers, and 1.4e-5 in Kimi
+/// K3: a half of it may read the output of the last half alone.
 const TOLERANCE: f32 = 4e-5;
 
 fn values(file: &Safetensors, name: &str) -> Vec<f32> {

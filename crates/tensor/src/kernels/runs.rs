@@ -409,9 +409,9 @@ impl Kernels {
         });
     }
 
-    /// Attention of each row to its entries, the `selected` ones if it sees more than an indexer
-    /// chooses, and to its window; `out` is `(rows, heads D)`. `step` has the heads, their queries
-    /// and sinks; its cache and sequences are not read.
+    /// Attention of each row to its entries and its window; `out` is `(rows, heads D)`. A row that
+    /// sees more entries than an indexer chooses reads the `selected` ones. `step` has the heads,
+    /// their queries and sinks; its cache and sequences are not read.
     ///
     /// # Panics
     /// As [`write_rows`](Self::write_rows).

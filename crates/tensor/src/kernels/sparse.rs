@@ -266,7 +266,7 @@ impl Kernels {
         });
     }
 
-    /// As [`pool_index`](Self::pool_index), from rows of X inputs and X gates: an element of a key
+    /// As [`pool_index`](Self::pool_index), from rows of X inputs and X gates. An element of a key
     /// is the mean of its inputs, weighted by the softmax of its gates plus `biases` `(pool, X)`.
     /// Zeros follow in the place of gates.
     ///

@@ -1,5 +1,6 @@
-//! Exchange of keys and gradients among ranks that have some blocks of every row each, and of rows
-//! for experts among ranks that have some experts of every layer.
+//! Exchange of keys and gradients among ranks that have some blocks of every row each.
+//!
+//! Ranks that have some experts of every layer also exchange the rows of these.
 
 mod experts;
 
@@ -167,8 +168,8 @@ impl RowSeat {
         Ok(losses)
     }
 
-    /// Adds to `sum` the gradients of all blocks in their order, on rank 0. Those of cut experts come
-    /// from the experts' ranks.
+    /// Adds to `sum` the gradients of all blocks in their order, on rank 0. Those of cut experts
+    /// come from the experts' ranks.
     pub(super) fn sum(
         &self,
         rows: &LeafRows,

@@ -137,7 +137,7 @@ fn a_model_may_think_before_it_answers_or_calls() {
         let tools = tools();
         let call = syntax.constraint(&tokenizer, &prompt, &rules(&tools, true));
         let call = call.unwrap().unwrap().constraint;
-        for (constraint, text) in [(&answer, r#"{"n": 1}"#), (&call, &*first)] {
+        for (constraint, text) in [(&answer, r#"{"n": 1}"#), (&call, first)] {
             let passed = |text: &str| passes(&grammars, &tokenizer, constraint, text);
             let whole = passed(&format!("{thought}{text}"));
             assert_eq!(whole, Some(true), "{constraint:?}");

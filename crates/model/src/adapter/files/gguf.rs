@@ -148,8 +148,9 @@ pub(super) fn write(adapter: &Adapter, path: &Path, base: Base) -> Result<(), Er
             let sizes = [&[base.experts], &**shape].concat();
             let zeros = || (sizes, vec![0.0; base.experts * values.len()]);
             let (_, all) = stacks.entry(stack.name()).or_insert_with(zeros);
-            let place = all.chunks_mut(values.len()).nth(index);
-            place.map(|place| place.copy_from_slice(values));
+            if let Some(place) = all.chunks_mut(values.len()).nth(index) {
+                place.copy_from_slice(values);
+            }
             continue;
         }
         let (theirs, is_query_or_key) = theirs(name).ok_or_else(|| {

@@ -5,16 +5,16 @@
 //! rank 0   rows of its blocks --swap--> rows for its experts, by block --products--> --swap--> sum
 //! rank 1   the same
 //! ```
-//! An expert's rows of a block are one product each, as in one process, and every rank adds the
-//! results for its rows in the order of experts. So no bit depends on the number of ranks. The
-//! shared expert's rows stay.
+//! An expert's rows of a block are one product each, as in one process. Every rank adds the results
+//! for its rows in the order of experts. So no bit depends on the number of ranks. The shared
+//! expert's rows stay.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use paceline_model::Experts;
 
-use super::super::{Cpu, FeedForward};
+use super::super::{Cpu, FeedForward, ForwardedRows};
 use super::{ExpertWork, RoutedRows};
 use crate::error::Error;
 use crate::rows::{BlockSums, ExpertParts, ExpertUses, LeafRows, RowSeat};
@@ -41,7 +41,7 @@ impl Cpu<'_> {
         (at, (rows, seat)): At<'_>,
         params: &[f32],
         inputs: &[&[f32]],
-    ) -> Result<(Vec<(Vec<f32>, FeedForward)>, GuestRows), Error> {
+    ) -> Result<(Vec<ForwardedRows>, GuestRows), Error> {
         let (count, c) = (at.0.count, self.config.width);
         let own = || rows.own().zip(inputs);
         let all = own().map(|(block, x)| self.of_block(&block).route(at, params, x));
