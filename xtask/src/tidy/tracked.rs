@@ -4,8 +4,8 @@ use std::path::Path;
 
 use super::TidyFinding;
 
-/// Larger files do not belong in git: models are fetched, golden data is small. The largest has four
-/// residual streams of 150 positions behind each of seven layers.
+/// Larger files do not belong in git: models are fetched, golden data is small. The largest has
+/// four residual streams of 150 positions behind each of seven layers.
 const BYTES_MAX: u64 = 1280 << 10;
 
 /// `base` is shared by every crate, so it stays small. The design's figure.
