@@ -52,7 +52,7 @@ fn rows() -> impl Iterator<Item = FamilyRow> {
         training: paceline_train::FAMILIES.contains(&family),
         pictures: false,
         checked: match family {
-            ModelFamily::DeepSeek4 => "transformers, mlx-lm",
+            ModelFamily::DeepSeek4 | ModelFamily::KimiLinear => "transformers, mlx-lm",
             _ => "transformers",
         },
     });

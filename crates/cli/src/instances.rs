@@ -507,7 +507,7 @@ mod tests {
         assert!(matches!(error, Error::NoMachine { .. }), "{error}");
     }
 
-    /// What `load m` with these options sends to the node.
+    /// The request of `load m` with these options, as the node gets it.
     fn sent(options: &str) -> Value {
         let words = ["load", "m"].into_iter().chain(options.split_whitespace());
         serde_json::to_value(&Command::parse_from(words).load).unwrap()

@@ -50,7 +50,7 @@ pub(super) struct Reserved {
     pub(super) windows: Vec<WindowPool>,
 }
 
-/// Where layers are kept that do not fit into memory.
+/// The packed file of layers that do not fit into memory.
 pub(super) struct Disk {
     pub(super) packed: Option<PackedFile>,
     /// Its threads compute hashes.

@@ -179,7 +179,7 @@ impl Cache {
         };
         let turned = |keys: &Array| flat(&stream.transpose(&rows(keys)?, &[0, 1, 3, 2])?);
         let page = match self.kept(layer) {
-            // Those of `Kept::Quantised` are not given: see `OnMlx::attach`.
+            // Quantised rows are not given: see `OnMlx::attach`.
             Kept::Nothing | Kept::Delta(_) | Kept::Quantised(..) => return Ok(None),
             Kept::Latent(keys, _) => turned(keys)?,
             Kept::Rows([keys, values]) => {

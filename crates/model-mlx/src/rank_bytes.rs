@@ -70,7 +70,7 @@ const fn beside(width: usize) -> u64 {
     32 * width as u64 + (120 << 10)
 }
 
-/// How a rank holds its weights.
+/// The part of a rank's weights that is in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Held {
     /// All in memory.

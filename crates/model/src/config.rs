@@ -60,7 +60,7 @@ pub enum StreamRule {
     },
 }
 
-/// How mixes of residual streams are constrained.
+/// Constraints on the mixes of residual streams.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Constraint {
     /// Times that rows and columns are divided by their sums.

@@ -77,7 +77,7 @@ pub struct ShardSpec<'a> {
     pub adapters: &'a [Adapter],
     /// Layers whose input a draft head reads.
     pub captures: &'a [usize],
-    /// Where packed weights are kept; on MLX with a limit of memory only.
+    /// Place of packed weights; on MLX with a limit of memory only.
     pub packed: Option<&'a PackedPlace>,
     /// Most memory of this process. Weights that do not fit are then read from `packed` while steps
     /// compute. On MLX, experts are read from the model's files.

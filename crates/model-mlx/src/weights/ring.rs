@@ -20,7 +20,7 @@ use super::Layer;
 /// Layers in blocks at a time: one is copied, two are read.
 pub(crate) const BLOCKS: u64 = 3;
 
-/// How a limit of memory is used.
+/// Layers in memory, and blocks for layers read from disk, within a limit of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RingPlan {
     /// Layers that stay, from the first that the rank holds.

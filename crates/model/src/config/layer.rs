@@ -40,7 +40,7 @@ pub enum LayerCache {
     /// The inputs of a short convolution over this many positions, its own included: 1 to
     /// [`MAX_TAPS`].
     Conv(usize),
-    /// One vector of each position, and compressed ones of runs of positions.
+    /// A vector of each position, and compressed vectors of runs of positions.
     Compressed(Compressed),
 }
 

@@ -68,7 +68,7 @@ pub(super) struct ExpertBuffers {
     hidden: [Activations; 2],
     /// `(T (k + 1), C)`: results, expert by expert.
     results: RegisteredMemory<f32>,
-    /// Where routed experts have rows of their own, in place of C elsewhere.
+    /// Rows of routed experts, where these are not the rows of width C.
     compressed: Option<CompressedRows>,
 }
 

@@ -15,7 +15,7 @@ use serde_json::{Value as Json, json};
 
 use super::*;
 
-/// What the grammars do not claim, by name:
+/// Cases of the schema suite that the grammars do not claim, by name:
 ///
 /// - `refused`: schemas by the keyword that the refusal names.
 /// - `spelt_otherwise`: values with several spellings (JSON Schema core 4.2.2: numbers are compared

@@ -174,7 +174,7 @@ pub(super) fn write(adapter: &Adapter, path: &Path, base: Base) -> Result<(), Er
     tensors::replace(path, |file| file.write_all(&bytes))
 }
 
-/// One half of the pairs of a layer's experts.
+/// The A or the B matrices of all pairs of a layer's experts.
 struct Halves {
     layer: usize,
     /// Index into [`STACKS`].

@@ -93,7 +93,7 @@ impl ConfigFields<'_> {
         }
     }
 
-    /// What each layer's cache keeps.
+    /// Sizes of each layer's cache.
     pub(crate) fn compressed_layers(&self, config: &Config) -> Result<Vec<Compressed>, Error> {
         let size = |name, low, high| self.size("", name, low, high);
         let (heads, n) = (config.heads, config.layers.len());
