@@ -126,7 +126,9 @@ fn distance(name: &str, rows: &[Vec<f32>], tolerance: f64) -> f64 {
 
 /// Folders of other recurrent layers than gated delta nets, of several residual streams, of
 /// compressed keys, or of dense feed-forwards with a clamp.
-const RECURRENT: [&str; 10] = [
+const NOT_ON_MLX: [&str; 12] = [
+    "glm5-next-bf16",
+    "kimi-k3-bf16",
     "deepseek-v41-bf16",
     "deepseek-v4-bf16",
     "gemma3n-bf16",
@@ -141,7 +143,9 @@ const RECURRENT: [&str; 10] = [
 
 /// The folders that MLX computes.
 fn computed<const N: usize>(folders: [&'static str; N]) -> impl Iterator<Item = &'static str> {
-    folders.into_iter().filter(|name| !RECURRENT.contains(name))
+    folders
+        .into_iter()
+        .filter(|name| !NOT_ON_MLX.contains(name))
 }
 
 /// Class `mlx-f32` rounds sums of f32 in another order, as `transformers` with products in f64

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::common::tiny::Tiny;
 use crate::common::{golden, kernels, try_load};
-use crate::{RECURRENT, library, options, try_mlx};
+use crate::{NOT_ON_MLX, library, options, try_mlx};
 use paceline_base::{BlockType, KernelClass, Rank};
 use paceline_model::{Config, Error, ModelFamily, ModelSource, Split};
 use paceline_model_mlx::MlxModel;
@@ -27,7 +27,7 @@ fn classes_and_families_are_refused_by_name() {
     let error = try_load(&path, KernelClass::Mlx, &kernels()).unwrap_err();
     assert_eq!(error.to_string(), told);
     assert!(refused(&path, KernelClass::Mlx).contains("in /none"));
-    for name in RECURRENT {
+    for name in NOT_ON_MLX {
         let error = refused(&golden(&format!("hf/{name}")), KernelClass::Mlx);
         let told = "engine mlx does not compute ";
         assert!(error.starts_with(told), "{name}: {error}");
