@@ -369,7 +369,7 @@ mod tests {
         let root = folder.path().join("checkout");
         let machine = format!("{}\n", folder.path().join("x").display());
         let files = [
-            ("big.bin", vec![0; (1 << 20) + 1]),
+            ("big.bin", vec![0; tracked::BYTES_MAX as usize + 1]),
             ("note.md", machine.into_bytes()),
             ("Cargo.toml", b"[workspace]\n".to_vec()),
         ];
