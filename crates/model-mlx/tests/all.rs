@@ -101,17 +101,26 @@ fn options(library: &Path, class: KernelClass) -> MlxOptions {
     }
 }
 
-fn try_mlx(path: &Path, options: MlxOptions) -> Result<MlxModel, Error> {
-    let source = Arc::new(ModelSource::open(path).unwrap());
-    let split = Split::whole(&Config::read(&source).unwrap());
+/// Loads what rank 0 of `split` has.
+fn load_first(
+    source: Arc<ModelSource>,
+    split: &Split,
+    options: MlxOptions,
+) -> Result<MlxModel, Error> {
     MlxModel::load(
         source,
-        &split,
+        split,
         Rank(0),
         (options, None),
         kernels(),
         |_, _| {},
     )
+}
+
+fn try_mlx(path: &Path, options: MlxOptions) -> Result<MlxModel, Error> {
+    let source = Arc::new(ModelSource::open(path).unwrap());
+    let split = Split::whole(&Config::read(&source).unwrap());
+    load_first(source, &split, options)
 }
 
 fn mlx(library: &Path, path: &Path, class: KernelClass) -> Arc<dyn LoadedModel> {

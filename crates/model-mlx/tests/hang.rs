@@ -15,15 +15,15 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use crate::common::kernels;
 use crate::common::tiny::Tiny;
-use paceline_base::{BlockType, KernelClass, Rank};
+use crate::load_first;
+use paceline_base::{BlockType, KernelClass};
 use paceline_mlx::LibraryPaths;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Config, Error, LoadedModel, Logits, ModelFamily, ModelSource,
     Split,
 };
-use paceline_model_mlx::{MlxModel, MlxOptions};
+use paceline_model_mlx::MlxOptions;
 
 /// Longest wait for the process, which takes a second.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -63,14 +63,7 @@ fn step(model: &Path, library: PathBuf) -> Result<usize, Error> {
         patience: Duration::from_millis(200),
         last_words: Duration::from_millis(500),
     };
-    let model = MlxModel::load(
-        source,
-        &split,
-        Rank(0),
-        (options, None),
-        kernels(),
-        |_, _| {},
-    )?;
+    let model = load_first(source, &split, options)?;
     let model: Arc<dyn LoadedModel> = Arc::new(model);
     let hang = || std::fs::write(variable(FILE).unwrap(), "").unwrap();
     if variable(EARLY).is_some() {

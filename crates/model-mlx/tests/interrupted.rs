@@ -11,16 +11,16 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common::kernels;
 use crate::common::tiny::Tiny;
 use crate::hang::build;
-use paceline_base::{BlockType, KernelClass, Rank};
+use crate::load_first;
+use paceline_base::{BlockType, KernelClass};
 use paceline_mlx::LibraryPaths;
 use paceline_model::{
     Batch, BatchSequence, BatchSize, Compute, Config, Error, LoadedModel, Logits, ModelFamily,
     ModelSource, Split,
 };
-use paceline_model_mlx::{MlxModel, MlxOptions};
+use paceline_model_mlx::MlxOptions;
 
 /// Where the process finds the model; set for it alone.
 const MODEL: &str = "PACELINE_INTERRUPT_MODEL";
@@ -60,14 +60,7 @@ fn load(model: &Path, library: PathBuf) -> Result<Box<dyn Compute>, Error> {
         patience: Duration::from_secs(60),
         last_words: Duration::from_secs(60),
     };
-    let model = MlxModel::load(
-        source,
-        &split,
-        Rank(0),
-        (options, None),
-        kernels(),
-        |_, _| {},
-    )?;
+    let model = load_first(source, &split, options)?;
     Arc::new(model).reserve(BatchSize::single(8, 64), 64)
 }
 

@@ -7,10 +7,9 @@ use std::sync::Arc;
 
 use crate::common::tiny::Tiny;
 use crate::common::{golden, kernels, try_load};
-use crate::{NOT_ON_MLX, library, options, try_mlx};
-use paceline_base::{BlockType, KernelClass, Rank};
+use crate::{NOT_ON_MLX, library, load_first, options, try_mlx};
+use paceline_base::{BlockType, KernelClass};
 use paceline_model::{Config, Error, ModelFamily, ModelSource, Split};
-use paceline_model_mlx::MlxModel;
 
 #[test]
 fn classes_and_families_are_refused_by_name() {
@@ -60,14 +59,7 @@ fn a_split_within_a_group_is_refused_by_name() {
         let split = Split::plan(&config, kind.parse().unwrap(), ranks, &[]).unwrap();
         let options = options(&library, KernelClass::MlxF32);
         let source = Arc::clone(&source);
-        let loaded = MlxModel::load(
-            source,
-            &split,
-            Rank(0),
-            (options, None),
-            kernels(),
-            |_, _| {},
-        );
+        let loaded = load_first(source, &split, options);
         let error = loaded.err();
         let is_it = matches!(error, Some(Error::CutGroup { group: 64, .. }));
         assert_eq!(is_it, is_refused, "{kind}: {error:?}");
