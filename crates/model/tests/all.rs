@@ -5,6 +5,7 @@ mod block_types;
 mod common;
 mod configurations;
 mod encoder;
+mod gemma3n_gguf;
 mod golden_hf;
 mod golden_mlx;
 mod hostile_models;
