@@ -1,4 +1,4 @@
-//! A GGUF file of Gemma 3n beside `transformers`: the golden folder under llama.cpp's names.
+//! A GGUF file of Gemma 3n against `transformers`: the golden folder with llama.cpp's names.
 //!
 //! Names and keys are those of `MODEL_ARCH.GEMMA3N` in gguf-py 0.19.
 
