@@ -22,25 +22,13 @@ const DBRX: [(&str, &str, &str); 12] = [
 ];
 
 /// The same of Kimi Linear.
-const KIMI: [(&str, &str, &str); 11] = [
+const KIMI: [(&str, &str, &str); 7] = [
     ("max_position_embeddings", "", "model_max_length"),
     ("num_experts_per_tok", "", "num_experts_per_token"),
     ("n_shared_experts", "", "num_shared_experts"),
     ("norm_topk_prob", "", "moe_renormalize"),
     ("n_group", "", "num_expert_group"),
     ("scoring_func", "", "moe_router_activation_func"),
-    ("linear_head_dim", "linear_attn_config", "head_dim"),
-    ("linear_num_heads", "linear_attn_config", "num_heads"),
-    (
-        "linear_conv_kernel_dim",
-        "linear_attn_config",
-        "short_conv_kernel_size",
-    ),
-    (
-        "linear_lower_bound",
-        "linear_attn_config",
-        "gate_lower_bound",
-    ),
     (
         "use_full_rank_gate",
         "linear_attn_config",
@@ -48,8 +36,8 @@ const KIMI: [(&str, &str, &str); 11] = [
     ),
 ];
 
-/// The same of GLM 5.3, where a folder has the object.
-const GLM_NEXT: [(&str, &str, &str); 4] = [
+/// Fields of Kimi's delta nets, also in folders of GLM 5.3 that have the object.
+const KIMI_NETS: [(&str, &str, &str); 4] = [
     ("linear_head_dim", "linear_attn_config", "head_dim"),
     ("linear_num_heads", "linear_attn_config", "num_heads"),
     (
@@ -69,14 +57,15 @@ const NORMALISE: &str = "moe_normalize_expert_weights";
 
 /// Object and name of the field that other families call `name`.
 pub(super) fn place<'a, 'n>(config: &'a Value, name: &'n str) -> (&'a Value, &'n str) {
-    let names = match config.get("model_type").and_then(Value::as_str) {
-        Some("dbrx") => &DBRX[..],
-        Some("kimi_linear" | "kimi_k3") => &KIMI,
-        Some("glm5_next_text" | "glm5_next") => &GLM_NEXT,
-        _ => &[],
+    let names: [&[(&str, &str, &str)]; 2] = match config.get("model_type").and_then(Value::as_str) {
+        Some("dbrx") => [&DBRX, &[]],
+        Some("kimi_linear" | "kimi_k3") => [&KIMI, &KIMI_NETS],
+        Some("glm5_next_text" | "glm5_next") => [&KIMI_NETS, &[]],
+        _ => [&[], &[]],
     };
     let has = |name: &str| config.get(name).is_some();
-    match names.iter().find(|(usual, ..)| *usual == name) {
+    let mut names = names.into_iter().flatten();
+    match names.find(|(usual, ..)| *usual == name) {
         Some(&(_, "", own)) if has(own) || !has(name) => (config, own),
         Some(&(_, within, own)) if config.get(within).is_some() => (&config[within], own),
         _ => (config, name),
