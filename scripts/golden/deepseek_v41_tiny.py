@@ -98,7 +98,7 @@ def traced(model, prompt):
     deepseek_v41.DecoderLayer.__call__ = kept
     final = model.model(mx.array([prompt]))
     deepseek_v41.DecoderLayer.__call__ = layer
-    tensors = {f"hidden.{i}": state[0].astype(mx.float32) for i, state in enumerate(states)}
+    tensors = {f"hidden.{i}": state[0][:112].astype(mx.float32) for i, state in enumerate(states)}
     return tensors | {"final": final[0], "logits": model.lm_head(final)[0]}
 
 

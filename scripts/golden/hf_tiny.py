@@ -1074,7 +1074,8 @@ def trace(model, prompt):
         stream = [h for h, half in zip(stream, [*halves, False, False]) if not half]
     if model.config.model_type == "gemma3n_text":  # streams come first there
         stream = [*(h.permute(1, 2, 0, 3) for h in stream[:-1]), stream[-1]]
-    tensors = {f"hidden.{i}": h[0] for i, h in enumerate(stream[:-1])}
+    # Of several streams the first positions, beyond two pages, so that a file stays below 1 MiB.
+    tensors = {f"hidden.{i}": h[0] if h.dim() == 3 else h[0, :130] for i, h in enumerate(stream[:-1])}
     return {"logits": logits[0], "final": stream[-1][0]} | tensors
 
 

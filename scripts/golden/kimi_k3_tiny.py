@@ -220,7 +220,7 @@ def trace(model, prompt):
         begun = [np.array(one[0]) for one in blocks.raw]
         stream.append(np.stack([np.array(h[0]), *begun, *[embedded] * (count - len(begun))], 1))
     final = np.array(inner(mx.array([prompt]))[0])
-    hidden = {f"hidden.{i}": s for i, s in enumerate(stream)}
+    hidden = {f"hidden.{i}": s[:130] for i, s in enumerate(stream)}
     return {"logits": logits(model, prompt), "final": final} | hidden
 
 

@@ -49,7 +49,7 @@ use crate::packed_file::records::StreamedMatrix;
 /// Longest wait for a unit. A slow disk reads 100 MB/s, a layer of 405B in 4 bits has 1.6 GB.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One over the part of memory that is left free. A process takes it after its first step, for
+/// Divisor of memory for the part that is left free. A process takes it after its first step, for
 /// stacks, the allocator and rows of mapped embeddings. A choice, not measured.
 const MARGIN: u64 = 64;
 

@@ -107,7 +107,7 @@ pub(super) fn half_of(mut tensor: Tensor, half: usize) -> Result<Tensor, Error> 
     Ok(tensor)
 }
 
-/// One expert's part of a tensor `(experts, rows, columns)`.
+/// An expert's part of a tensor `(experts, rows, columns)`.
 pub(super) fn of_expert(mut tensor: Tensor, Nth { index, of }: Nth) -> Result<Tensor, Error> {
     let got = tensor.shape.clone();
     if got.len() != 3 || got[0] != of {

@@ -21,9 +21,14 @@ use super::{Batch, BatchSequence, BatchSize, ForwardStep, Logits, Workspace};
 use crate::{Config, LoadOptions, Model, ModelSample, ModelSource};
 
 /// Largest difference relative to the largest value of the state. Ours and theirs round the same
-/// sums in f32 in another order. Seen up to 3e-6 over all folders and layers, and 1.4e-5 in Kimi
-/// K3: a half of it may read the output of the last half alone.
-const TOLERANCE: f32 = 4e-5;
+/// sums in f32 in another order. Seen up to 3e-6 over all other folders and layers, 1.4e-5 in Kimi
+/// K3, whose halves may read the output of the last half alone, and 1.1e-5 in GLM 5.3.
+fn tolerance(folder: &str) -> f32 {
+    match folder {
+        "kimi-k3-bf16" | "glm5-next-bf16" => 4e-5,
+        _ => 1e-5,
+    }
+}
 
 fn values(file: &Safetensors, name: &str) -> Vec<f32> {
     let tensor = file.tensor(name).unwrap();
@@ -37,18 +42,25 @@ fn prompt(path: &Path) -> Vec<u32> {
     ids.iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
-/// Asserts that `got` is the state `name`.
+/// Asserts that `got` is the state `name`, of which a file with several streams has the first
+/// positions.
 fn check(file: &Safetensors, name: &str, got: &[f32], folder: &str) {
     let expected = values(file, name);
-    assert_eq!(got.len(), expected.len(), "{folder}: {name}");
+    let shape = file.info(name).unwrap().shape();
+    let is_whole = got.len() == expected.len();
+    assert!(
+        is_whole || (shape.len() == 3 && shape[0] >= 100),
+        "{folder}: {name}"
+    );
+    let (most, got) = (tolerance(folder), &got[..expected.len()]);
     let size = expected.iter().fold(0.0f32, |m, x| m.max(x.abs()));
-    let width = file.info(name).unwrap().shape()[1];
+    let width: usize = shape[1..].iter().product();
     for (i, (got, expected)) in got.iter().zip(&expected).enumerate() {
         let distance = (got - expected).abs() / size;
         assert!(
-            distance <= TOLERANCE,
+            distance <= most,
             "{folder}: {name} at position {}, channel {}: {got}, expected {expected}, {distance:.1e} \
-             of the largest value, at most {TOLERANCE:.1e}",
+             of the largest value, at most {most:.1e}",
             i / width,
             i % width,
         );

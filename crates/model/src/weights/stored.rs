@@ -15,7 +15,7 @@ use crate::Error;
 /// A matrix in the mapped files. Embeddings are read from it row by row.
 #[derive(Debug)]
 pub enum StoredTensor {
-    /// One tensor of rows.
+    /// A tensor of rows.
     Whole(Tensor),
     /// Separate values and scales, in MLX's layout or in another.
     Mlx(Quantised),
