@@ -42,8 +42,7 @@ fn prompt(path: &Path) -> Vec<u32> {
     ids.iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
-/// Asserts that `got` is the state `name`, of which a file with several streams has the first
-/// positions.
+/// Asserts that `got` is the state `name`. A file with several streams has its first positions.
 fn check(file: &Safetensors, name: &str, got: &[f32], folder: &str) {
     let expected = values(file, name);
     let shape = file.info(name).unwrap().shape();
