@@ -1,6 +1,7 @@
 //! Runs of pages, and the growth and bytes of a cache.
 
 use paceline_base::SplitMix64;
+use paceline_tensor::AttentionRows;
 
 use super::*;
 
