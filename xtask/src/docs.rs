@@ -59,7 +59,6 @@ pub(crate) fn run(
     Ok(tally)
 }
 
-/// Inputs of the scripts.
 struct ScriptInputs {
     binary: PathBuf,
     model: PathBuf,

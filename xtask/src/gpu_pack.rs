@@ -57,7 +57,6 @@ const MODELS: [&str; 3] = [
     "SmolLM2-135M-Instruct.Q4_1.gguf",
 ];
 
-/// Contents of a pack.
 #[derive(Debug)]
 pub(crate) struct PackOptions<'a> {
     /// The build of MLX, as `paceline engines install mlx --build` names it; `None` for that of

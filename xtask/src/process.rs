@@ -10,7 +10,6 @@ use anyhow::{Context, Result, bail};
 
 use crate::repo;
 
-/// Log file of step `name`.
 pub(crate) fn log_path(name: &str) -> PathBuf {
     repo::root()
         .join("target/xtask")

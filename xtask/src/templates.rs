@@ -19,7 +19,6 @@ const REQUIREMENT: &str = "llama-cpp-python==0.3.36";
 const ARCHIVE: &str = "llama_cpp_python-0.3.36.tar.gz";
 const SHA256: &str = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e";
 
-/// The templates in the archive.
 const INSIDE: &str = "llama_cpp_python-0.3.36/vendor/llama.cpp/models/templates";
 
 /// The folder that tests look for.

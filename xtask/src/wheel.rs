@@ -231,7 +231,6 @@ fn scratch(name: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// The one thing in a folder.
 fn only(folder: &Path) -> Result<PathBuf> {
     let entries = fs::read_dir(folder).with_context(|| format!("read {}", folder.display()))?;
     let paths: Vec<PathBuf> = entries

@@ -85,7 +85,6 @@ impl KeyRole {
 pub struct KeyInfo {
     /// Eight hexadecimal digits, by which it is revoked.
     pub id: String,
-    /// The purpose of the key.
     pub name: String,
     /// Seconds since 1970.
     pub created_unix_s: u64,

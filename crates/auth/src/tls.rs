@@ -58,7 +58,6 @@ pub enum ServerProtocol {
     Plain,
     /// TLS. Loopback connections may use plain HTTP too, which never leaves the machine.
     TlsOffLoopback(TlsIdentity),
-    /// TLS on all addresses.
     Tls(TlsIdentity),
 }
 

@@ -69,7 +69,6 @@ pub struct OperationRow {
 /// Results of the measurement, as returned by rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// Name of the transport.
     pub transport: String,
     pub ranks: u32,
     /// α: time of an empty message, in microseconds.

@@ -25,7 +25,6 @@ const PROMPT_ROWS: usize = 2048;
 #[derive(Clone, Debug)]
 pub struct KernelSpec {
     pub class: KernelClass,
-    /// Weight types.
     pub types: Vec<BlockType>,
     /// Columns of the matrix, a multiple of 256.
     pub cols: usize,
@@ -187,7 +186,6 @@ fn activations(n: usize, w: &PackedMatrix, precision: Precision, kernels: &Kerne
     x
 }
 
-/// Seconds of a product.
 fn product(kernels: &Kernels, weights: &PackedMatrix, x: &Activations, out: &mut [f32]) -> f64 {
     let start = Instant::now();
     let product = Product {

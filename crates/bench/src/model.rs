@@ -17,7 +17,6 @@ use crate::{Error, quantile};
 /// The model under measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Subject<'a> {
-    /// The loaded model.
     pub model: &'a ServingModel,
     pub tokenizer: &'a Tokenizer,
     /// Time from opening the model's files until it is ready for a prompt.
@@ -29,7 +28,6 @@ pub struct Subject<'a> {
 pub struct SpeedSpec {
     /// The model's name.
     pub model: String,
-    /// Tokens of the prompt.
     pub prompt: u32,
     /// Tokens to decode.
     pub generate: u32,
@@ -40,9 +38,7 @@ pub struct SpeedSpec {
 /// Tokens per second of one run.
 #[derive(Clone, Copy, Debug)]
 pub struct SpeedRun {
-    /// Prefill speed.
     pub prefill: f64,
-    /// Decode speed.
     pub decode: f64,
     /// Traffic of nodes per token.
     pub moved: Option<InstanceTraffic>,
@@ -108,7 +104,6 @@ pub struct ReplyTimes {
     pub prompt_read: Instant,
     /// End of the answer.
     pub last: Instant,
-    /// Tokens of the answer.
     pub tokens: usize,
 }
 

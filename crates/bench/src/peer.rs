@@ -17,9 +17,7 @@ const MLX_LM: &str = include_str!("../../../scripts/peers/mlx_lm_bench.py");
 /// Parameters of a peer's run.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerRun {
-    /// Threads of the computation.
     pub threads: usize,
-    /// Tokens of the prompt.
     pub prompt: usize,
     /// Tokens to decode.
     pub generate: usize,

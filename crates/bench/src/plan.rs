@@ -9,7 +9,6 @@ use crate::{Spread, quantile};
 pub struct SplitRuns {
     /// Nodes that compute the model together.
     pub nodes: u32,
-    /// Description of the split.
     pub split: String,
     /// Decode tokens per second, predicted before each run.
     pub predicted: Vec<f64>,

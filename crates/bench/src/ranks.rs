@@ -39,7 +39,6 @@ paceline_base::named_enum! {
     pub enum RivalLibrary {
         /// MLX's ring.
         Mlx = "mlx",
-        /// Open MPI.
         Mpi = "mpi",
     }
 }
@@ -66,7 +65,6 @@ impl Force {
 /// Settings of the measurement and of its processes.
 #[derive(Clone, Debug)]
 pub struct RankSettings {
-    /// The program `paceline`.
     pub program: PathBuf,
     pub ranks: u32,
     /// The transport.

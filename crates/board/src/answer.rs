@@ -23,11 +23,9 @@ pub struct AnswerStats {
     pub text: String,
     /// All generated tokens, with the one that ended the answer.
     pub tokens: Vec<u32>,
-    /// Tokens of the prompt.
     pub n_prompt: usize,
     /// Of these, cached from an earlier turn of the chat.
     pub n_reused: usize,
-    /// Why it ended.
     pub end: StopReason,
     /// Time to the first token.
     pub prefill: Duration,
@@ -37,7 +35,6 @@ pub struct AnswerStats {
     pub moved: Option<InstanceTraffic>,
     /// Predicted decode tokens a second; `None` without earlier measurements.
     pub predicted: Option<f64>,
-    /// Changes of the split during the answer.
     pub changes: Vec<ChangeRecord>,
     /// How often it continued with numbers near those before, after a failure.
     pub continued: usize,
@@ -50,7 +47,6 @@ pub enum StopReason {
     Stop,
     /// `--max-tokens`.
     MaxTokens,
-    /// The context is full.
     Context,
     /// Ctrl-C in a chat.
     Stopped,
@@ -178,7 +174,6 @@ pub struct RunDetails<'a> {
     pub nodes: u32,
     /// The model's split.
     pub split: String,
-    /// Threads of each node.
     pub threads: usize,
     /// Weights of each node, in bytes.
     pub weights: Vec<Bytes>,
@@ -192,7 +187,6 @@ pub struct RunDetails<'a> {
     pub kv: Option<KvType>,
     /// Instruction sets or devices.
     pub device: String,
-    /// Seed of the answer.
     pub seed: u64,
     /// Routing counts of experts.
     pub expert_uses: Vec<ExpertUses>,
@@ -205,7 +199,6 @@ pub struct RunDetails<'a> {
 pub struct SubmittedPrompt {
     /// Submission time.
     pub at: Instant,
-    /// Tokens of its prompt.
     pub n_prompt: usize,
     /// Maximum tokens of its answer.
     pub max_tokens: usize,

@@ -11,9 +11,7 @@ use serde_json::{Value, json};
 /// The cabling to set up.
 #[derive(Clone, Copy, Debug)]
 pub struct CablingSetup<'a> {
-    /// Hosts and cables.
     pub graph: &'a Graph,
-    /// Addresses of the interfaces at the cables.
     pub addresses: &'a Addresses,
     /// Current state of the hosts.
     pub machines: &'a [ProbedMachine],

@@ -71,7 +71,6 @@ pub struct NodeSettings {
     pub pull: PullOptions,
     /// Runs chat templates.
     pub templates: ChildProgram,
-    /// Makes kernels with a number of threads.
     pub kernels: Box<MakeKernels>,
     /// The only interface that workers listen on; `None` for all.
     pub interface: Option<String>,
@@ -257,7 +256,6 @@ fn answer_lists(agent: &Agent, fleet: &Arc<Fleet>, upstreams: &Upstreams) {
     }
 }
 
-/// Lists models of the fleet and of upstreams.
 type Listing = fn(&Fleet, Vec<Value>) -> Result<Value, CommandError>;
 
 /// Runs a dashboard command; `keys` is the file of API keys.
@@ -391,7 +389,6 @@ fn parse_load(arguments: &Value) -> Result<LoadRequest, CommandError> {
     }
 }
 
-/// Arguments of `unload`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct UnloadArguments {

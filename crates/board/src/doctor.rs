@@ -53,7 +53,6 @@ impl State {
 /// A completed check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HealthCheck {
-    /// Name of the checked item.
     pub name: &'static str,
     /// Its result.
     pub state: State,
@@ -101,11 +100,8 @@ impl HealthCheck {
 pub struct DoctorInput<'a> {
     /// Paceline's folder.
     pub folder: &'a Path,
-    /// The folder of models.
     pub models: &'a Path,
-    /// State of the MLX engine.
     pub mlx: &'a EngineStatus,
-    /// The `PATH` variable.
     pub path: Option<&'a OsStr>,
     /// Whether a node of this home runs.
     pub is_up: bool,

@@ -29,7 +29,6 @@ pub(super) struct Downloads {
 /// A download's reported state.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Download {
-    /// The requested model.
     model: String,
     /// `running`, `done`, `cancelled` or `failed`.
     state: &'static str,
@@ -103,7 +102,6 @@ impl Downloads {
         });
     }
 
-    /// Cancels all downloads.
     pub(super) fn cancel_all(&self) {
         lock(&self.all).iter().for_each(|it| it.cancel.cancel());
     }

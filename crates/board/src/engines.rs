@@ -100,7 +100,6 @@ pub struct MeasuredDevice {
     pub name: Option<String>,
 }
 
-/// A device and its rates.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct KeptDevice {
     #[serde(flatten)]

@@ -63,7 +63,6 @@ impl HostProbes {
         (self.0.rates)()
     }
 
-    /// Checks of this machine.
     pub(crate) fn health(&self) -> Result<Vec<HealthCheck>, CallbackError> {
         (self.0.health)()
     }
@@ -74,7 +73,6 @@ impl HostProbes {
     }
 }
 
-/// A printed line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct LogLine {
     unix_s: u64,

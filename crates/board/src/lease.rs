@@ -30,7 +30,6 @@ pub struct NodeInstance {
     pub service: Arc<dyn Service>,
     pub nodes: u32,
     pub split: SplitKind,
-    /// Names of its nodes.
     pub on: String,
     /// Unloads the instance on drop.
     _borrowed: Option<InstanceLease>,

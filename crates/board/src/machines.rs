@@ -12,11 +12,8 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 /// A machine that starts workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClusterMachine {
-    /// The id of its node.
     pub id: String,
-    /// Its name for people.
     pub name: String,
-    /// Whether it is this machine.
     pub is_own: bool,
 }
 

@@ -82,7 +82,6 @@ pub struct StorePulls<'a> {
     pub home: &'a Home,
     /// Hub, pip, retries, deadlines.
     pub options: &'a PullOptions,
-    /// Cancels the operation.
     pub cancel: &'a Cancel,
     /// Makes a progress display per file.
     pub progress: &'a dyn Fn() -> Box<dyn PullProgress>,
@@ -359,7 +358,6 @@ pub(crate) fn check_first_use(home: &Home, found: &ResolvedModel) -> Result<(), 
     }
 }
 
-/// The weight files of a stored model, with their paths.
 fn weights_of(home: &Home, found: &ResolvedModel) -> Result<Vec<(PathBuf, FileRecord)>, Error> {
     let entries = list(home)?;
     let entry = entries

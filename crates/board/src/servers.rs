@@ -42,7 +42,6 @@ pub enum Error {
     reason = "what takes lines and finds models says nothing"
 )]
 pub struct Options<'a> {
-    /// Folder of this home.
     pub home: &'a Path,
     /// Addresses to bind, each with all ports.
     pub hosts: &'a [IpAddr],
@@ -62,7 +61,6 @@ pub struct Options<'a> {
     pub puller: Option<Puller>,
     /// Other servers that requests go to.
     pub upstreams: &'a [UpstreamArg],
-    /// Timeout of a request.
     pub request: Duration,
     /// Price of a kilowatt-hour.
     pub kwh_price: Option<f64>,

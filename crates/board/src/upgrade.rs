@@ -84,7 +84,6 @@ pub enum Error {
 /// A receiver's description of its machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct MachineAbout {
-    /// [`MESSAGES`] of its program.
     messages: u32,
     version: String,
     platform: String,
@@ -184,7 +183,6 @@ pub struct ClusterUpgrade<'a> {
     pub home: &'a Path,
     /// This machine's installation.
     pub prefix: Prefix,
-    /// Version of this program.
     pub installed: Version,
     pub source: ReleaseSource,
     pub texts: SignedSums,

@@ -65,11 +65,9 @@ pub struct RoundSettings {
     pub nodes: usize,
     /// How the model is split.
     pub split: SplitKind,
-    /// Threads of each node.
     pub threads: u16,
     /// Concurrent requests.
     pub streams: u16,
-    /// Tokens of each answer.
     pub tokens: u32,
     /// Number of rounds to run.
     pub rounds: u32,

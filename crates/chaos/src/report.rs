@@ -9,7 +9,6 @@ use serde_json::{Value, json};
 use super::faults::Round;
 use super::streams::ClientResponse;
 
-/// The outcome of a round.
 #[derive(Debug)]
 pub(crate) struct RoundResult {
     pub(crate) round: Round,

@@ -75,7 +75,6 @@ impl Link {
 }
 
 impl Spaces {
-    /// Makes namespaces for `count` nodes.
     pub(crate) fn new(count: usize) -> Result<Self> {
         let own = std::process::id();
         let names = (0..count).map(|number| format!("plc{own}n{number}"));
@@ -199,7 +198,6 @@ impl Drop for Spaces {
     }
 }
 
-/// The address of a node.
 pub(crate) fn address(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 79, 0, number as u8 + 1) // 16 nodes at most
 }

@@ -78,7 +78,6 @@ enum FormName {
     Gguf,
 }
 
-/// Runs the command.
 pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Show(args) => show(args),

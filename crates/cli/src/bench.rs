@@ -23,7 +23,6 @@ pub(crate) enum Command {
     Api(api::Args),
 }
 
-/// Runs a benchmark.
 pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
     match command {
         Command::Model(args) => model::run(args, signals),

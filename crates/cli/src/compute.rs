@@ -53,7 +53,6 @@ impl ComputeArgs {
     }
 }
 
-/// Parses `--context`.
 pub(crate) fn context(text: &str) -> Result<u32, String> {
     match text.parse() {
         _ if text == "max" => Ok(CONTEXT_MAX),

@@ -40,7 +40,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     print(&fitted(&text(&checks)))
 }
 
-/// All checks of this machine.
 pub(crate) fn own_checks() -> anyhow::Result<Vec<HealthCheck>> {
     Ok(checks(DoctorInput {
         folder: &home::folder()?,

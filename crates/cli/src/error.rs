@@ -47,7 +47,6 @@ pub(crate) enum Error {
     /// `/set` with a value that cannot be read.
     #[error("{name} is {value:?}, expected a number")]
     SettingValue {
-        /// The setting.
         name: String,
         value: String,
     },
@@ -74,7 +73,6 @@ pub(crate) enum Error {
     /// No server responds.
     #[error("no paceline answers at {url}: {reason}")]
     NoServer {
-        /// The requested URL.
         url: String,
         /// Why it failed.
         reason: String,
@@ -82,13 +80,11 @@ pub(crate) enum Error {
     /// A server without a model that answers.
     #[error("no model answers at {url} yet")]
     NotReady {
-        /// The requested URL.
         url: String,
     },
     /// A server whose certificate is not trusted.
     #[error("the certificate of {url} is not trusted: {reason}")]
     NotTrusted {
-        /// The requested URL.
         url: String,
         /// The failed check of the certificate.
         reason: String,
@@ -96,7 +92,6 @@ pub(crate) enum Error {
     /// A server that refuses the key, or wants one.
     #[error("{url} {}", if *has_key { "refuses the key" } else { "asks for a key" })]
     KeyRefused {
-        /// The requested URL.
         url: String,
         /// Whether a key was sent.
         has_key: bool,
@@ -104,7 +99,6 @@ pub(crate) enum Error {
     /// The prompt leaves no room for output.
     #[error("the prompt has {tokens} tokens, but the context holds {context}")]
     PromptTooLong {
-        /// Tokens of the prompt.
         tokens: usize,
         /// Positions, at least one for the answer.
         context: usize,
@@ -132,7 +126,6 @@ pub(crate) enum Error {
         tensor: u32,
         /// Stages.
         pipeline: u32,
-        /// Value of `--nodes`.
         nodes: u32,
     },
     /// `--shares` needs one number per node.
@@ -140,7 +133,6 @@ pub(crate) enum Error {
     Shares {
         /// How many it has.
         got: usize,
-        /// Value of `--nodes`.
         nodes: u32,
     },
     /// An unencrypted transport without `--plaintext`.
@@ -154,19 +146,16 @@ pub(crate) enum Error {
     Engines {
         /// How many it has.
         got: u32,
-        /// Value of `--nodes`.
         nodes: u32,
     },
     /// `--class` belongs to an engine that no node uses.
     #[error("--class {class} is not one of the engine that --engine names")]
     ClassOfOther {
-        /// Value of `--class`.
         class: KernelClass,
     },
     /// Nodes that share layers would have different kernel classes.
     #[error("nodes that share layers compute as {a} and as {b}, expected one class in a stage")]
     MixedStage {
-        /// A class of the stage.
         a: KernelClass,
         /// Another.
         b: KernelClass,
@@ -209,7 +198,6 @@ pub(crate) enum Error {
     /// More machines than live.
     #[error("{wanted} nodes are wanted and {} live: {}{}", living.len(), living.join(", "), told_dead(dead))]
     TooFewNodes {
-        /// Value of `--nodes`.
         wanted: usize,
         /// Names of those that live.
         living: Vec<String>,
@@ -227,7 +215,6 @@ pub(crate) enum Error {
     /// A code that pairs this machine with none, by a running node.
     #[error("{reason}")]
     NotPaired {
-        /// The reason of the node.
         reason: String,
     },
     /// A model to remove that instances compute with.
@@ -238,7 +225,6 @@ pub(crate) enum Error {
         /// Each instance with its machines.
         users: Vec<String>,
     },
-    /// The output path exists.
     #[error("{} is there already", path.display())]
     OutputThere { path: PathBuf },
     /// MLX is not published for a system.
@@ -303,7 +289,6 @@ fn told_dead(dead: &[String]) -> String {
 }
 
 impl Error {
-    /// Whether it is a usage error.
     pub(crate) const fn is_usage(&self) -> bool {
         matches!(
             self,

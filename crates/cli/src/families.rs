@@ -8,7 +8,6 @@ use crate::output::print;
 /// A family, and what works with it.
 #[derive(Debug, Serialize)]
 struct FamilyRow {
-    /// Names in files.
     names: Vec<&'static str>,
     models: &'static str,
     engines: Vec<&'static str>,

@@ -43,7 +43,6 @@ pub(crate) fn home() -> anyhow::Result<Home> {
     Ok(Home::new(folder()?))
 }
 
-/// The on-disk prefix cache, limited to `limit`.
 pub(crate) fn prefixes(limit: Bytes) -> anyhow::Result<DiskCache> {
     Ok(settings::prefixes(&folder()?, limit))
 }

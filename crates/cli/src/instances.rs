@@ -430,7 +430,6 @@ impl LoadProgress {
     }
 }
 
-/// Unloads a model.
 pub(crate) fn unload(args: &UnloadArgs) -> anyhow::Result<()> {
     let ask = json!({ "model": args.model, "replica": args.replica });
     let answer = member::ask("unload", ask)?;

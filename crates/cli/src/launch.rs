@@ -182,7 +182,6 @@ fn with_value(text: &str) -> Result<String, Error> {
     Ok(format!("{text}={value}"))
 }
 
-/// The `PATH` variable.
 fn path() -> Option<OsString> {
     env::var_os("PATH")
 }

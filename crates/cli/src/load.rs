@@ -129,7 +129,6 @@ impl LoadBar {
         bar.set_position(done as u64);
     }
 
-    /// Removes the bar.
     pub(crate) fn clear(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();

@@ -309,7 +309,6 @@ impl LocalModel {
         })
     }
 
-    /// Keeps packed weights on disk.
     pub(crate) fn keep_packed(&mut self) -> anyhow::Result<()> {
         let (folder, model) = (home::packed()?, self.path.clone());
         Ok(self.prepared.keep_packed(PackedPlace { folder, model })?)
@@ -412,7 +411,6 @@ fn absolute(path: &Path) -> anyhow::Result<PathBuf> {
     std::path::absolute(path).with_context(|| path.display().to_string())
 }
 
-/// Kernels for benchmarks.
 pub(crate) fn kernels(threads: usize) -> io::Result<Arc<Kernels>> {
     load::kernels(threads).map_err(io::Error::other)
 }
@@ -456,7 +454,6 @@ impl LoadingBar {
     }
 }
 
-/// The subject of a benchmark.
 pub(crate) fn subject(loaded: &ReadyModel) -> Subject<'_> {
     Subject {
         model: loaded,

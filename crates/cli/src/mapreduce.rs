@@ -266,7 +266,6 @@ pub(crate) fn memory(text: &str) -> Result<u64, BytesError> {
     Bytes::parse(text).map(|bytes| bytes.0)
 }
 
-/// Parses `--halo`.
 fn halo(text: &str) -> Result<u64, String> {
     match text {
         "all" => Ok(u64::MAX),
@@ -300,7 +299,6 @@ pub(crate) fn run(command: &Command) -> anyhow::Result<()> {
     }
 }
 
-/// The hint for an error of an array job.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     use paceline_mapreduce::Error;
     match cause.downcast_ref()? {

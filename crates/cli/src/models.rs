@@ -83,7 +83,6 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     print(&listing.text(SystemTime::now()))
 }
 
-/// Removes a model.
 pub(crate) fn remove(args: &RmArgs) -> anyhow::Result<()> {
     if args.everywhere || !args.node.is_empty() {
         return stores::remove(&args.model, &args.node, args.json);

@@ -42,7 +42,6 @@ pub(crate) fn end_line() {
     std::mem::forget(guard);
 }
 
-/// Prints a result and a newline to stdout.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     show(&format!("{text}\n"))
 }

@@ -19,7 +19,6 @@ pub(crate) fn asked_for(backend: Backend, plaintext: bool) -> Result<Plaintext, 
     }
 }
 
-/// An environment variable.
 pub(crate) fn variable(name: &str) -> Option<String> {
     env::var(name).ok()
 }

@@ -25,7 +25,6 @@ pub(crate) fn shape_of(path: &Path) -> anyhow::Result<ModelShape> {
     shape::from_files(path, None).map_err(in_files)
 }
 
-/// The error of the file's parser.
 fn in_files(error: shape::Error) -> anyhow::Error {
     match error {
         shape::Error::Gguf(error) => error.into(),
@@ -242,7 +241,6 @@ fn one(question: &PlanRequest, disk: bool, as_json: bool) -> anyhow::Result<()> 
     print(&answer.text(question, &costs))
 }
 
-/// Compares the clusters.
 fn compare(question: &PlanRequest, args: &Args) -> anyhow::Result<()> {
     let comparison = Comparison::new(question);
     draw(args.plot.as_deref(), || comparison.svg())?;

@@ -89,7 +89,6 @@ fn describe(settings: &StoreSettings, model: &str, cancel: &Cancel) -> anyhow::R
     Ok(facts.with_names(model))
 }
 
-/// The store of these settings, with progress on stderr.
 fn pulls<'a>(settings: &'a StoreSettings, cancel: &'a Cancel) -> StorePulls<'a> {
     StorePulls {
         home: &settings.home,

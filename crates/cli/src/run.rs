@@ -149,13 +149,10 @@ fn open(
     RunSession::open(args, (&path, draft.as_deref(), beside), sampling, stays)
 }
 
-/// A traced answer.
 pub(crate) struct TracedAnswer {
-    /// Its timeline.
     pub(crate) timeline: Timeline,
     /// The answer with statistics: the object of `run --json`.
     pub(crate) figures: Value,
-    /// The statistics as a line.
     pub(crate) line: String,
 }
 

@@ -156,7 +156,6 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     }
 }
 
-/// A running test.
 struct SelfTest<'a> {
     args: &'a Args,
     cancel: &'a Cancel,
@@ -447,7 +446,6 @@ fn qualify() -> anyhow::Result<Row> {
     Ok(row)
 }
 
-/// Loads the tiny model into this process.
 fn load(path: &Path, class: KernelClass, sizes: EngineConfig) -> anyhow::Result<ReadyModel> {
     let opened = LocalModel::new(
         path,

@@ -92,7 +92,6 @@ enum TopUpdate {
     Status(Result<Value, CallbackError>),
     /// How a command went.
     Said(String),
-    /// A part of an answer.
     Part(String),
     AnswerEnd(Result<(), CallbackError>),
 }

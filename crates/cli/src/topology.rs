@@ -94,7 +94,6 @@ enum NetworkKind {
     Ethernet,
 }
 
-/// Hosts and their state.
 struct HostSurvey {
     hosts: Vec<Host>,
     machines: Vec<ProbedMachine>,

@@ -245,7 +245,6 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// The value of `--shard`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ShardArg {
     Auto,

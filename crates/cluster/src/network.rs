@@ -105,7 +105,6 @@ pub enum Firewall {
     Firewalld,
     /// nftables rules that drop packets by default.
     Nft,
-    /// The application firewall of macOS.
     Mac,
 }
 

@@ -34,7 +34,6 @@ pub enum Sandbox {
 /// How much of a [`Sandbox`] the system enforces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Enforced {
-    /// Access to files.
     pub files: SandboxLevel,
     /// Which system calls may be made.
     pub calls: bool,

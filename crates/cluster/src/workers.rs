@@ -71,7 +71,6 @@ pub struct WorkerSpec {
     pub env: Vec<(OsString, OsString)>,
     /// Whether children get only `env` and nothing of this process's environment.
     pub env_alone: bool,
-    /// Time limits.
     pub limits: WorkerLimits,
     /// Sandbox that all children share and none can leave; `None` by default.
     pub sandbox: Option<Sandbox>,
@@ -135,7 +134,6 @@ impl Default for WorkerLimits {
 /// An event of a child. Prints as a sentence that names its rank.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event<T> {
-    /// It sent a message.
     Message { rank: Rank, message: T },
     /// It ended and is reaped. Its last event.
     Exited {
@@ -408,7 +406,6 @@ impl<To, From> fmt::Debug for Workers<To, From> {
     }
 }
 
-/// A report of the monitor.
 #[derive(Debug)]
 enum Report {
     Line {

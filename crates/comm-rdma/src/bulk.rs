@@ -105,7 +105,6 @@ pub(super) struct BulkReceive {
     /// Bytes that were copied to their place.
     copied: usize,
     keys: Vec<u32>,
-    /// Receives posted, announced, and completed.
     posted: u64,
     told: u64,
     used: u64,

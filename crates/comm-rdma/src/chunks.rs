@@ -28,12 +28,10 @@ impl Chunks {
         }
     }
 
-    /// Bytes of the body.
     pub(super) const fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Bytes of each chunk.
     pub(super) const fn size(&self) -> usize {
         self.size
     }

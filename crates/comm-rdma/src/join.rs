@@ -178,7 +178,6 @@ impl CableJoin<'_> {
         }
     }
 
-    /// Makes a queue pair for each cable.
     fn make(
         &self,
         adapters: &[Arc<RdmaAdapter>],
@@ -385,7 +384,6 @@ fn broken(wired: &mut ConnectedCables) -> Option<RdmaError> {
 /// The gathered facts of all ranks.
 struct JoinFacts<'a> {
     all: &'a [u8],
-    /// Bytes of one rank.
     bytes: usize,
 }
 

@@ -175,7 +175,6 @@ impl CableLink {
         pairs.try_for_each(|(track, entry)| track.connect(&decode(entry)))
     }
 
-    /// Why the link is broken.
     pub(super) fn broken(&self) -> Option<&Arc<RdmaError>> {
         self.broken.as_ref()
     }

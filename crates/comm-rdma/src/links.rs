@@ -97,7 +97,6 @@ impl Links {
         (0..self.links.len()).filter_map(|peer| self.link(peer))
     }
 
-    /// Why the link to `peer` is broken.
     pub(super) fn broken(&self, peer: usize) -> Option<Arc<RdmaError>> {
         self.link(peer)?.broken().cloned()
     }

@@ -27,7 +27,6 @@ const MAGIC: [u8; 4] = *b"PLr3";
 /// Words of a state about transfers, in the order of `BulkTransfers::words`.
 pub(super) const WORDS: usize = 6;
 
-/// Bytes of a state's payload.
 pub(super) const STATE_BYTES: usize = 8 * (2 + WORDS);
 
 /// The purpose of a message.

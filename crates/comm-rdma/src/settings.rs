@@ -41,7 +41,6 @@ pub struct JacclSettings {
     pub rank: Rank,
     /// Where rank 0 listens.
     pub coordinator: SocketAddr,
-    /// The device matrix.
     pub matrix: Matrix,
     /// Use a ring even in a full mesh.
     pub ring: bool,

@@ -433,7 +433,6 @@ pub(crate) fn is_ipv4(gid: Gid) -> bool {
     gid.0[..10] == [0; 10] && gid.0[10..12] == [0xff; 2]
 }
 
-/// A registered memory region.
 #[derive(derive_more::Debug)]
 #[debug("{} bytes on {:?}", self.bytes, self.adapter)]
 pub(crate) struct MemoryRegion {
@@ -505,7 +504,6 @@ impl Drop for MemoryRegion {
     }
 }
 
-/// A completion queue.
 pub(crate) struct CompletionQueue {
     adapter: Arc<RdmaAdapter>,
     cq: NonNull<abi::IbvCq>,

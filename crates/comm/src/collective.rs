@@ -40,7 +40,6 @@ pub enum Collective<'a> {
         input: Data<'a>,
         /// The data that this rank gets from each, in rank order, `(sum of receives,)`.
         output: DataMut<'a>,
-        /// Elements for each rank.
         sends: ElementCounts<'a>,
         /// Elements from each rank; must equal that rank's `sends` entry for this one.
         receives: ElementCounts<'a>,

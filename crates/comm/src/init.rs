@@ -67,7 +67,6 @@ pub enum Strict {
 /// This rank and the addresses of the others: arguments as for [`tcp::join_with`].
 #[derive(Debug)]
 pub struct JoinParams<'a, A = SocketAddr> {
-    /// The listener at `addrs[rank]`.
     pub listener: Listener,
     pub rank: Rank,
     /// Every rank's addresses.

@@ -26,7 +26,6 @@ pub(crate) enum PlanBuffer {
     Scratch,
 }
 
-/// Bytes of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct BufferSpan {
     pub(crate) place: PlanBuffer,
@@ -221,7 +220,6 @@ impl CollectivePlan {
             .map(|(start, end)| &self.acts[start..*end])
     }
 
-    /// Plans `collective` for `rank` of `size` ranks.
     pub(crate) fn make(
         &mut self,
         collective: &Collective<'_>,

@@ -36,7 +36,6 @@ impl Counters {
     }
 }
 
-/// An end of a ring.
 pub(crate) struct Ring {
     counters: *const Counters,
     data: *mut u8,

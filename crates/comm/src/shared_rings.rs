@@ -47,12 +47,10 @@ const SLOTS_AT: usize = 256;
 /// millisecond or two.
 const GULP_BYTES: usize = 8 << 20;
 
-/// Offset of the rings, in a group of this size.
 const fn rings_at(size: usize) -> usize {
     SLOTS_AT + size * size_of::<TransferSlot>()
 }
 
-/// Bytes of a segment of a group of this size.
 const fn segment_bytes(size: usize) -> usize {
     rings_at(size) + size * (2 * Ring::COUNTER_BYTES + RING_BYTES[0] + RING_BYTES[1])
 }
@@ -88,7 +86,6 @@ impl Segment {
         Ok(Self { mapping, size })
     }
 
-    /// Length of a file for a segment.
     pub(crate) const fn file_bytes(size: usize) -> u64 {
         segment_bytes(size) as u64
     }

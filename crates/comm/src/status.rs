@@ -14,7 +14,6 @@ pub(crate) enum Cause {
     Left(Rank),
     /// This rank exceeded the silence limit.
     Silent {
-        /// The silent rank.
         rank: Rank,
         /// Length of its silence.
         millis: u32,

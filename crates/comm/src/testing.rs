@@ -148,7 +148,6 @@ fn message(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("panic without a message")
 }
 
-/// The environment of a case.
 struct CaseContext<'a> {
     make: GroupFactory<'a>,
     size: u32,

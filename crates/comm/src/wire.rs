@@ -21,7 +21,6 @@ use crate::{Call, Dtype, Error, Kind, Reduce, Site};
 pub(crate) const HEADER_BYTES: usize = 60;
 const HEADER_MAGIC: [u8; 4] = *b"PLc1";
 
-/// Bytes of a control frame.
 pub(crate) const CONTROL_BYTES: usize = 128;
 const CONTROL_MAGIC: [u8; 4] = *b"PLk1";
 
@@ -39,7 +38,6 @@ pub(crate) enum FrameKind {
     Abort,
 }
 
-/// The head of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) what: FrameKind,

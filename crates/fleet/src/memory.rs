@@ -44,7 +44,6 @@ fn within_limit(wanted: &InstanceSpec, part: u64) -> u64 {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{node}: too little memory: its part needs {part}, and {room} are free")]
 pub struct NoRoom {
-    /// Name of the node.
     pub node: String,
     pub part: Bytes,
     pub room: Bytes,

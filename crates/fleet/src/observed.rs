@@ -121,7 +121,6 @@ pub type BatteryReading = Option<(bool, f64)>;
 /// A node's view of the others and of itself.
 #[derive(Clone, Debug)]
 pub struct Observed {
-    /// The node itself.
     pub own: NodeId,
     /// The known nodes.
     pub nodes: Vec<NodeView>,

@@ -22,14 +22,12 @@ pub enum Duty {
     /// Own it: keep it running by its record.
     Own {
         id: InstanceId,
-        /// Epoch of the record.
         epoch: u64,
         spec: InstanceSpec,
     },
     /// Write this record: its owner is dead and this node is next.
     TakeOver {
         id: InstanceId,
-        /// The next epoch.
         epoch: u64,
         /// The next record.
         spec: InstanceSpec,

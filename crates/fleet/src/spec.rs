@@ -48,7 +48,6 @@ pub struct InstanceSpec {
     /// Whether its user named the nodes, so that flapping ones are readmitted.
     #[serde(default)]
     pub named: bool,
-    /// The split, as `--split` names it.
     pub split: String,
     /// Whether the owner relays between nodes that cannot speak. The split is then a pipeline, on
     /// nodes that the owner reaches.
@@ -58,7 +57,6 @@ pub struct InstanceSpec {
     /// the user left the split open; empty otherwise.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub predicted: BTreeMap<String, u64>,
-    /// Threads of each worker.
     pub threads: u16,
     #[serde(flatten)]
     pub options: InstanceOptions,
@@ -78,7 +76,6 @@ pub struct InstanceSpec {
     /// stays until it is unloaded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lender: Option<NodeId>,
-    /// The draft model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub draft: Option<DraftOf>,
     /// Adapters of the model, which answer too.
@@ -87,7 +84,6 @@ pub struct InstanceSpec {
     /// Names that adapters answer by.
     #[serde(default, skip_serializing_if = "AdapterNaming::is_default")]
     pub adapter_naming: AdapterNaming,
-    /// Options for the workers of an instance on one machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<MachineOptions>,
     /// Whether autoscaling added it: it ends when it is idle.
@@ -295,7 +291,6 @@ pub struct DraftOf {
     pub model: String,
     /// SHA-256 of its file, or of its manifest, in hexadecimal digits.
     pub sha256: String,
-    /// Bytes of its files.
     pub bytes: u64,
     /// Whether it has several files, listed in a manifest.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

@@ -68,7 +68,6 @@ pub struct BlockFunction {
     text: String,
 }
 
-/// The result of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BlockResults {
     /// A value of a row and column.
@@ -374,7 +373,6 @@ fn is_scalar(inner: &TypeInner, kind: ScalarKind) -> bool {
     matches!(inner, TypeInner::Scalar(it) if it.kind == kind && it.width == 4)
 }
 
-/// The result of `f`.
 fn results(module: &Module) -> Result<BlockResults, String> {
     const EXPECTED: &str = "expected fn f(row: i32) -> f32, a vector or array<f32, N>, or \
                             fn f(row: i32, column: i32) -> f32";

@@ -64,7 +64,6 @@ pub struct Gpu {
 
 pub(crate) struct KernelDispatch<'a> {
     pub(crate) pipeline: &'a ComputePipeline,
-    /// Bindings and their buffers.
     pub(crate) buffers: &'a [(u32, &'a Buffer)],
     pub(crate) groups: u32,
 }
@@ -72,7 +71,6 @@ pub(crate) struct KernelDispatch<'a> {
 /// A kernel's name and text.
 #[derive(Clone, Copy)]
 pub(crate) struct Kernel<'a> {
-    /// Its entry point.
     pub(crate) entry: &'a str,
     /// Parts of its text, in order.
     pub(crate) text: &'a [&'a str],
@@ -181,7 +179,6 @@ impl Gpu {
         lock(&self.turn)
     }
 
-    /// The compiled kernel.
     pub(crate) fn pipeline(&self, kernel: Kernel<'_>) -> Result<ComputePipeline, Error> {
         let text = kernel.text.concat();
         let key = format!("{} {text}", kernel.entry);

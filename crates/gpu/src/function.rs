@@ -15,7 +15,6 @@ use crate::Error;
 /// Longest text in bytes, as of expressions.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// Most expressions. The writer recurses into them.
 pub(crate) const EXPRESSIONS_MAX: usize = 1000;
 
 /// Deepest nesting of braces and brackets of any kind.
@@ -27,7 +26,6 @@ const ARGUMENTS_MAX: usize = 4;
 /// Stack of the parsing and writing thread: a thousand nested calls of 4 KiB, and slack.
 const STACK_BYTES: usize = 16 << 20;
 
-/// The name of the rewritten function.
 const NAME: &str = "user_function";
 
 paceline_base::named_enum! {

@@ -54,7 +54,6 @@ pub struct RowRange<'a> {
     pub count: u64,
     /// Number of the first row.
     pub first: u64,
-    /// Columns, one to four of them.
     pub columns: &'a [Column<'a>],
     /// Statements of WGSL that compute `value` of `x`, `y`, `z`, `w` and `i` by the functions of
     /// `wgsl/float.wgsl`. Never a user's text.
@@ -322,7 +321,6 @@ impl Gpu {
         Ok(words(&self.job(&job, &buffers)?))
     }
 
-    /// The rows' values as a buffer on the device.
     fn column(&self, rows: &RowRange<'_>) -> Result<Buffer, Error> {
         match (rows.map, rows.columns) {
             (None, [Column::Values(values), ..]) => self.filled(&bytes_of(values)),
@@ -359,7 +357,6 @@ impl Gpu {
         Ok((bytes, values))
     }
 
-    /// Runs a kernel over inputs on the device.
     pub(crate) fn job(&self, job: &KernelRun<'_>, inputs: &[&Buffer]) -> Result<Vec<u8>, Error> {
         let pipeline = self.pipeline(job.kernel)?;
         let params = self.filled(&bytes_of_words(job.params))?;

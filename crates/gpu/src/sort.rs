@@ -11,7 +11,6 @@ const SORT: &str = include_str!("wgsl/sort.wgsl");
 /// Keys of a workgroup, as in the kernel.
 const TILE: u64 = 128 * 16;
 
-/// Bits of a pass.
 const DIGIT_BITS: u32 = 4;
 
 /// Width of a key in 32-bit words.

@@ -45,7 +45,6 @@ pub struct Skill {
 /// The area that a name on the command line means.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Area<'a> {
-    /// All topics of a skill.
     Skill(&'a Skill),
     Topic(&'a Topic),
     /// Several topics that the name is part of.
@@ -181,7 +180,6 @@ impl KnowledgeBase {
         all
     }
 
-    /// The topics with findings of a skill.
     pub(crate) fn topics_of_skill(&self, skill: &Skill) -> impl Iterator<Item = &Topic> {
         let of_skill = |id| self.finding(id).is_some_and(|f| f.skill == skill.name);
         let topics = self.topics.iter();

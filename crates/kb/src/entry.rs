@@ -48,7 +48,6 @@ impl Finding {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Topic {
-    /// Display name.
     pub name: String,
     /// A sentence; may be empty.
     pub description: String,
@@ -85,7 +84,6 @@ pub(crate) fn slug(name: &str) -> String {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(default)]
 pub struct QuickAnswer {
-    /// The question as it was collected.
     pub question: String,
     pub answer: String,
     /// Findings that it rests on.
@@ -107,7 +105,6 @@ pub struct Assumption {
     pub findings: Vec<u32>,
     /// The planner's assumption.
     pub assumes: String,
-    /// Why it does.
     pub why: String,
 }
 

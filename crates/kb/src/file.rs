@@ -31,7 +31,6 @@ pub struct UserFile<'a> {
 /// Values that a key takes.
 #[derive(Clone, Copy)]
 enum Kind {
-    /// A required id.
     Id,
     Ids,
     Text,
@@ -101,9 +100,7 @@ pub(crate) struct Document {
 #[derive(Debug, Default)]
 struct FindingPlace {
     entry: String,
-    /// Line of the header.
     header: usize,
-    /// Lines of the keys.
     keys: BTreeMap<String, usize>,
 }
 

@@ -19,7 +19,6 @@ pub type CommandLookup = fn(&str) -> bool;
 /// A user file that was added.
 #[derive(Debug)]
 pub struct Added {
-    /// Contents of the file.
     pub contents: Contents,
     pub path: PathBuf,
     /// False when the same file was there already.

@@ -69,7 +69,6 @@ pub struct SearchResult {
     pub n_words: usize,
 }
 
-/// A parsed query.
 #[derive(Debug, Default)]
 pub(crate) struct Query {
     pub(crate) terms: Vec<String>,

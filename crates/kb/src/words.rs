@@ -52,7 +52,6 @@ static DIGITS_AND_LETTERS: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(mixed).expect("a valid expression")
 });
 
-/// A word of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Word {
     /// Bytes of the text.

@@ -36,7 +36,6 @@ paceline_base::named_enum! {
     pub enum Engine {
         /// `dask` and `distributed`.
         Dask = "dask",
-        /// `ray`.
         Ray = "ray",
     }
 }
@@ -56,7 +55,6 @@ impl Engine {
 pub struct Machine {
     /// Its name for people, and of its worker in Dask.
     pub name: String,
-    /// The id of its node.
     pub id: String,
 }
 
@@ -118,7 +116,6 @@ impl Plan {
         usize::from(self.port) + 1 + of_machines
     }
 
-    /// First port of a machine.
     fn first_port(&self, machine: usize) -> u16 {
         let machine = u16::try_from(machine).expect("machines are fewer than ports");
         self.port + 2 + machine * self.engine.span()

@@ -38,7 +38,6 @@ pub struct Hostfile {
 /// A rank's host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Host {
-    /// Its name for `ssh`.
     pub ssh: String,
     /// Its addresses for data, without ports.
     pub ips: Vec<String>,

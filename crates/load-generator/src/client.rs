@@ -206,7 +206,6 @@ pub(super) struct ResponseTimes {
     pub(super) prompt_tokens: u64,
     /// As counted by the server; chunks if not reported.
     pub(super) output_tokens: u64,
-    /// Cached tokens of the prompt.
     pub(super) cached_tokens: u64,
 }
 

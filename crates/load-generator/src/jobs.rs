@@ -74,7 +74,6 @@ impl FromStr for TokenRange {
 /// Lengths of prompts and answers, in tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RequestLengths {
-    /// Drawn for each request.
     Drawn {
         prompt: TokenRange,
         /// Maximum length of responses.
@@ -128,7 +127,6 @@ fn draw_in(span: TokenRange, random: &mut Pcg64Mcg) -> u32 {
     span.least + (random.next_u64() % n) as u32
 }
 
-/// A request to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct TimedRequest {
     /// Send time since the start of the run; zero in a closed loop.

@@ -79,7 +79,6 @@ pub enum Arrivals {
 pub struct LoadProfile {
     /// The measured server.
     pub server: TargetServer,
-    /// Arrival process.
     pub arrivals: Arrivals,
     pub requests: usize,
     /// Lengths of prompts and responses.
@@ -91,7 +90,6 @@ pub struct LoadProfile {
     /// Seed of prompts, lengths and arrivals.
     pub seed: u64,
     pub goals: GoodputLimits,
-    /// Timeout of one request.
     pub timeout: Duration,
 }
 
@@ -120,7 +118,6 @@ pub fn run(
     Report::of(&outcomes, now().duration_since(began), load.goals)
 }
 
-/// A run in progress.
 struct LoadRun<'a> {
     client: LoadClient<'a>,
     now: fn() -> Instant,

@@ -76,9 +76,7 @@ pub struct Report {
     pub duration_s: f64,
     /// Prompt tokens of completed requests, as counted by the server.
     pub prompt_tokens: u64,
-    /// Of these, cached tokens.
     pub cached_tokens: u64,
-    /// Tokens of the responses.
     pub output_tokens: u64,
     /// Responses a second.
     pub answers_per_s: f64,

@@ -57,7 +57,6 @@ impl BlockMap {
         })
     }
 
-    /// Rows of a call.
     pub(crate) fn block_rows(self, device: &dyn ComputeDevice, inputs: &[InputFile]) -> u64 {
         let widest = inputs.iter().map(|input| input.columns).max().unwrap_or(1);
         // A quarter of what fits: a call for each value, and buffers for inputs and results.
@@ -107,7 +106,6 @@ impl BlockMap {
     }
 }
 
-/// Columns of inputs.
 pub(crate) fn widths(inputs: &[InputFile]) -> Vec<u64> {
     inputs.iter().map(|input| input.columns).collect()
 }

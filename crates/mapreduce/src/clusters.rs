@@ -19,7 +19,6 @@ const BLOCK_BYTES: u64 = 1 << 20;
 pub struct Clusters {
     /// Means of their rows.
     pub centroids: Vec<Vec<f64>>,
-    /// Numbers of their rows.
     pub counts: Vec<u64>,
     /// The sum of all rows' squared distances from their centroids before the last move.
     pub inertia: f64,

@@ -14,7 +14,6 @@ use crate::reduce::Op;
 use crate::value::{sum_of, text_of};
 use crate::{Dtype, ResultValue, Values};
 
-/// Slices of a window.
 const WINDOW: usize = 5;
 
 /// Exponent of the unit of slice 0, negated: below it there is no f64.
@@ -86,7 +85,6 @@ struct GroupMessage {
 }
 
 impl Grouping {
-    /// Numbers of a group in messages.
     const fn numbers(&self) -> usize {
         if self.sums() { 4 + WINDOW } else { 4 }
     }
@@ -112,7 +110,6 @@ impl GroupSums {
         }
     }
 
-    /// The group of as many numbers as it has in messages.
     fn of(numbers: &[i64], op: Op) -> Option<Self> {
         let mut group = Self::new(numbers[0], op);
         group.rows = u64::try_from(numbers[1]).ok()?;

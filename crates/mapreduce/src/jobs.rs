@@ -441,7 +441,6 @@ impl<'a> Runs<'a> {
 /// Figures that every job's JSON object has.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figures {
-    /// Rows of the job.
     pub rows: u64,
     /// Read rate of all nodes together.
     pub gb_s: f64,

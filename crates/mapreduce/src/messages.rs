@@ -37,7 +37,6 @@ pub(crate) enum ToWorker {
     /// The job to which the next leases belong.
     Job {
         job: u64,
-        /// The task to compute.
         task: Box<JobSpec>,
     },
     /// A part to compute.

@@ -29,7 +29,6 @@ pub(crate) const fn whole_order(dtype: Dtype, value: i128) -> i64 {
     }
 }
 
-/// The value at a place.
 pub(crate) const fn ordered(dtype: Dtype, order: i64) -> ResultValue {
     match dtype {
         Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16 => ResultValue::Float(float(order)),

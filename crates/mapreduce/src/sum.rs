@@ -34,7 +34,6 @@ const LEVEL_BITS: i32 = 53 - LANE_ADDITIONS_LOG2 + 1;
 /// Levels of most columns.
 const DEPTH_MIN: usize = 2;
 
-/// Most levels.
 const DEPTH_MAX: usize = 4;
 
 /// Blocks after which fewer levels are tried again: a failure costs a pass in the cache.

@@ -21,7 +21,6 @@ const PRODUCT_ROWS_MAX: u64 = 240;
 /// A job, as its workers get it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobSpec {
-    /// The origin of the values.
     pub origin: InputSource,
     /// An expression that is computed of each row first ([`expr`](crate::expr)).
     pub map: Option<String>,
@@ -32,7 +31,6 @@ pub struct JobSpec {
     /// Set where that function is one over blocks, which reads rows nearby.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub block: Option<BlockMap>,
-    /// The kind of computation.
     pub kind: Kind,
 }
 

@@ -19,7 +19,6 @@ use crate::{
     ComputeDevice, DeviceChoice, Error, InputSource, JobSpec, PartComputer, RowPartition, Scratch,
 };
 
-/// A part of a job.
 type WorkItem = (u64, Arc<PartComputer>, RowPartition);
 
 /// First line from a worker on another machine. Its version is in it: messages have no other.
@@ -85,7 +84,6 @@ fn report_failure(channel: &ParentChannel, error: &dyn std::error::Error) {
 struct Current {
     job: u64,
     prepared: Arc<PartComputer>,
-    /// A digest of the inputs.
     inputs: u64,
 }
 

@@ -92,7 +92,6 @@ pub enum JobProgress {
     Rows {
         /// Rows of parts that are done.
         done: u64,
-        /// Rows of the job.
         of: u64,
     },
     /// A worker was lost or left out, and its parts are leased again.

@@ -10,7 +10,6 @@ const NO_KEY: &str = "paceline";
 /// Supported coding agents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AgentProgram {
-    /// Claude Code.
     Claude,
     Codex,
     Opencode,

@@ -15,7 +15,6 @@ use paceline_text::tools::{Event, ToolCallParser};
 pub(crate) enum ResponsePart {
     Text(String),
     Reasoning(String),
-    /// A call begins.
     Call {
         index: usize,
         id: String,
@@ -26,7 +25,6 @@ pub(crate) enum ResponsePart {
         index: usize,
         text: String,
     },
-    /// A call is complete.
     CallEnd {
         index: usize,
     },
@@ -253,7 +251,6 @@ pub(crate) struct CompletedCall {
 }
 
 impl ChoiceOutput {
-    /// Appends a delta.
     pub(crate) fn add(&mut self, delta: Delta) {
         for piece in delta.pieces {
             self.add_piece(piece);

@@ -35,11 +35,8 @@ pub struct Config {
     pub wire: ServerProtocol,
     /// Clients and pages that may ask.
     pub access: Access,
-    /// Limits on load.
     pub limits: ApiLimits,
-    /// Timeouts.
     pub times: Timeouts,
-    /// The source of time.
     pub clock: TimeSource,
     /// Read at every scrape of `/metrics`.
     pub facts: ProcessMetrics,
@@ -89,7 +86,6 @@ impl Config {
         }
     }
 
-    /// Bounds of the journals.
     pub(crate) const fn bounds(&self) -> JournalBounds {
         JournalBounds {
             count: self.limits.journals,

@@ -67,7 +67,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// Probe: `100 Continue` provokes a reset if the client has gone.
 const STILL_THERE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
-/// The state of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ConnectionStage {
     /// No bytes received yet.

@@ -99,7 +99,6 @@ pub(crate) const OWN_VARIABLES: [&str; 6] = [
 ];
 
 impl Conversation {
-    /// Tools for the prompt.
     pub(crate) fn shown_tools(&self) -> &[Tool] {
         match self.choice {
             ToolChoice::None => &[],

@@ -115,7 +115,6 @@ struct DashboardState {
     phase: watch::Receiver<ServerPhase>,
     streams: Arc<Semaphore>,
     watches: Arc<Semaphore>,
-    /// The wrapped API.
     api: Router,
 }
 

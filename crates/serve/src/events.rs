@@ -57,21 +57,17 @@ pub enum Kind {
     /// An instance changed its state.
     Instance {
         id: String,
-        /// The name of its model.
         model: String,
         /// `waiting`, `fetching`, `loading`, `ready`, `recovering`, `failed` or `unloaded`.
         state: String,
         /// Why it failed or recovers.
         #[serde(skip_serializing_if = "Option::is_none")]
         reason: Option<String>,
-        /// Names of its nodes.
         nodes: Vec<String>,
     },
     /// An instance's split was changed, or the change failed.
     SplitChanged {
-        /// The name of its model.
         model: String,
-        /// The change in words.
         text: String,
     },
     /// A worker or a link failed.
@@ -118,7 +114,6 @@ pub enum Kind {
     RequestStarted {
         /// Number of the choice, from 1.
         request: u64,
-        /// The name of its model.
         model: String,
         prompt_tokens: u64,
     },
@@ -133,11 +128,9 @@ pub enum Kind {
     RequestEnded {
         /// Number of the choice.
         request: u64,
-        /// The name of its model.
         model: String,
         /// `complete`, `failed`, or `stopped` by the client or a limit.
         outcome: &'static str,
-        /// Tokens generated.
         tokens: u64,
         /// Tokens a second after the first; absent below two tokens.
         #[serde(skip_serializing_if = "Option::is_none")]

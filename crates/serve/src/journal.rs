@@ -351,10 +351,8 @@ impl Drop for Journal {
     }
 }
 
-/// A registered reader of a journal.
 #[derive(Debug)]
 pub(crate) struct JournalReader {
-    /// Number of the reader.
     pub(crate) life: u64,
     /// Changes when another reader replaces it.
     pub(crate) superseded: watch::Receiver<u64>,
@@ -442,7 +440,6 @@ impl Journals {
         text
     }
 
-    /// The model of a local journal.
     pub(crate) fn model_of(&self, id: &str) -> Option<String> {
         let all = self.all();
         let found = all.iter().find(|journal| journal.head.id == id)?;
@@ -585,7 +582,6 @@ impl Journals {
     }
 }
 
-/// The id of a client's key.
 pub(crate) fn key_of(client: &ClientIdentity) -> Option<String> {
     match client {
         ClientIdentity::Key(id) => Some(id.clone()),

@@ -27,7 +27,6 @@ struct ChoiceTable {
     running: Mutex<Vec<Arc<ChoiceProgress>>>,
 }
 
-/// A running choice.
 #[derive(Debug)]
 struct ChoiceProgress {
     request: u64,
@@ -45,7 +44,6 @@ struct ChoiceProgress {
 pub struct RunningChoice {
     /// Number of the choice, from 1.
     pub request: u64,
-    /// The name of its model.
     pub model: String,
     pub prompt_tokens: u64,
     /// Tokens generated so far.

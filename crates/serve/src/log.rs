@@ -10,7 +10,6 @@ use crate::events::{Kind, LinkReport};
 /// filter must name it.
 pub const PROMPTS: &str = "prompts";
 
-/// Maximum characters of a logged prompt.
 const PROMPT_CHARS_MAX: usize = 4000;
 
 /// Logs the tokenised prompts, if enabled.

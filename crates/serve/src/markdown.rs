@@ -29,7 +29,6 @@ pub(crate) enum Node {
     Element(Element),
 }
 
-/// An element with its children.
 #[derive(Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Element {
     /// Name of the element in HTML.

@@ -58,7 +58,6 @@ struct CutLabels {
     split: String,
 }
 
-/// Constructor of a histogram's buckets.
 type Buckets = fn() -> Histogram;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -193,7 +192,6 @@ impl Metrics {
         }
     }
 
-    /// The text of `/metrics`.
     pub(crate) fn text(
         &self,
         status: &ServiceStatus,

@@ -243,7 +243,6 @@ pub(crate) enum Rejection {
     /// The concurrency limit is reached.
     #[error("{limit} requests are in work already, which is the most that are taken")]
     TooManyRequests { limit: usize },
-    /// The limit of concurrent pulls is reached.
     #[error("{limit} models are being fetched already, which is the most at a time")]
     TooManyPulls { limit: usize },
     #[error("{waiting} requests are waiting already, which is the most that are held")]

@@ -42,7 +42,6 @@ pub(crate) struct RequestContext {
     pub(crate) context: usize,
     /// Maximum unread replies per choice.
     pub(crate) unread_replies: usize,
-    /// API key of the request.
     pub(crate) key: Option<ClientKey>,
     /// Arrival time of the request.
     pub(crate) asked: Instant,
@@ -227,7 +226,6 @@ impl SubmittedChoices {
         self.tickets()[choice] = None;
     }
 
-    /// Cancels the unfinished choices.
     fn cancel(&self) {
         let tickets: Vec<Ticket> = self.tickets().iter_mut().filter_map(Option::take).collect();
         tickets

@@ -24,7 +24,6 @@ pub(crate) struct StoredResponse {
     pub(crate) client: ClientIdentity,
     /// The conversation with its output, without instructions.
     pub(crate) turns: Vec<ChatMessage>,
-    /// The response as sent.
     pub(crate) response: Value,
 }
 
@@ -102,7 +101,6 @@ impl ResponseStore {
         found.map(Arc::clone)
     }
 
-    /// Whether a response `id` of any client is stored.
     pub(crate) fn has(&self, id: &str) -> bool {
         self.kept().iter().any(|(_, stored)| stored.id == id)
     }

@@ -55,7 +55,6 @@ pub(crate) struct SseStream {
     pub(crate) past: Option<Vec<Value>>,
     pub(crate) recorder: Option<Recorder>,
     pub(crate) beat: KeepAliveRequest,
-    /// The request's concurrency permit.
     pub(crate) _place: ConcurrencyPermit,
 }
 
@@ -79,7 +78,6 @@ pub(crate) struct Recorder {
     pub(crate) after: Option<u64>,
 }
 
-/// State of a stream.
 enum State {
     Start(Box<SseStream>),
     Under(Box<SseStream>),

@@ -42,7 +42,6 @@ impl std::fmt::Debug for ToolSupport {
     }
 }
 
-/// The constraint on a response, and the tools for its parser.
 #[derive(Debug)]
 pub(crate) struct ToolConstraint {
     pub(crate) constraint: Option<Constraint>,

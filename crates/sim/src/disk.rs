@@ -231,7 +231,6 @@ impl Storage for SimDisk {
     }
 }
 
-/// An open file of a [`SimDisk`].
 #[derive(Debug)]
 struct SimFile {
     disk: SimDisk,

@@ -207,7 +207,6 @@ fn handed_over(
     Some((id, record.epoch + 1, next))
 }
 
-/// The spec over more nodes.
 fn widened(spec: &InstanceSpec, nodes: Vec<NodeId>) -> InstanceSpec {
     let mut next = spec.clone();
     let new = nodes

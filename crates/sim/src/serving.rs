@@ -64,7 +64,6 @@ const COPY_LIMIT: Duration = Duration::from_secs(2);
 /// recovery, a load from a slow disk, and the answer itself.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
-/// A planned event.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ServingEvent {
     /// A client sends a request.
@@ -93,7 +92,6 @@ pub(crate) enum ServingEvent {
     Told(usize, u64, usize, bool),
 }
 
-/// Events with their delays.
 pub(crate) type Later = Vec<(Duration, ServingEvent)>;
 
 /// An order of a supervisor that waits for the connection to its worker.
@@ -149,7 +147,6 @@ pub(crate) struct Serving {
     pub(crate) resumed: u64,
 }
 
-/// Token `i` of the answer to a request.
 fn token(asked: usize, i: usize) -> u32 {
     asked as u32 * 1000 + i as u32
 }

@@ -50,7 +50,6 @@ pub struct SimOutcome {
     pub resumed: u64,
 }
 
-/// A planned event.
 #[derive(Clone, Debug, PartialEq)]
 enum ScheduledEvent {
     Tick(usize),
@@ -87,7 +86,6 @@ enum ScheduledEvent {
 pub(crate) struct SimNode {
     pub(crate) id: NodeId,
     pub(crate) member: Option<Membership>,
-    /// The registers on its disk.
     saved: Registers,
     /// Counts its processes.
     pub(crate) life: u64,
@@ -97,7 +95,6 @@ pub(crate) struct SimNode {
     /// Time of the valid tick.
     tick: Option<Duration>,
     skew_ms: u64,
-    /// Bytes of its main memory.
     memory_bytes: u64,
     /// Instances that it runs.
     pub(crate) runs: BTreeMap<InstanceId, SimRun>,
@@ -384,7 +381,6 @@ impl SimWorld {
         }
     }
 
-    /// Runs a step of the serving state.
     pub(crate) fn serve(&mut self, run: impl FnOnce(&mut Serving, &NetworkView<'_>, &mut Later)) {
         let Some(mut serving) = self.serving.take() else {
             return;
@@ -457,7 +453,6 @@ impl SimWorld {
         }
     }
 
-    /// Drains a node.
     fn leave(&mut self, node: usize) {
         if self.nodes[node].member.is_none() {
             return;

@@ -47,7 +47,6 @@ pub struct HubFile {
 pub struct Wheel {
     /// `NAME==VERSION`.
     pub requirement: &'static str,
-    /// Size of the wheel.
     pub bytes: Bytes,
     /// SHA-256 of the wheel, lower-case hex.
     pub sha256: &'static str,

@@ -15,7 +15,6 @@ use paceline_process::{Ending, Process};
 use crate::Error;
 use crate::progress::Cancel;
 
-/// Poll interval.
 const POLL: Duration = Duration::from_millis(50);
 /// Maximum bytes of output kept for errors.
 const LOG_BYTES: u64 = 4 << 10;

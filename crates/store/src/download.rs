@@ -42,7 +42,6 @@ pub(crate) struct PullContext<'a> {
     pub(crate) progress: &'a mut dyn PullProgress,
 }
 
-/// A file to download.
 #[derive(Clone, Debug)]
 pub(crate) struct DownloadSpec {
     /// Address on the hub, before redirects.
@@ -71,7 +70,6 @@ struct PartialBytes {
     etag: Option<String>,
 }
 
-/// A failed attempt.
 #[derive(Debug)]
 struct AttemptFailure {
     error: Error,

@@ -120,7 +120,6 @@ pub enum Error {
     /// `python3` has no pip.
     #[error("{program} has no pip")]
     PipMissing { program: String },
-    /// `pip download` ended with an error.
     #[error("pip could not download {requirement} (status {status}): {log}")]
     PipFailed {
         /// `NAME==VERSION`.

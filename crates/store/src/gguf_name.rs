@@ -61,7 +61,6 @@ pub(crate) fn role(file: &str) -> GgufRole {
     GgufRole::Model
 }
 
-/// The models of one use.
 pub(crate) fn of_role(models: &[GgufModel], role: GgufRole) -> Vec<GgufModel> {
     let of_role = models.iter().filter(|model| model.role() == role);
     of_role.cloned().collect()

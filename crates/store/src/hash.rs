@@ -14,7 +14,6 @@ use crate::progress::Cancel;
 /// checks. Hashing 256 KiB takes about 1 ms without SHA instructions.
 pub(crate) const CHUNK_BYTES: usize = 256 << 10;
 
-/// A running hash.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Hasher(Sha256);
 

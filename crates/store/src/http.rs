@@ -261,7 +261,6 @@ impl HubResponse {
         Ok(all)
     }
 
-    /// A header as text.
     pub(crate) fn header(&self, name: &str) -> Option<&str> {
         self.headers.get(name)?.to_str().ok()
     }

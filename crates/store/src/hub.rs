@@ -67,7 +67,6 @@ struct LfsJson {
     sha256: Option<String>,
 }
 
-/// Fetches a catalogue model's file into its folder.
 pub(crate) fn fetch_catalogue_file(
     client: &mut HttpClient,
     home: &Home,
@@ -91,7 +90,6 @@ pub(crate) fn fetch_catalogue_file(
     fetch(client, &wanted, ctx)
 }
 
-/// Lists the files of a repository.
 pub(crate) fn list_files(
     client: &mut HttpClient,
     id: &HubId,
@@ -247,7 +245,6 @@ pub(crate) fn parse(bytes: &[u8]) {
 }
 
 impl RepoListing {
-    /// Selects the files for `selector`.
     pub(crate) fn select(self, selector: Option<&str>) -> Result<FileSelection, Error> {
         let (kind, chosen) = match choose(&self.id, selector, &self.files)? {
             ModelFileSet::Gguf(files) => (Kind::Gguf, files),
@@ -278,7 +275,6 @@ impl RepoListing {
 }
 
 impl FileSelection {
-    /// The selected files as the hub has them.
     pub(crate) fn on_hub(self) -> HubFiles {
         HubFiles {
             commit: self.revision,
@@ -287,7 +283,6 @@ impl FileSelection {
         }
     }
 
-    /// The selected files, for people.
     pub(crate) fn preview(&self) -> PullPreview {
         let files = self.files.iter();
         PullPreview {

@@ -21,13 +21,11 @@ use crate::progress::{Cancel, PullProgress};
 use crate::usual_names::usual_name;
 use crate::{Catalogue, Error, Home, disk};
 
-/// File name of a record.
 pub(crate) const RECORD_FILE: &str = "paceline.json";
 /// Suffix of a resumable download.
 pub(crate) const PARTIAL_SUFFIX: &str = ".partial";
 /// Maximum record. A record of 1,000 files is about 300 kB.
 const RECORD_BYTES_MAX: u64 = 1 << 20;
-/// Version of the record's layout.
 const RECORD_VERSION: u32 = 1;
 /// Maximum depth inside a model's folder: file paths of at most 200 bytes cannot nest deeper.
 const DEPTH_MAX: u32 = 101;
@@ -47,7 +45,6 @@ pub enum Kind {
 pub struct ResolvedModel {
     /// The GGUF file (the first of a split one), or the folder.
     pub path: PathBuf,
-    /// The kind of `path`.
     pub kind: Kind,
     /// Its name in the store; `None` for the user's own files.
     pub name: Option<EntryName>,
@@ -126,11 +123,9 @@ pub enum State {
     Complete {
         /// GGUF or folder.
         kind: Kind,
-        /// Its source, as text.
         source: String,
         /// Its files; `StoreEntry::path` is the first one for GGUF models.
         files: Vec<FileRecord>,
-        /// When it was pulled.
         pulled_at: SystemTime,
         /// Last use, if any.
         last_used: Option<SystemTime>,
@@ -470,7 +465,6 @@ pub fn verify(
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemovedModel {
     pub name: EntryName,
-    /// Bytes freed.
     pub bytes: Bytes,
     /// Number of its files; `None` if it was not complete.
     pub files: Option<usize>,

@@ -119,7 +119,6 @@ impl EntryName {
         &self.0
     }
 
-    /// The repository and file, for names of the hub.
     pub(crate) fn hub_parts(&self) -> Option<(&str, Option<&str>)> {
         self.0.contains('/').then(|| match self.0.split_once(':') {
             Some((repo, file)) => (repo, Some(file)),

@@ -21,9 +21,7 @@ use crate::{Error, Home, disk, hub, wheel};
 pub struct PulledModel {
     /// The model, ready for use.
     pub found: ResolvedModel,
-    /// Its name in the store.
     pub name: EntryName,
-    /// Bytes of its files.
     pub bytes: Bytes,
     /// False if it was already present, for example from another process.
     pub fetched: bool,

@@ -33,7 +33,6 @@ use crate::progress::{Cancel, PullProgress};
 /// Name of the list of checksums.
 const SUMS: &str = "SHA256SUMS";
 
-/// Name of its signature.
 const SIGNATURE: &str = "SHA256SUMS.minisig";
 
 /// Most bytes of the two. A release has some thirty files of a hundred bytes a line.
@@ -118,7 +117,6 @@ impl ReleaseKey {
         Ok(Self(key))
     }
 
-    /// Checks `signature` of `text`.
     fn check(&self, text: &str, signature: Option<&str>) -> Result<(), Error> {
         let refused = |error: minisign_verify::Error| Error::Signature {
             reason: error.to_string(),

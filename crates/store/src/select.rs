@@ -37,7 +37,6 @@ const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 /// some 60.
 const SHORT_MAX: usize = 200;
 
-/// The selected files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ModelFileSet {
     /// A GGUF model; several files when it is split, in order.
@@ -45,7 +44,6 @@ pub(crate) enum ModelFileSet {
     Folder(Vec<String>),
 }
 
-/// A file of a repository.
 #[derive(Clone, Debug)]
 pub(crate) struct ListedFile {
     pub(crate) path: String,

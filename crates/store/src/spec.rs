@@ -17,7 +17,6 @@ use crate::{Error, GgufChoice, Home};
 /// The result of [`resolve`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Resolution {
-    /// The model is on this machine.
     Path(ResolvedModel),
     /// It must be downloaded first, with [`pull`](crate::pull).
     NeedsDownload(DownloadPlan),
@@ -165,7 +164,6 @@ fn stored_choice<'a>(stored: &'a [StoreEntry], selector: Option<&str>) -> Vec<&'
     }
 }
 
-/// Inspects a path outside the store.
 fn inspect(path: &Path) -> Result<ResolvedModel, Error> {
     let not = |reason| Error::NotAModel {
         path: path.into(),

@@ -17,7 +17,6 @@ use crate::catalogue::Catalogue;
 pub struct UsualName {
     /// `family:size`.
     pub name: String,
-    /// Other names.
     pub also: Vec<String>,
     /// Hub id, with a selector if the repository has several models.
     pub hub: String,
@@ -36,7 +35,6 @@ pub struct UsualName {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HubFiles {
-    /// The checked commit.
     pub commit: String,
     /// The files of the model, in order.
     pub files: Vec<String>,

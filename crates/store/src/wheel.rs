@@ -67,7 +67,6 @@ fn space_needed(model: &CatalogueModel, dir: &Path) -> u64 {
     sum + largest.max(model.bytes.0)
 }
 
-/// Path of a verified wheel.
 fn kept_path(wheel: &Wheel, dir: &Path) -> PathBuf {
     dir.join(format!("{}.whl", wheel.requirement.replace("==", "-")))
 }

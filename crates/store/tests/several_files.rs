@@ -11,9 +11,7 @@ use crate::hub::listing;
 use paceline_base::Bytes;
 use paceline_store::*;
 
-/// Parts of the model.
 const PARTS: usize = 6;
-/// Connections of a pull.
 const CONNECTIONS: usize = 4;
 /// Bytes of a part: several blocks of a connection.
 const PART_BYTES: usize = 500_000;

@@ -49,7 +49,6 @@ const POOL_AT: usize = NAME_AT + 32;
 /// to compute. Pages beyond the queue are dropped.
 const QUEUE_BYTES: u64 = 64 << 20;
 
-/// Most queued pages.
 const QUEUE_PAGES: usize = 4096;
 
 /// Each preceding page makes a page count as used this much earlier. Later pages are useless
@@ -91,7 +90,6 @@ pub struct Disk {
     /// Bytes of the largest page seen.
     largest: u64,
     queue: SyncSender<PendingWrite>,
-    /// Bytes in the queue.
     queued: Arc<AtomicU64>,
 }
 
@@ -357,7 +355,6 @@ fn files(root: &Path) -> Vec<(SystemTime, u64, PathBuf)> {
     files.flatten().flatten().filter_map(facts).collect()
 }
 
-/// The complete pages in the folder of a space.
 fn known(folder: &Path) -> io::Result<HashSet<(PageName, u32)>> {
     let (mut here, mut foreign) = (HashSet::new(), 0);
     for file in fs::read_dir(folder)? {

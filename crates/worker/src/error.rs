@@ -38,7 +38,6 @@ pub enum Error {
     /// A prefill rank sent bytes that are no valid page for this rank.
     #[error("a page of a prompt was refused: {what}")]
     BadPage {
-        /// The problem with the page.
         what: &'static str,
     },
     /// Packed weights cannot be carried into another epoch.
@@ -64,7 +63,6 @@ pub enum Error {
     #[error("the parent sent {got} where {expected} was due: are they of one version?")]
     Protocol {
         got: &'static str,
-        /// The expected message.
         expected: &'static str,
     },
     /// This rank hangs in a kernel or a driver.

@@ -46,7 +46,6 @@ const WAIT: Duration = Duration::from_secs(10);
 /// Longest wait for the exit of a child that has closed its channel.
 const END_LIMIT: Duration = Duration::from_secs(1);
 
-/// A request to the child.
 #[derive(Debug, Serialize, Deserialize)]
 enum ChildRequest {
     /// Compile this template; the answer is empty.

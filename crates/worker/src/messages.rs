@@ -91,7 +91,6 @@ pub struct RankAssignment {
     /// Layers whose input the draft reads, if it is a draft head.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub captures: Vec<usize>,
-    /// Adapters of the model.
     #[serde(default)]
     pub adapters: Vec<AdapterOf>,
     /// Names of the kernel class and of the group's backend.
@@ -141,7 +140,6 @@ pub struct RankAssignment {
 pub struct RankCables {
     /// By rank and peer: devices of the rank's machine. The cables of a pair have one order.
     pub devices: Vec<Vec<Vec<String>>>,
-    /// The node of each rank.
     pub nodes: Vec<NodeId>,
     /// Peers to which the rank's machine does not trust a cable; filled in by its host.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -205,7 +203,6 @@ pub struct ReceivePages {
     pub round: TransferRound,
     /// The split of the prefill ranks.
     pub from: Split,
-    /// Listen address for them.
     pub listen: SocketAddr,
 }
 
@@ -280,7 +277,6 @@ pub enum FromWorker {
     Prepared,
     /// It can compute.
     Ready(RankFacts),
-    /// A reply to a request.
     Reply {
         ticket: Ticket,
         /// End of the step that produced it, in microseconds of the leader's clock. `None` if no
@@ -289,7 +285,6 @@ pub enum FromWorker {
         at_us: Option<u64>,
         reply: Reply,
     },
-    /// The answer to `Measure`.
     Measured {
         /// Bytes that the rank has moved in its epoch so far.
         moved: RankTraffic,
@@ -306,7 +301,6 @@ pub enum FromWorker {
     /// The answer to `Look`.
     Busy {
         epoch: u64,
-        /// Steps of the rank in it, and their computing time.
         busy: ComputeTime,
     },
     /// The answer to `Trace` that ends one.
@@ -352,7 +346,6 @@ pub struct RankFacts {
     /// How often its process packed weights: 1 while it keeps those of its first epoch.
     #[serde(default)]
     pub packings: u64,
-    /// Threads it computes with.
     pub threads: usize,
     /// Instruction set of its kernels, or its device.
     pub instruction_set: String,

@@ -112,7 +112,6 @@ fn model_folder(path: &Path) -> Option<PathBuf> {
     folder.filter(|_| path.is_symlink()).map(Path::to_owned)
 }
 
-/// The name of `file` in requests of a model with this folder.
 fn name_in(folder: Option<&Path>, file: &Path) -> String {
     let name = folder.and_then(|folder| file.strip_prefix(folder).ok());
     name.map_or_else(String::new, |name| name.display().to_string())
@@ -266,7 +265,6 @@ impl GroupBytes for ReadFile {
 struct PartialSource {
     /// Its path, for errors.
     path: PathBuf,
-    /// Its name in requests.
     name: String,
     groups: HashGroups,
     /// `None` for a complete copy.
@@ -425,7 +423,6 @@ impl PartialSource {
     }
 }
 
-/// The quick sums of the file at `path` with this tree.
 fn sums_of(path: &Path, tree: &Tree) -> Option<GroupSums> {
     let beside = GroupSums::read(&sums_beside(path), tree);
     beside.or_else(|| GroupSums::read(&path.with_extension(SUMS), tree))

@@ -43,7 +43,6 @@ use watchdog::Watchdog;
 
 type ControlChannel = Arc<Control<ToWorker, FromWorker>>;
 
-/// Makes the kernels for a number of threads and their pinning.
 type MakeKernels<'a> = dyn Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>> + 'a;
 
 /// Finds the transport provider of a backend; `None` for memory and sockets.

@@ -12,7 +12,6 @@ use super::TidyFinding;
 use super::copies::LayerTable;
 use crate::repo;
 
-/// Layer of a crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CrateLayer {
     /// L0 to L8; may use crates of lower levels.
@@ -107,7 +106,6 @@ struct Dependency {
     name: String,
     /// `dev`, `build`, or absent for an ordinary one.
     kind: Option<String>,
-    /// Folder of a path dependency.
     path: Option<String>,
 }
 
@@ -270,7 +268,6 @@ fn line_of(manifest: &str, subject: &str) -> usize {
 mod tests {
     use super::*;
 
-    /// Messages for one crate with one dependency, `kind` as cargo names it.
     fn verdict(name: &str, dependency: &str, kind: Option<&str>) -> Vec<String> {
         let ours = LAYERS.iter().any(|(known, _)| *known == dependency);
         let folder = |name: &str| match name {

@@ -33,9 +33,7 @@ pub(crate) struct RustFile {
     pub(crate) literal_columns: Vec<usize>,
     /// All tokens in order, without doc comments.
     pub(crate) tokens: Vec<Token>,
-    /// The syntax tree.
     pub(crate) syntax: syn::File,
-    /// The whole file is test code.
     pub(crate) test_file: bool,
     /// Lines of items under `#[cfg(test)]`, `#[test]` and the like, both ends included.
     test_regions: Vec<(usize, usize)>,
@@ -95,7 +93,6 @@ impl RustFile {
     }
 }
 
-/// Folder of the out-of-line modules of the file at `path`.
 fn module_folder(path: &str) -> String {
     let (folder, file) = path.rsplit_once('/').unwrap_or(("", path));
     match file {

@@ -175,7 +175,6 @@ fn paragraphs(comments: &[String]) -> Vec<Paragraph> {
     found
 }
 
-/// The marker and the text of a line of a doc comment.
 fn doc_text(line: &str) -> Option<(&'static str, &str)> {
     let line = line.trim();
     let marker = ["///", "//!"]

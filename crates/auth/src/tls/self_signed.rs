@@ -67,7 +67,6 @@ pub enum RenewalReason {
 /// The self-signed certificate of a home.
 #[derive(Debug)]
 pub struct OwnCertificate {
-    /// The certificate with its key.
     pub identity: TlsIdentity,
     /// The certificate, for clients to trust: `curl --cacert`.
     pub path: PathBuf,

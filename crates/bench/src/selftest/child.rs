@@ -52,7 +52,6 @@ impl Ended {
     }
 }
 
-/// A line of output.
 enum Line {
     Result(String),
     Complaint(String),

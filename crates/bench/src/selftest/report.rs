@@ -62,7 +62,6 @@ fn number(value: f64) -> String {
 /// The result of a check.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// Name of the check.
     pub check: String,
     pub outcome: Outcome,
     pub figure: Option<Figure>,
@@ -209,7 +208,6 @@ fn is_address(word: &str) -> bool {
 /// The system that was tested.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TestedSystem {
-    /// Version of paceline.
     pub version: &'static str,
     /// Operating system and processor architecture.
     pub os: &'static str,

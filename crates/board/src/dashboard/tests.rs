@@ -7,7 +7,6 @@ use paceline_cluster::nodes::agent::NodePaths;
 use paceline_cluster::telemetry::{Gpu, InterfaceTraffic};
 use paceline_serve::METRIC_NAMES;
 
-/// A sample with all values.
 fn full() -> TelemetrySample {
     TelemetrySample {
         cpu_busy: Some(0.5),

@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 
 use super::TopAction;
 
-/// Maximum characters of an input line.
 const INPUT_CHARS_MAX: usize = 4_000;
 
 /// Maximum characters of an answer that is shown and sent again.

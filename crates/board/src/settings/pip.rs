@@ -20,7 +20,6 @@ use super::{Variables, text};
 /// Maximum size of a file; usual ones have some lines.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
-/// Files of the machine.
 const MACHINE: [&str; 3] = [
     "/etc/xdg/pip/pip.conf",
     "/etc/pip.conf",

@@ -23,7 +23,6 @@ pub struct ReceiverSettings<'a> {
     pub program: &'a Path,
     /// Paceline's files, with the node's socket.
     pub home: &'a Path,
-    /// Version of this program.
     pub version: release::Version,
 }
 

@@ -33,7 +33,6 @@ pub(super) struct NodeProcess {
     pub(super) process: Option<Process>,
     /// A fault hits it in this round.
     pub(super) is_hit: bool,
-    /// It is leaving the cluster.
     pub(super) leaves: bool,
 }
 

@@ -207,7 +207,6 @@ fn rank(args: &Args, settings: &RankSettings) -> anyhow::Result<()> {
     }
 }
 
-/// Runs ranks on machines of the cluster.
 fn over_cluster(args: &Args, settings: &RankSettings) -> anyhow::Result<Report> {
     let here = LocalNode {
         home: &home::folder()?,

@@ -239,7 +239,6 @@ impl Args {
         self.depth().max(self.prompt as usize) + self.r#gen as usize + 2
     }
 
-    /// Uses a loaded instance as the model.
     fn at(&self, instance: &NodeInstance) -> anyhow::Result<ReadyModel> {
         let split = SplitArgs {
             nodes: instance.nodes,

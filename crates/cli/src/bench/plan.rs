@@ -14,7 +14,6 @@ use crate::local_model::{LocalModel, NodeTransport, ReadyModel, SplitArgs, kerne
 use crate::output::print;
 use crate::pull;
 
-/// Tokens of a prompt.
 const PROMPT: u32 = 4;
 
 /// Arguments of `paceline bench plan`.

@@ -6,7 +6,6 @@ use paceline_auth::tls;
 use paceline_load_generator as load_generator;
 use paceline_serve::Error;
 
-/// The hint for a server's error.
 pub(super) fn hint(error: &Error) -> Option<String> {
     Some(match error {
         Error::Open { .. } => {

@@ -8,7 +8,6 @@ use paceline_board::tables::aligned;
 use paceline_cluster::machine::{self, MainMemory};
 use paceline_store::{Catalogue, Error, GgufChoice};
 
-/// Maximum names in one hint.
 const NAMES_MAX: usize = 30;
 
 /// After an interruption.

@@ -77,7 +77,6 @@ fn id(text: &str) -> Result<u32, std::num::ParseIntError> {
     text.strip_prefix('#').unwrap_or(text).parse()
 }
 
-/// Runs the command.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut page = page_for_stdout();
     let object = match &args.command {

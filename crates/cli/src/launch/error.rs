@@ -61,7 +61,6 @@ const fn is_wrong_file(error: &HostfileError) -> bool {
     !matches!(error, HostfileError::Write { .. })
 }
 
-/// Hints for one error of a chain of causes.
 pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
     let hint = if let Some(error) = cause.downcast_ref() {
         of_launch(error)
@@ -104,7 +103,6 @@ fn own(error: &Error) -> Option<String> {
     })
 }
 
-/// The hint about working `ssh`.
 pub(crate) fn ssh_works(host: &str) -> String {
     format!("`ssh {host} true` must work without a question; `ssh-copy-id {host}` installs a key")
 }

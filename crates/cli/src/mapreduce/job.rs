@@ -116,7 +116,6 @@ impl ArrayJobArgs {
         })
     }
 
-    /// Threads of each node.
     fn threads(&self) -> usize {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let even = (cores / self.nodes as usize).max(1);
@@ -133,7 +132,6 @@ impl ArrayJobArgs {
         self.resume.as_deref()
     }
 
-    /// Starts the workers.
     pub(super) fn start<'a>(&self, watch: &'a mut JobWatcher) -> anyhow::Result<Runs<'a>> {
         let start = Instant::now();
         let crew = match (&self.hosts, self.nodes) {
@@ -204,7 +202,6 @@ impl ArrayJobArgs {
     }
 }
 
-/// Arguments of a worker.
 fn worker_args(more: &[&str]) -> Vec<OsString> {
     let own = ["mapreduce", "worker"].into_iter();
     own.chain(more.iter().copied())

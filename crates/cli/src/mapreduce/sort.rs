@@ -27,7 +27,6 @@ struct SortReport<'a> {
     in_memory: bool,
 }
 
-/// Runs the sort.
 pub(super) fn sort(args: &SortArgs) -> anyhow::Result<()> {
     let input = args.job.input(&args.input)?.flat();
     let available = machine::memory().and_then(|memory| memory.available);

@@ -4,7 +4,6 @@ use paceline_engine::SamplingParams;
 
 use crate::error::Error;
 
-/// Text of `/help`.
 pub(super) const COMMANDS: &str = "\
 /clear forgets the conversation
 /system TEXT       another system message; without TEXT none
@@ -21,7 +20,6 @@ pub(super) enum ChatInput<'a> {
     Help,
     Clear,
     Exit,
-    /// Show the settings.
     Settings,
     Set {
         name: &'a str,

@@ -31,15 +31,12 @@ const LESSON: usize = 16;
 #[derive(Clone, Debug)]
 pub(super) struct SessionOptions {
     pub(super) sampling: SamplingParams,
-    /// Maximum tokens of an answer.
     pub(super) max_tokens: usize,
-    /// Stop texts.
     stop: Vec<String>,
     /// Name of the adapter to use, if any.
     adapter: Option<String>,
 }
 
-/// A session with one model.
 pub(super) struct RunSession {
     loaded: ReadyModel,
     /// `None` to complete plain text.

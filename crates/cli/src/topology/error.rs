@@ -30,13 +30,11 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Whether it is a usage error.
     pub(crate) const fn is_usage(&self) -> bool {
         matches!(self, Self::NobodyToAsk)
     }
 }
 
-/// Hints for one error of a chain of causes.
 pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
     let hint = if let Some(error) = cause.downcast_ref() {
         of_topology(error)

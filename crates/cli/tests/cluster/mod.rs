@@ -60,7 +60,6 @@ impl TestMachine {
         self.program(&self.paceline, args)
     }
 
-    /// Any program on this machine.
     fn program(&self, program: &str, args: &[&str]) -> Command {
         let home = format!("PACELINE_HOME={}", self.home.path().display());
         let variables = self.variables.iter().map(String::as_str);
@@ -144,7 +143,6 @@ impl TestMachine {
         serde_json::from_str(&self.told(&["ps", "--json"])).unwrap()
     }
 
-    /// The address of its API.
     fn api(&self) -> String {
         let mut api = None;
         until("the API listens", || {
@@ -154,7 +152,6 @@ impl TestMachine {
         api.unwrap()
     }
 
-    /// The port of its API.
     fn port(&self) -> u16 {
         let api = self.api();
         api.rsplit_once(':').unwrap().1.parse().unwrap()

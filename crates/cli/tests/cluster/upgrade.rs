@@ -65,7 +65,6 @@ fn release_program(target: &Path, version: &str, protocol: u8) {
     file.write_all_at(&[protocol], at + 16).unwrap();
 }
 
-/// Makes a folder of release files, with an archive of `program`.
 fn release(folder: &Path, program: &Path, version: &str) {
     let name = format!("paceline-{version}-linux-{}.tar.gz", std::env::consts::ARCH);
     fs::create_dir(folder).unwrap();

@@ -62,14 +62,12 @@ impl SshHosts {
         command
     }
 
-    /// Calls of `ssh`.
     pub(crate) fn calls(&self) -> Vec<String> {
         let log = fs::read_to_string(self.path("log")).unwrap_or_default();
         log.lines().map(str::to_owned).collect()
     }
 }
 
-/// A file of `tests-data/topology`.
 pub(crate) fn tests_data(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests-data/topology");
     folder.join(name).canonicalize().unwrap()

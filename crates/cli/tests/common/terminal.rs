@@ -14,9 +14,7 @@ use rustix::termios::{Termios, Winsize, tcgetattr, tcsetwinsize};
 
 use super::PATIENCE;
 
-/// A terminal with one process on it.
 pub(crate) struct Terminal {
-    /// The side of the person.
     person: File,
     /// The side of the process, kept open so that its settings can be asked for at the end.
     process: File,

@@ -30,7 +30,6 @@ impl SshHosts {
         self.paceline(&[&["launch"], args].concat())
     }
 
-    /// Runs it to its end.
     fn run_launch(&self, args: &[&str]) -> LaunchOutput {
         finish(self.launch(args).spawn().unwrap())
     }

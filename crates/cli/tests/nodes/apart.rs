@@ -10,7 +10,6 @@ use super::server::NodeServer;
 use super::tiny::FAMILIES;
 use super::{TestHome, alone, finish, http, until};
 
-/// Tokens of an answer.
 const TOKENS: u32 = 24;
 
 /// A prompt of `n` tokens: each letter is one.

@@ -36,7 +36,6 @@ fn pages(world: &TestHome) -> usize {
     names.filter(is_whole).count()
 }
 
-/// A text of `n` letters, each a token.
 fn letters(n: usize, seed: u64) -> String {
     let mut random = SplitMix64::new(seed);
     (0..n)

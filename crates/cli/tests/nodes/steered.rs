@@ -132,7 +132,6 @@ impl Lied {
         until(what, || self.server.running.said().contains(what));
     }
 
-    /// A line of `/metrics`.
     fn metric(&self, name: &str) -> f64 {
         let metrics = http::ask(self.server.port, "/metrics", None).body;
         let metrics = metrics.as_str().unwrap();

@@ -17,7 +17,6 @@ const Q8_0: u32 = 8;
 /// 2^-11 as f16: bytes up to 127 times this are up to 1 / sqrt(WIDTH).
 const SCALE: [u8; 2] = 0x1000u16.to_le_bytes();
 
-/// Which model to write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TinyModelSpec {
     pub(crate) family: &'static str,

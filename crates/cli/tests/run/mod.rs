@@ -55,7 +55,6 @@ fn pid(child: &Child) -> rustix::process::Pid {
     rustix::process::Pid::from_child(child)
 }
 
-/// The list of numbers called `key`.
 fn numbers(json: &Value, key: &str) -> Vec<u64> {
     let list = json[key].as_array().unwrap();
     list.iter().map(|n| n.as_u64().unwrap()).collect()

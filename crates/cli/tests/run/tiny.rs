@@ -11,7 +11,6 @@ use paceline_weights::gguf::testing::GgufWriter;
 
 use crate::common::vocabulary::{self, FIRST_BYTE, VOCAB};
 
-/// The end of a message.
 pub(crate) const IM_END: u32 = 2;
 /// A column per token, in whole runs of 32.
 const WIDTH: usize = VOCAB.next_multiple_of(32);
@@ -21,7 +20,6 @@ const FFN: usize = 32;
 /// The text that the endless model says again and again. The accent takes two tokens.
 pub(crate) const ALPHABET: &str = "abcdefghijklm\u{e9}nopqrstuvwxyz";
 
-/// Which model to write.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TinyChatModel {
     pub(crate) architecture: &'static str,
@@ -118,7 +116,6 @@ impl TinyChatModel {
     }
 }
 
-/// The token of a byte.
 fn id(byte: u8) -> u32 {
     FIRST_BYTE as u32 + u32::from(byte)
 }

@@ -22,7 +22,6 @@ pub struct HybridTimestamp {
     pub ms: u64,
     /// Counts timestamps within the millisecond.
     pub count: u32,
-    /// The node of the clock.
     pub node: NodeId,
 }
 

@@ -87,7 +87,6 @@ pub struct DiscoveredNode {
     pub id: NodeId,
     /// Address of its control port.
     pub addr: SocketAddr,
-    /// How it was discovered.
     pub how: DiscoveryMethod,
     /// Whether it requests an answer.
     pub asks: bool,

@@ -18,7 +18,6 @@ use super::{ClusterKey, NodeId};
 /// The service that nodes announce.
 pub const SERVICE: &str = "_paceline._tcp.local.";
 
-/// Name of the text property with the beacon.
 const TEXT: &str = "beacon";
 
 /// Most events read in one poll, and most addresses of each.

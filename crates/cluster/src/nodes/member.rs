@@ -125,7 +125,6 @@ pub enum Action {
     Unlink(NodeId),
     /// These entries of the map have other contents now.
     Changed(Vec<RegisterKey>),
-    /// A node's life changed.
     Life(NodeId, Life),
     /// A node did not answer this one directly. It may answer others, and then lives.
     Late(NodeId),
@@ -486,7 +485,6 @@ impl Membership {
         }
     }
 
-    /// Pings `id` on behalf of `asker`.
     fn ping_for(&self, asker: NodeId, id: NodeId, actions: &mut Vec<Action>) {
         if self.peers.is_linked(id) && id != asker {
             let message = GossipMessage::PingFrom { asker };

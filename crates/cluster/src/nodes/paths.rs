@@ -56,7 +56,6 @@ pub struct Path {
     pub to: NodeId,
     /// Name of the outgoing interface; empty if unknown.
     pub interface: String,
-    /// Local address.
     pub local: IpAddr,
     /// Address of the other node, with its control port.
     pub remote: SocketAddr,
@@ -115,9 +114,7 @@ pub(crate) fn is_link_local(ip: IpAddr) -> bool {
 /// Result of one measurement of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PathSample {
-    /// Local address.
     pub local: IpAddr,
-    /// Outgoing interface.
     pub interface: String,
     /// Shortest round trip.
     pub latency: Duration,

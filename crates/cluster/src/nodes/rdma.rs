@@ -83,9 +83,7 @@ impl CableEnd<'_> {
 /// A cable between two nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cable {
-    /// The devices at its ends.
     pub devices: [String; 2],
-    /// Which ends trust it.
     pub trusted: [bool; 2],
 }
 

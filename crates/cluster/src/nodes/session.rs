@@ -50,7 +50,6 @@ const RECORD_BYTES: usize = 32 << 10;
 
 const TAG_BYTES: usize = 16;
 
-/// Longest verdict.
 const VERDICT_BYTES_MAX: usize = 1024;
 
 /// Longest wait of a write for a peer that does not read.

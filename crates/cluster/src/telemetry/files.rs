@@ -9,7 +9,6 @@ use super::{Gpu, TelemetrySample};
 /// Longest file read: `/proc/stat` of 1,024 cores takes about 100 KB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Most entries read of a folder.
 const ENTRIES_MAX: usize = 1024;
 
 /// The root of a machine's files.

@@ -41,16 +41,13 @@ pub struct TelemetrySample {
     /// Mean frequency of the cores in MHz.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_mhz: Option<f64>,
-    /// Bytes of main memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
     /// Bytes that programs could still take without swapping.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_available_bytes: Option<u64>,
-    /// Bytes of swap space.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub swap_bytes: Option<u64>,
-    /// Bytes of it in use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub swap_used_bytes: Option<u64>,
     /// Share of the last 10 s in which some task waited for a core, 0 to 1.
@@ -98,9 +95,7 @@ pub struct TelemetrySample {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct InterfaceTraffic {
     pub name: String,
-    /// Bytes a second received.
     pub received_bytes_s: f64,
-    /// Bytes a second sent.
     pub sent_bytes_s: f64,
 }
 
@@ -115,7 +110,6 @@ pub struct Gpu {
     pub busy: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
-    /// Bytes of it in use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_used_bytes: Option<u64>,
     /// Power in watts.

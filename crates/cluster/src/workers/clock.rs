@@ -50,7 +50,6 @@ impl SilenceClock {
     }
 }
 
-/// The stage of stopping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum StopStage {
     /// The channels are closed.

@@ -52,7 +52,6 @@ pub(super) struct Monitor {
     /// The specification; its sink was moved out.
     spec: WorkerSpec,
     forward: Forward,
-    /// When stopping began, and its stage.
     stopping: Option<(Instant, StopStage)>,
     buffer: Vec<u8>,
 }

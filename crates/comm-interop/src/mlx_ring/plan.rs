@@ -57,7 +57,6 @@ impl SendDirection {
     }
 }
 
-/// A received range, and its use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ReceiveRange {
     /// Its place in the buffer.

@@ -63,7 +63,6 @@ fn on_each<R: Send>(
     on_each_of(all, &hosts, work)
 }
 
-/// [`on_each`] of the ring with these addresses.
 fn on_each_of<R: Send>(
     all: Listeners,
     hosts: &[Vec<SocketAddr>],

@@ -73,7 +73,6 @@ impl Ops {
         Ok(Self { made })
     }
 
-    /// The operation for `op` on `dtype`.
     pub(super) fn get(&self, op: Reduce, dtype: Dtype) -> MPI_Op {
         let made = self
             .made

@@ -531,7 +531,6 @@ fn start_comm(device: &CudaDevice, rank: Rank, size: u32, id: UniqueId) -> Resul
 /// Bytes: `ncclUint8`.
 const BYTES: c_int = 1;
 
-/// Enqueues NCCL calls on the stream.
 struct NcclCall<'a> {
     nccl: &'a table::Nccl,
     comm: Opaque,

@@ -25,7 +25,6 @@ const CUDA_NAMES: [&str; 1] = ["libcuda.so.1"];
 #[derive(Clone, Debug, Default)]
 pub struct Libraries {
     pub nccl: Option<PathBuf>,
-    /// The CUDA driver.
     pub cuda: Option<PathBuf>,
 }
 

@@ -34,7 +34,6 @@ pub(super) fn python(test: &str) -> Option<PathBuf> {
     found
 }
 
-/// A script in this folder.
 pub(super) fn script(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/mlx_ring")

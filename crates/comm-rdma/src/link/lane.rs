@@ -35,7 +35,6 @@ pub(crate) struct UnackedMessage {
     pub(super) slot: usize,
     /// The cable of the first attempt.
     pub(super) first_cable: usize,
-    /// Bytes in the slot.
     pub(super) bytes: usize,
     pub(super) body: Option<RegisteredBody>,
     pub(super) first: Instant,

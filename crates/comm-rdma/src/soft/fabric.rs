@@ -314,7 +314,6 @@ pub(crate) fn mix(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A completion queue.
 pub(crate) struct QueueCore {
     room: usize,
     waiting: AtomicUsize,
@@ -400,7 +399,6 @@ struct SendSide {
     late: Vec<(u64, Vec<u8>)>,
 }
 
-/// A posted receive.
 struct Receive {
     id: u64,
     pieces: Vec<GatherSegment>,
@@ -409,7 +407,6 @@ struct Receive {
 // SAFETY: by the rules of verbs the device owns the memory until the request completes.
 unsafe impl Send for Receive {}
 
-/// A segment of a message.
 #[derive(Clone, Copy)]
 pub(crate) struct GatherSegment {
     pub(crate) start: *const u8,

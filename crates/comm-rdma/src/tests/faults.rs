@@ -168,7 +168,6 @@ fn step(group: &Rdma, own: &mut [u8], call: usize, patience: Duration) -> Result
     Ok(())
 }
 
-/// Outcome of a rank.
 #[derive(Debug)]
 enum RankResult {
     /// It did not join.

@@ -6,7 +6,6 @@ use paceline_comm::{Backend, InitError, JoinParams, Plaintext, Strict, init, tcp
 use super::*;
 use crate::RdmaProvider;
 
-/// Result of joining one rank.
 type JoinResult = Result<Box<dyn Group>, InitError>;
 
 /// Joins three ranks; returns the results and the fabric, which they need.

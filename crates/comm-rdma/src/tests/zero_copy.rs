@@ -29,7 +29,6 @@ fn copies<T: Element>(
     threads.into_iter().map(|t| t.join().unwrap()).collect()
 }
 
-/// Byte `i` of the input of `rank`.
 fn value(rank: usize, i: usize) -> u8 {
     u8::try_from((i * 7 + rank * 31) % 251).unwrap()
 }

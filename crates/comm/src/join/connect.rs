@@ -201,7 +201,6 @@ impl<'a> GroupJoin<'a> {
         u32::try_from(self.origin.addrs.len()).expect("checked before")
     }
 
-    /// Establishes all links.
     fn links(&mut self, deadline: Deadline) -> Result<(), JoinError> {
         loop {
             self.accept();

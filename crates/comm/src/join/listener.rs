@@ -109,7 +109,6 @@ impl<'a> PendingConnections<'a> {
         }
     }
 
-    /// All pending connections.
     pub(super) fn take(mut self) -> impl Iterator<Item = IncompleteGreeting> + use<> {
         self.fill();
         std::mem::take(&mut *self.waiting).into_iter()

@@ -114,7 +114,6 @@ struct SealedRecords {
     bytes: Vec<u8>,
     end: usize,
     gone: usize,
-    /// Bytes of payload in them.
     payload: usize,
     /// Scratch buffer that joins a head and the beginning of its body.
     stage: Vec<u8>,

@@ -8,7 +8,6 @@ use super::poll::outcome;
 use super::seal::NoiseSession;
 use crate::transport::Closed;
 
-/// A nonblocking connection.
 pub(crate) struct PeerConnection {
     socket: TcpStream,
     session: Option<NoiseSession>,

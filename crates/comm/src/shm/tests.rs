@@ -336,7 +336,6 @@ fn worker() {
     println!("@left {}", ProcessResources::count() == held);
 }
 
-/// System resources of a process.
 #[derive(Debug, PartialEq, Eq)]
 struct ProcessResources {
     descriptors: usize,

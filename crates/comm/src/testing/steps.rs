@@ -186,7 +186,6 @@ impl CollectiveCase {
     }
 }
 
-/// The actual and the expected result of a call.
 type ActualExpected<T> = (Vec<T>, Vec<T>);
 
 fn own(group: &dyn Group) -> usize {

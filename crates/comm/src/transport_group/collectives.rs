@@ -224,7 +224,6 @@ impl<T: Transport> TransportGroup<T> {
     }
 }
 
-/// A call in progress.
 struct RunningCall<'a, T> {
     group: &'a TransportGroup<T>,
     call: Call,

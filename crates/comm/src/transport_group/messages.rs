@@ -38,7 +38,6 @@ const AHEAD_BYTES: usize = 1 << 20;
 /// Longest sleep of a thread that waits for the reading thread.
 const FOLLOWER_WAIT: Duration = Duration::from_millis(20);
 
-/// All mailboxes of a rank.
 pub(super) struct Mailboxes {
     /// By rank; the own entry is unused.
     posts: Vec<PeerMailbox>,
@@ -165,7 +164,6 @@ impl Mailboxes {
 }
 
 impl PeerMailbox {
-    /// The oldest message with this tag.
     fn pop(&mut self, tag: u32) -> Option<BufferedMessage> {
         let oldest = self.inbox.iter().position(|m| is_tagged(&m.call, tag))?;
         self.inbox.remove(oldest)

@@ -167,7 +167,6 @@ impl<T: Transport> TransportGroup<T> {
         zero_copy::register_pages(&self.transport, pages)
     }
 
-    /// Resets the counters.
     pub(crate) fn reset_traffic(&self) {
         for sent in &self.sent {
             sent.store(0, Ordering::Relaxed);

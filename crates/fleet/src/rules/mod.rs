@@ -42,9 +42,7 @@ pub enum Action {
         spec: InstanceSpec,
         reason: WriteReason,
     },
-    /// Load a new instance.
     Load { spec: InstanceSpec },
-    /// Unload an instance.
     Unload {
         id: InstanceId,
         reason: UnloadReason,

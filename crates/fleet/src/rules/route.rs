@@ -61,7 +61,6 @@ pub enum UnservedState {
     Loading,
     /// Other nodes answer with it; addresses of the owner's HTTP API.
     Elsewhere(Vec<SocketAddr>),
-    /// It failed, for this reason.
     Failed(String),
 }
 

@@ -128,7 +128,6 @@ impl LaunchMachine {
         self.ranks.iter().all(gone)
     }
 
-    /// The result of the launch.
     pub(super) fn outcome(self) -> Result<(), Error> {
         self.cause.map_or(Ok(()), Err)
     }
@@ -138,7 +137,6 @@ impl LaunchMachine {
         std::mem::take(&mut self.notices)
     }
 
-    /// Handles an event.
     pub(super) fn step(&mut self, now: Instant, event: Event) -> Vec<SessionAction> {
         match event {
             Event::HostReady(host) if self.cause.is_none() => vec![SessionAction::Start(host)],

@@ -8,7 +8,6 @@ use crate::launch::Backend;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TopologyChoice {
     pub backend: Backend,
-    /// The hostfile for `launch`.
     pub hostfile: Hostfile,
 }
 

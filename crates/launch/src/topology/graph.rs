@@ -27,7 +27,6 @@ pub struct Cable {
 pub struct Graph {
     /// Names of the hosts for `ssh`.
     pub hosts: Vec<String>,
-    /// Ports of each host.
     pub ports: Vec<Vec<Port>>,
     /// Cables between different hosts, in the order of hosts and ports.
     pub cables: Vec<Cable>,

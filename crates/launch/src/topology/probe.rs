@@ -25,7 +25,6 @@ pub enum ProbeScope {
 /// The facts of a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ProbedMachine {
-    /// Its Thunderbolt ports.
     pub ports: Vec<Port>,
     /// Whether it lists RDMA devices.
     pub has_rdma: bool,

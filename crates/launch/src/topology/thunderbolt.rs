@@ -50,7 +50,6 @@ pub fn ports(host: &str, profiler: &str, hardware: &str) -> Result<Vec<Port>, Er
 pub struct ConnectedPort {
     /// The own machine's product, such as `Mac Studio`.
     pub machine: String,
-    /// Its network interface.
     pub interface: String,
     /// The rate that both ends have agreed on, if the system reports it.
     pub gbit_per_s: Option<u32>,

@@ -156,7 +156,6 @@ pub struct BlockRows<'a> {
     /// Number of rows, at least one and at most [`ComputeDevice::rows_max`].
     pub count: u64,
     pub first: u64,
-    /// The columns, one to four.
     pub columns: &'a [Column<'a>],
     /// The program that computes each row first.
     pub program: Option<&'a ExprProgram>,

@@ -216,7 +216,6 @@ fn columns(home: &Path) -> [InputFile; 5] {
     [x, y, u, wide, few]
 }
 
-/// A task of each kind.
 fn tasks(home: &Path) -> Vec<JobSpec> {
     let [x, y, u, wide, few] = columns(home);
     let mut points = x.clone();

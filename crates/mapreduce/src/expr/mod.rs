@@ -53,7 +53,6 @@ pub const COLUMNS: [&str; 4] = ["x", "y", "z", "w"];
 pub enum Type {
     /// A number, f64.
     Number,
-    /// A truth value.
     Truth,
 }
 

@@ -13,7 +13,6 @@ use crate::{Dtype, ResultValue};
 /// A reduction's result.
 #[derive(Clone, Debug, Serialize)]
 pub struct ReductionResult {
-    /// Name of the reduction.
     pub op: &'static str,
     pub value: ResultValue,
     /// Type of the values that were reduced.

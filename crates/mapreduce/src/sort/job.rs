@@ -217,7 +217,6 @@ fn create_part(part: &Path, journal: Option<&Path>, input: &InputFile) -> Result
     }
 }
 
-/// A path with one more ending.
 fn with_end(path: &Path, end: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".");

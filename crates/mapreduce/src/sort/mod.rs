@@ -98,7 +98,6 @@ impl Gather {
         range.map_or(bucket + 1, |range| range.end)
     }
 
-    /// Rows of the result.
     pub(crate) fn rows(&self) -> u64 {
         self.starts.last().copied().unwrap_or(0)
     }

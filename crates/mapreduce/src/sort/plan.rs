@@ -16,7 +16,6 @@ const SEED: u64 = 36;
 /// Most bytes of a part: what a lost worker costs.
 const PART_BYTES_MAX: u64 = 64 << 20;
 
-/// Fewest rows of a part.
 const PART_ROWS_MIN: u64 = 1 << 14;
 
 /// Parts and buckets that a thread gets, so that all threads end together.

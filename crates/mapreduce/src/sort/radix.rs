@@ -87,7 +87,6 @@ fn sort_cached<const N: usize>(keys: &mut [[u8; N]], scratch: &mut [[u8; N]], wi
     }
 }
 
-/// Counts of each value of a byte.
 fn count<const N: usize>(keys: &[[u8; N]], byte: usize) -> [usize; 256] {
     let mut counts = [0; 256];
     for key in keys {

@@ -12,7 +12,6 @@ use crate::{JobSpec, Kind, PartialResult, RowPartition};
 #[derive(Debug, Default)]
 pub(super) struct Pieces(BTreeMap<(u32, u64), PartialPart>);
 
-/// Pieces of one part.
 #[derive(Debug, Default)]
 struct PartialPart {
     pieces: Vec<PartialResult>,

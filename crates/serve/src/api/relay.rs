@@ -89,7 +89,6 @@ pub(super) struct Relay {
     phase: watch::Receiver<ServerPhase>,
 }
 
-/// Ends a response early, with the reason.
 type EarlyEnd = Pin<Box<dyn Future<Output = Rejection> + Send>>;
 
 /// Whether upstreams may take requests to `path`.

@@ -73,7 +73,6 @@ struct OllamaVector<'a> {
     embedding: &'a [f32],
 }
 
-/// The response body.
 pub(crate) fn body(
     form: &EmbeddingFormat,
     vectors: &[Vec<f32>],

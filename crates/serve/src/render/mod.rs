@@ -26,7 +26,6 @@ use crate::rejection::Rejection;
 /// Values repeated in every part of a response.
 #[derive(Clone, Debug)]
 pub(crate) struct ResponseFrame {
-    /// Unique id of the response.
     pub(crate) id: String,
     pub(crate) created_unix_s: u64,
     pub(crate) model: String,
@@ -159,7 +158,6 @@ pub(crate) trait DialectWriter: fmt::Debug + Send {
 pub(crate) struct ResponseBuilder {
     writer: Box<dyn DialectWriter>,
     choices: Vec<ChoiceState>,
-    /// Outputs collected for a whole response.
     said: Vec<ChoiceOutput>,
     prompt_tokens: usize,
     /// Choices per prompt.
@@ -212,14 +210,12 @@ impl ResponseBuilder {
         self.writer.framing()
     }
 
-    /// Adds a reply to a whole response.
     pub(crate) fn collect(&mut self, index: usize, reply: Reply) {
         if let Some(delta) = self.take(index, reply) {
             self.said[index].add(delta);
         }
     }
 
-    /// The whole response.
     pub(crate) fn whole(mut self) -> Value {
         let usage = self.usage();
         self.writer.whole(std::mem::take(&mut self.said), &usage)

@@ -47,7 +47,6 @@ impl Ollama {
         head
     }
 
-    /// A line with text, thinking and calls.
     fn line(&self, text: &str, reasoning: &str, calls: &[CompletedCall]) -> Map<String, Value> {
         let mut line = self.head();
         match self.kind {

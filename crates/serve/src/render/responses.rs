@@ -61,13 +61,11 @@ impl Kind {
     }
 }
 
-/// Renders responses.
 #[derive(Debug)]
 pub(crate) struct Responses {
     frame: ResponseFrame,
     terms: ResponsesEcho,
     keeper: ResponseKeep,
-    /// Completed items.
     items: Vec<Value>,
     open: Option<OpenItem>,
     /// Number of events so far.

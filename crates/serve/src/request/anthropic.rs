@@ -365,7 +365,6 @@ struct BlockContents {
 }
 
 impl RequestParser<'_> {
-    /// Parses a message request.
     pub(crate) fn anthropic(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let body: MessageRequest = read(body, self.notes)?;
         let sampling = Sampling {
@@ -384,7 +383,6 @@ impl RequestParser<'_> {
         self.converse(&conversation, 1, &like, "messages", (teller, stream))
     }
 
-    /// Parses a request to count tokens.
     pub(crate) fn count_tokens(&self, body: Map<String, Value>) -> Result<Value, Rejection> {
         let body: CountRequest = read(body, self.notes)?;
         let conversation = self.anthropic_conversation(body.prompt)?;

@@ -16,7 +16,6 @@ pub(crate) const MAX_NOTE: usize = 512;
 /// Maximum texts to embed: OpenAI's limit.
 pub(crate) const MAX_INPUTS: usize = 2048;
 
-/// Maximum extra files of `/infill`.
 pub(crate) const MAX_EXTRA: usize = 64;
 
 /// Maximum parts of a message: above any known use.
@@ -28,7 +27,6 @@ pub(crate) const MAX_TOOL_CALLS: usize = 128;
 /// Maximum tools of a request: OpenAI's limit.
 pub(crate) const MAX_TOOLS: usize = 128;
 
-/// Maximum parts of an item of the Responses API, and tools.
 pub(crate) const MAX_ITEM_PARTS: usize = 1024;
 pub(crate) const MAX_ITEM_TOOLS: usize = 512;
 

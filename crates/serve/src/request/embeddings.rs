@@ -129,7 +129,6 @@ impl RequestParser<'_> {
         })
     }
 
-    /// Parses Ollama's older request.
     pub(crate) fn ollama_embeddings(
         &self,
         body: Map<String, Value>,

@@ -128,7 +128,6 @@ impl RequestParser<'_> {
         NAMES.iter().find_map(ids)
     }
 
-    /// Parses `/infill`.
     pub(crate) fn infill(&self, body: Map<String, Value>) -> Result<ModelRequest, Rejection> {
         let body: InfillRequest = read(body, self.notes)?;
         self.check_model(body.model)?;

@@ -134,14 +134,11 @@ pub(crate) struct ModelRequest {
     pub(crate) stream: Option<StreamOptions>,
 }
 
-/// A parsed request of any kind.
 #[derive(Debug)]
 pub(crate) enum ParsedRequest {
-    /// Generates text.
     Generation(Box<ModelRequest>),
     /// Needs no computation: the response body.
     Immediate(Value),
-    /// Computes embeddings.
     Embed(embeddings::EmbeddingRequest),
 }
 

@@ -9,7 +9,6 @@ use serde_json::Value;
 /// Longest wait for anything from the server: its answers are instant, the machine may be busy.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A response as it arrives.
 pub(crate) struct TestResponse {
     pub(crate) status: u16,
     pub(crate) headers: Vec<(String, String)>,
@@ -159,7 +158,6 @@ impl TestResponse {
         (!text.is_empty()).then(|| lines.map(str::to_owned).collect())
     }
 
-    /// All events of a stream.
     pub(crate) fn all_events(mut self) -> Vec<String> {
         assert_eq!(self.header("content-type"), Some("text/event-stream"));
         std::iter::from_fn(|| self.events()).flatten().collect()

@@ -88,7 +88,6 @@ impl ScriptedService {
         (status.running, status.waiting) = (running, waiting);
     }
 
-    /// Requests so far.
     pub(crate) fn requests(&self) -> Vec<GenerationRequest> {
         self.seen().requests.clone()
     }

@@ -22,7 +22,6 @@ impl NetworkView<'_> {
         self.nodes[node].member.is_some()
     }
 
-    /// The record of an instance in a node's map.
     pub(super) fn record(&self, node: usize, id: InstanceId) -> Option<InstanceSpec> {
         let member = self.nodes[node].member.as_ref()?;
         let mut all = specs(member.map());

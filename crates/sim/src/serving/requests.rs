@@ -59,7 +59,6 @@ pub(super) struct SimRequest {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RequestResult {
     Whole,
-    /// The instance was unloaded.
     Unloaded,
     /// All nodes that had it were lost.
     Gone,

@@ -17,7 +17,6 @@ use super::{
     WORD, token,
 };
 
-/// The worker of a rank.
 #[derive(Debug, Default)]
 pub(super) struct SimWorker {
     pub(super) at: usize,
@@ -27,7 +26,6 @@ pub(super) struct SimWorker {
     pub(super) lost: bool,
     pub(super) epoch: Option<u64>,
     pub(super) ready: bool,
-    /// It has packed its weights.
     pub(super) packed: bool,
     /// Requests, with their tokens so far.
     pub(super) answers: BTreeMap<Ticket, (usize, usize)>,

@@ -201,7 +201,6 @@ fn files_below(dir: &Path, depth: u32) -> Result<Vec<PathBuf>, Error> {
     Ok(files)
 }
 
-/// The used part of `cargo metadata`.
 #[derive(Debug, Deserialize)]
 struct CargoMetadata {
     packages: Vec<CargoPackage>,
@@ -236,7 +235,6 @@ fn checksum(lock: &str) -> Option<&str> {
     rest.split('"').next()
 }
 
-/// Runs a tool with its files in `work`.
 fn run(command: Command, work: &Path, limit: Duration, cancel: &Cancel) -> Result<(), Error> {
     child::run(
         command,

@@ -41,7 +41,6 @@ pub(super) struct Pin {
 }
 
 impl Pin {
-    /// The hash for a Linux on processor `arch`.
     pub(super) fn for_linux(&self, arch: &str) -> &'static str {
         self.sha256[usize::from(arch == "aarch64")]
     }

@@ -157,7 +157,6 @@ impl<F: GroupBytes + ?Sized> DamageSearch<'_, F> {
     }
 }
 
-/// Consecutive groups as runs.
 fn runs(groups: &[u64]) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for &index in groups {

@@ -190,7 +190,6 @@ fn serve(stream: &TcpStream, handler: &ReplyHandler, log: &Mutex<Vec<ServerReque
     let _ = answer(stream, &request, handler(&request, number));
 }
 
-/// Head of a response.
 fn head(status: &str, length: usize, etag: &str, more: &[(String, String)]) -> String {
     let mut text = format!(
         "HTTP/1.1 {status}\r\nContent-Length: {length}\r\nETag: {etag}\r\nConnection: close\r\n"

@@ -53,10 +53,8 @@ pub(super) enum GuardMode {
     Disguised,
 }
 
-/// Kind of a text in the conversation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TextKind {
-    /// The content of a message.
     Content,
     /// Any other text, which a template is more likely to compare with a word of its own
     /// (`type == 'function'`).

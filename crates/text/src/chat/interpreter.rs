@@ -83,7 +83,6 @@ pub enum TemplateError {
     },
     #[error("chat template takes more than {limit_ms} ms")]
     TooSlow {
-        /// The limit in milliseconds.
         limit_ms: u64,
     },
     #[error("chat template takes more than {limit} bytes of memory")]

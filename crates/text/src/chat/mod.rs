@@ -62,7 +62,6 @@ pub enum Error {
     #[error("reading {}", path.display())]
     Read {
         path: PathBuf,
-        /// Error of the system.
         source: std::io::Error,
     },
     /// A configuration file is not JSON of the expected form.
@@ -117,7 +116,6 @@ pub struct ChatOptions {
     pub tools: Vec<Json>,
     /// More variables for the template, such as `enable_thinking` or `reasoning_effort`.
     pub variables: Map<String, Json>,
-    /// Limits on the prompt's length.
     pub bounds: PromptLimits,
 }
 
@@ -169,7 +167,6 @@ pub struct ChatTemplate {
     response: Option<Arc<ResponseTemplate>>,
 }
 
-/// A template, compiled.
 #[derive(Debug)]
 struct OneTemplate {
     interpreter: Box<dyn Interpreter>,
@@ -242,7 +239,6 @@ impl ChatTemplate {
         })
     }
 
-    /// The template for a conversation.
     fn of(&self, has_tools: bool) -> Result<&OneTemplate, Error> {
         let own = self.tool_use.as_ref().filter(|_| has_tools);
         let none = || Error::NoNamedTemplate {

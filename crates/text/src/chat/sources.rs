@@ -29,7 +29,6 @@ const MAX_CONFIG_BYTES: usize = 12 << 20;
 pub struct TemplateSources {
     /// For conversations without tools; with tools where there is no other.
     pub default: Option<String>,
-    /// For conversations with tools.
     pub tool_use: Option<String>,
     /// Names of further ones, which nothing selects.
     pub others: Vec<String>,

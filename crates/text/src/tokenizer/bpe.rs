@@ -83,7 +83,6 @@ impl TextBpe {
     }
 }
 
-/// The name of a byte's token.
 fn byte_name(byte: u8) -> String {
     format!("<0x{byte:02X}>")
 }

@@ -49,7 +49,6 @@ fn is_file_name(text: &str) -> bool {
     )
 }
 
-/// Whether a control token of this name ends an answer.
 fn is_control_end_name(text: &str) -> bool {
     matches!(text, "</s>" | "<eos>" | "[EOS]" | "[EOT]")
 }

@@ -10,10 +10,8 @@ pub(crate) enum Fragment<'a> {
     /// A token; its text is not encoded.
     Token {
         id: u32,
-        /// The text it was found as.
         text: &'a str,
     },
-    /// Text to be encoded.
     Text(&'a str),
 }
 

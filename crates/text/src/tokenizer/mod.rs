@@ -55,7 +55,6 @@ pub enum Error {
     /// A list that goes with the tokens has another length.
     #[error("metadata key {key}: {got} entries, expected {expected}, one per token")]
     Count {
-        /// The key of the list.
         key: &'static str,
         got: usize,
         /// The number of tokens.
@@ -71,7 +70,6 @@ pub enum Error {
     Merge {
         /// Position in the list of merges.
         index: usize,
-        /// The merge as written.
         text: String,
     },
     /// More special tokens than can be looked for at once.
@@ -83,7 +81,6 @@ pub enum Error {
     #[error("reading {}", path.display())]
     Read {
         path: PathBuf,
-        /// Error of the system.
         source: std::io::Error,
     },
     /// A file is larger than any real one.
@@ -145,7 +142,6 @@ pub enum Error {
     /// A `tokenizer.json` turns ordinary text into a control token and cannot be kept from it.
     #[error("ordinary text gives control token {id}")]
     ControlFromText {
-        /// The control token.
         id: u32,
     },
 }
@@ -356,7 +352,6 @@ impl Tokenizer {
         Ok(out)
     }
 
-    /// Cuts `text` at the names of control tokens.
     pub(crate) fn cut_control<'a>(&self, text: &'a str) -> Vec<Fragment<'a>> {
         self.control.cut(text)
     }

@@ -148,7 +148,6 @@ const fn scheme(patterns: &'static [&'static str], line_breaks_end_runs: bool) -
 }
 
 impl Scheme {
-    /// The scheme called `name`.
     pub(super) fn by_name(name: &str) -> Result<Self, Error> {
         let whole_words = |s| Self {
             ignore_merges: true,

@@ -25,7 +25,6 @@ pub(super) struct Spm {
     index: TextIndex,
     /// Score of each id as an integer of the same order.
     order: Vec<i32>,
-    /// Token of each byte.
     bytes: Vec<Option<u32>>,
     unknown: Option<u32>,
     /// Bytes of the longest token.

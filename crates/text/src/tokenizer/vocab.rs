@@ -2,7 +2,6 @@
 
 use std::hash::{BuildHasher, RandomState};
 
-/// Kind of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A piece of text.
@@ -121,7 +120,6 @@ impl Vocab {
         self.kinds.get(id as usize).copied().unwrap_or(Kind::Hole)
     }
 
-    /// The name of `id`.
     pub(super) fn text(&self, id: u32) -> Option<&str> {
         if self.kind(id) == Kind::Hole {
             return None;

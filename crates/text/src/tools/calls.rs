@@ -518,7 +518,6 @@ pub(super) fn free_text(tokenizer: &Tokenizer, rule: &str, close: &str) -> Strin
     }
 }
 
-/// A Lark string.
 fn quote(text: &str) -> String {
     json!(text).to_string()
 }

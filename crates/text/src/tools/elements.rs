@@ -30,7 +30,6 @@ pub(super) struct ElementSyntax {
     pub(super) value_ends: &'static [&'static str],
     /// Whether a line end at the beginning of a value is none of it.
     pub(super) trims_line_end: bool,
-    /// Ends the call.
     pub(super) end: &'static str,
     /// Whether that text belongs to what follows.
     pub(super) keeps_end: bool,

@@ -3,7 +3,6 @@
 /// Longest name of a tool or of a parameter, in bytes. OpenAI allows 64 characters.
 pub(super) const MAX_NAME_BYTES: usize = 512;
 
-/// A parsed fragment of a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum CallFragment {
     /// Comes once, first.
@@ -16,7 +15,6 @@ pub(super) enum CallFragment {
     Arguments(String),
 }
 
-/// Parse status of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BodyStatus {
     /// More text is needed.

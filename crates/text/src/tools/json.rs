@@ -44,7 +44,6 @@ enum Expect {
 /// Reads one value, character by character.
 #[derive(Clone, Debug)]
 pub(super) struct Scanner {
-    /// Open brackets.
     open: Vec<char>,
     expect: Expect,
     scalar: String,

@@ -83,7 +83,6 @@ impl MutationRng {
     }
 }
 
-/// Makes a reader of one form.
 type Make<'a> = Box<dyn Fn(ReaderOptions) -> ToolCallParser + 'a>;
 
 /// Parsers of every family and of every response template, behind ends of prompts.

@@ -24,7 +24,6 @@ pub(super) struct Case {
     pub(super) name: String,
     /// Markers of the chat template.
     pub(super) template: String,
-    /// The end of the prompt.
     pub(super) prompt: String,
     pub(super) answer: String,
     text: String,

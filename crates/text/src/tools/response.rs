@@ -83,7 +83,6 @@ pub enum ResponseError {
     Fields { got: usize },
     #[error("response_template has version {got}, expected 1")]
     Version {
-        /// The version of the template.
         got: String,
     },
     /// A key that the format does not have: it may change the meaning of the others.
@@ -98,9 +97,7 @@ pub enum ResponseError {
         /// The template, or the field.
         place: String,
         key: &'static str,
-        /// The value, clipped.
         got: String,
-        /// The accepted values.
         expected: &'static str,
     },
     #[error("{place}: {key} is no regular expression that can be used: {reason}")]
@@ -152,7 +149,6 @@ struct Field {
     is_each: bool,
 }
 
-/// A call as a region has it.
 #[derive(Clone, Debug, PartialEq)]
 struct RegionCall {
     name: String,

@@ -115,7 +115,6 @@ pub(crate) fn byte_level_metadata(dir: &Path, pre: &str) -> Metadata {
     ])
 }
 
-/// Metadata of these entries.
 pub(crate) fn metadata(entries: Vec<(&str, MetadataValue)>) -> Metadata {
     let entries = entries
         .into_iter()

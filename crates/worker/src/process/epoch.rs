@@ -23,7 +23,6 @@ use crate::traffic::RankTraffic;
 /// Time limit for a failed group to return its error again, which it does at once.
 const LOST_LIMIT: Duration = Duration::from_millis(10);
 
-/// A running epoch.
 pub(super) struct Epoch {
     pub(super) part: EpochRole,
     pub(super) weights: Arc<dyn LoadedModel>,

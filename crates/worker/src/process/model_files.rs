@@ -13,7 +13,6 @@ use crate::stamp::WeightsStamp;
 use crate::{Error, partial_source};
 
 impl RankWorker<'_> {
-    /// The model of an assignment, and the identity of its weights.
     pub(super) fn part(&self, job: &RankAssignment) -> Result<(Arc<ModelSource>, Identity), Error> {
         let asks = (!job.is_alone).then(|| self.asks());
         let source = Arc::new(partial_source::open(&job.model, asks)?);
@@ -40,7 +39,6 @@ impl RankWorker<'_> {
         Ok((source, of))
     }
 
-    /// Sends range requests to this worker's host.
     fn asks(&self) -> Arc<partial_source::RangeRequester> {
         let channel = Arc::clone(&self.channel);
         Arc::new(move |wish| {

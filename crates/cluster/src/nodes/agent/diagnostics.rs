@@ -48,7 +48,6 @@ const HEAR: Duration = Duration::from_millis(1800);
 /// Bytes sent each way: many packets of the largest size.
 const BULK_BYTES: usize = 256 << 10;
 
-/// Most addresses tried of a host.
 const ADDRESSES_MAX: usize = 4;
 
 /// Longest session of one examiner.

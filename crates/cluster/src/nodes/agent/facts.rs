@@ -18,13 +18,11 @@ pub const PROTOCOL: u32 = 5;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct NodeFacts {
-    /// Name of the host.
     pub name: String,
     /// Version of the program.
     pub build: String,
     /// [`PROTOCOL`] of the program.
     pub protocol: u32,
-    /// Revision of the numerics.
     pub numerics: u32,
     /// Main memory in bytes, 0 if the system does not report it.
     pub memory_bytes: u64,
@@ -72,7 +70,6 @@ pub struct EngineDevice {
     pub kind: String,
     /// An instruction set, `metal`, `cuda` or `cpu`.
     pub backend: String,
-    /// Product name.
     pub name: Option<String>,
     /// Memory that the device lends to this program, in bytes.
     pub memory_bytes: Option<u64>,
@@ -163,7 +160,6 @@ impl NodeFacts {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeView {
     pub id: NodeId,
-    /// State of its life.
     pub state: Life,
     /// How this node discovered it: `self`, or a name of [`DiscoveryMethod`].
     pub found_by: String,

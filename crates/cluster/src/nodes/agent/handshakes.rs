@@ -9,13 +9,11 @@ use std::sync::{Arc, Mutex};
 
 use paceline_base::lock;
 
-/// Most concurrent handshakes.
 const HANDSHAKES_MAX: usize = 64;
 
 /// Most concurrent handshakes of one address that is no node's: some machines may share it.
 const STRANGERS_MAX: usize = 16;
 
-/// The handshakes in progress.
 #[derive(Default)]
 pub(super) struct Handshakes(Arc<Mutex<HandshakeTable>>);
 

@@ -31,7 +31,6 @@ const DIALS_MAX: usize = 32;
 /// Most concurrent channels, including those opened by this node.
 pub(super) const CHANNELS_MAX: usize = 512;
 
-/// Most stored problems.
 const PROBLEMS_MAX: usize = 64;
 
 /// Most names of nodes that are kept. Then those of forgotten nodes go: a cluster has at most some
@@ -278,7 +277,6 @@ impl State {
         }
     }
 
-    /// The displayed name of a node.
     pub(super) fn name(&self, id: NodeId) -> String {
         let name = self.names().remove(&id);
         let name = name.or_else(|| {

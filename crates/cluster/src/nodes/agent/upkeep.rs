@@ -12,7 +12,6 @@ use super::super::mdns::Mdns;
 use super::super::member::{DialTarget, Event};
 use super::{Discovery, Inner, random};
 
-/// Length of a round.
 const ROUND: Duration = Duration::from_millis(200);
 
 /// Least interval between saves of the map.

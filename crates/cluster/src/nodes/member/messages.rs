@@ -61,17 +61,14 @@ pub enum GossipMessage {
     },
     /// News.
     Gossip {
-        /// Rumours of the sender.
         rumours: Vec<Rumour>,
     },
     /// The marks of all entries of the sender's map: request for all others.
     Marks {
-        /// A mark for each entry.
         marks: Vec<u64>,
         /// Whether to send the own marks too if some entries are missing.
         answer: bool,
     },
-    /// Entries of the map.
     Entries {
         /// At most [`ENTRIES_MAX`].
         entries: Vec<SignedEntry>,

@@ -158,7 +158,6 @@ pub(super) struct Sent {
 }
 
 impl Sent {
-    /// With keys and values of type `kv`.
     pub(super) const fn new(outgoing: ReceiverQueues, kv: KvType) -> Self {
         Self { outgoing, kv }
     }

@@ -50,7 +50,6 @@ pub struct Finding {
     pub ok: bool,
     /// Description of the result, for people.
     pub found: String,
-    /// The tested port.
     pub port: Option<u16>,
     /// The interface whose setting is to blame, and whether it is on this machine.
     pub interface: Option<(String, bool)>,

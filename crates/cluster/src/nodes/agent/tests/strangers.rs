@@ -168,7 +168,6 @@ impl BadMember {
         member
     }
 
-    /// An entry with its signature.
     fn entry(&mut self, key: RegisterKey, epoch: u64, value: Option<&str>) -> SignedEntry {
         self.count += 1;
         let ms = now(Instant::now()).wall_ms + 50_000;
