@@ -46,10 +46,7 @@ pub(crate) enum Error {
     NoSetting { name: String },
     /// `/set` with a value that cannot be read.
     #[error("{name} is {value:?}, expected a number")]
-    SettingValue {
-        name: String,
-        value: String,
-    },
+    SettingValue { name: String, value: String },
     /// An option without meaning in a chat.
     #[error("{flag} needs a prompt")]
     NotInChat {
@@ -79,9 +76,7 @@ pub(crate) enum Error {
     },
     /// A server without a model that answers.
     #[error("no model answers at {url} yet")]
-    NotReady {
-        url: String,
-    },
+    NotReady { url: String },
     /// A server whose certificate is not trusted.
     #[error("the certificate of {url} is not trusted: {reason}")]
     NotTrusted {
@@ -150,9 +145,7 @@ pub(crate) enum Error {
     },
     /// `--class` belongs to an engine that no node uses.
     #[error("--class {class} is not one of the engine that --engine names")]
-    ClassOfOther {
-        class: KernelClass,
-    },
+    ClassOfOther { class: KernelClass },
     /// Nodes that share layers would have different kernel classes.
     #[error("nodes that share layers compute as {a} and as {b}, expected one class in a stage")]
     MixedStage {
@@ -214,9 +207,7 @@ pub(crate) enum Error {
     },
     /// A code that pairs this machine with none, by a running node.
     #[error("{reason}")]
-    NotPaired {
-        reason: String,
-    },
+    NotPaired { reason: String },
     /// A model to remove that instances compute with.
     #[error("{model} is loaded: {}", users.join("; "))]
     Loaded {

@@ -134,7 +134,10 @@ impl Default for WorkerLimits {
 /// An event of a child. Prints as a sentence that names its rank.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event<T> {
-    Message { rank: Rank, message: T },
+    Message {
+        rank: Rank,
+        message: T,
+    },
     /// It ended and is reaped. Its last event.
     Exited {
         rank: Rank,
@@ -143,7 +146,10 @@ pub enum Event<T> {
         tail: Vec<String>,
     },
     /// It was silent for longer than allowed. Repeated only after it sent something in between.
-    Silent { rank: Rank, silence: Duration },
+    Silent {
+        rank: Rank,
+        silence: Duration,
+    },
     /// It sent an invalid message. Nothing more is read from it; its only later event is
     /// [`Event::Exited`].
     Garbled {

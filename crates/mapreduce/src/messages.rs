@@ -35,10 +35,7 @@ pub(crate) enum ToWorker {
         device: DeviceChoice,
     },
     /// The job to which the next leases belong.
-    Job {
-        job: u64,
-        task: Box<JobSpec>,
-    },
+    Job { job: u64, task: Box<JobSpec> },
     /// A part to compute.
     Lease(RowPartition),
 }

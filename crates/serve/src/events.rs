@@ -66,10 +66,7 @@ pub enum Kind {
         nodes: Vec<String>,
     },
     /// An instance's split was changed, or the change failed.
-    SplitChanged {
-        model: String,
-        text: String,
-    },
+    SplitChanged { model: String, text: String },
     /// A worker or a link failed.
     Fault {
         /// The failure in words.

@@ -37,9 +37,7 @@ pub enum Error {
     },
     /// A prefill rank sent bytes that are no valid page for this rank.
     #[error("a page of a prompt was refused: {what}")]
-    BadPage {
-        what: &'static str,
-    },
+    BadPage { what: &'static str },
     /// Packed weights cannot be carried into another epoch.
     #[error("something still holds the weights of the epoch before")]
     Held,

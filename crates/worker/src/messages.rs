@@ -299,10 +299,7 @@ pub enum FromWorker {
         guesses: DraftCounts,
     },
     /// The answer to `Look`.
-    Busy {
-        epoch: u64,
-        busy: ComputeTime,
-    },
+    Busy { epoch: u64, busy: ComputeTime },
     /// The answer to `Trace` that ends one.
     Traced(Box<RankTrace>),
     /// It has left the epoch, and waits.

@@ -120,7 +120,10 @@ pub enum Action {
     /// Try to make a session.
     Dial(DialTarget),
     /// Send over the session with `to`; drop it if there is none.
-    Send { to: NodeId, message: GossipMessage },
+    Send {
+        to: NodeId,
+        message: GossipMessage,
+    },
     /// End the session with a dead or removed node.
     Unlink(NodeId),
     /// These entries of the map have other contents now.

@@ -34,7 +34,10 @@ pub enum Action {
         resumes: bool,
     },
     /// End the instance that runs by this epoch.
-    Stop { id: InstanceId, epoch: u64 },
+    Stop {
+        id: InstanceId,
+        epoch: u64,
+    },
     /// Write the next record of an instance. Refused if another node wrote first.
     Write {
         id: InstanceId,
@@ -42,7 +45,9 @@ pub enum Action {
         spec: InstanceSpec,
         reason: WriteReason,
     },
-    Load { spec: InstanceSpec },
+    Load {
+        spec: InstanceSpec,
+    },
     Unload {
         id: InstanceId,
         reason: UnloadReason,
@@ -56,7 +61,9 @@ pub enum Action {
         in_use: bool,
     },
     /// There is no other placement.
-    KeepPlacement { id: InstanceId },
+    KeepPlacement {
+        id: InstanceId,
+    },
     /// Forget the lost workers of these nodes.
     Readmit {
         id: InstanceId,
@@ -67,9 +74,13 @@ pub enum Action {
     /// All other nodes drain, so that none takes this node's work.
     Strand,
     /// End a drain.
-    Resume { reason: ResumeReason },
+    Resume {
+        reason: ResumeReason,
+    },
     /// Look for records that no instance uses. `removes`: delete those found twice.
-    Collect { removes: bool },
+    Collect {
+        removes: bool,
+    },
     /// Register a model at this node's server, over an instance that is ready.
     Open {
         name: Name,
@@ -84,11 +95,18 @@ pub enum Action {
         all: BTreeSet<InstanceId>,
     },
     /// Remove a model from this node's server.
-    Close { name: Name },
+    Close {
+        name: Name,
+    },
     /// Tell this node's server which models it does not answer with.
-    TellUnserved { models: Vec<UnservedModel> },
+    TellUnserved {
+        models: Vec<UnservedModel>,
+    },
     /// Sign the root of the file of an instance.
-    Sign { id: InstanceId, spec: InstanceSpec },
+    Sign {
+        id: InstanceId,
+        spec: InstanceSpec,
+    },
 }
 
 /// Why a record is replaced.

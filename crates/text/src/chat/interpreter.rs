@@ -82,9 +82,7 @@ pub enum TemplateError {
         limit: usize,
     },
     #[error("chat template takes more than {limit_ms} ms")]
-    TooSlow {
-        limit_ms: u64,
-    },
+    TooSlow { limit_ms: u64 },
     #[error("chat template takes more than {limit} bytes of memory")]
     TooLarge {
         /// The limit in bytes.

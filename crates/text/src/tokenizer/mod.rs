@@ -141,9 +141,7 @@ pub enum Error {
     },
     /// A `tokenizer.json` turns ordinary text into a control token and cannot be kept from it.
     #[error("ordinary text gives control token {id}")]
-    ControlFromText {
-        id: u32,
-    },
+    ControlFromText { id: u32 },
 }
 
 /// Treatment of the names of special tokens in a text.

@@ -82,9 +82,7 @@ pub enum ResponseError {
     #[error("response_template has {got} fields, expected 1 to {}", MAX_FIELDS)]
     Fields { got: usize },
     #[error("response_template has version {got}, expected 1")]
-    Version {
-        got: String,
-    },
+    Version { got: String },
     /// A key that the format does not have: it may change the meaning of the others.
     #[error("{place}: key {key:?} is not known")]
     Key {

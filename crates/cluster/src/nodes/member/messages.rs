@@ -60,9 +60,7 @@ pub enum GossipMessage {
         asker: NodeId,
     },
     /// News.
-    Gossip {
-        rumours: Vec<Rumour>,
-    },
+    Gossip { rumours: Vec<Rumour> },
     /// The marks of all entries of the sender's map: request for all others.
     Marks {
         marks: Vec<u64>,
