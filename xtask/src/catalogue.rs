@@ -15,9 +15,6 @@ use crate::repo;
 const LIST: &str = "crates/store/data/usual-names.json";
 
 /// Prints the list; with `check`, compares it with the hub and writes down what that has.
-///
-/// # Errors
-/// A list that cannot be read or written; names that the hub does not have.
 pub(crate) fn run(check: bool) -> Result<()> {
     let path = repo::root().join(LIST);
     let mut names = read(&path)?;

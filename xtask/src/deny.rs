@@ -13,9 +13,6 @@ use crate::{process, repo, venv};
 const ADVISORIES_LIMIT: Duration = Duration::from_secs(90);
 
 /// Checks `deny.toml`; what cannot be checked here is skipped by name.
-///
-/// # Errors
-/// When cargo-deny is there and cannot be run.
 pub(crate) fn run(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let program = match find_program() {
         Ok(program) => program,

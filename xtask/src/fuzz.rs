@@ -44,9 +44,6 @@ pub(crate) struct Options {
 }
 
 /// Checks that all targets compile, but those that need feature `peers`.
-///
-/// # Errors
-/// When cargo cannot be run.
 pub(crate) fn check(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let mut command = cargo("check");
     // Shares what clippy has checked of the dependencies.
@@ -62,9 +59,6 @@ pub(crate) fn check(show: &mut dyn FnMut(&str)) -> Result<TestTally> {
 
 /// Builds all targets and runs them, one per core at a time. A line for each has runs, paths,
 /// memory and findings; `target/xtask/fuzz-T.log` has the rest.
-///
-/// # Errors
-/// When the targets do not build, or there is no such one.
 pub(crate) fn run(options: &Options, show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     let wanted = selected_targets(&options.only)?;
     let programs = build(show)?;

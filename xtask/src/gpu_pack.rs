@@ -67,9 +67,6 @@ pub(crate) struct PackOptions<'a> {
 }
 
 /// Makes the pack; gives its folder.
-///
-/// # Errors
-/// When a program does not build, MLX is unavailable, or a file cannot be written.
 pub(crate) fn run(options: &PackOptions<'_>, see: &mut impl FnMut(&str)) -> Result<PathBuf> {
     let folder = repo::root().join("target/gpu-pack");
     let mlx = installed(options.build, see)?;
@@ -102,9 +99,6 @@ pub(crate) fn run(options: &PackOptions<'_>, see: &mut impl FnMut(&str)) -> Resu
 }
 
 /// Makes `folder` with `run.sh`, and in `tree` all but MLX: what `run.sh` needs without parts.
-///
-/// # Errors
-/// As of [`run`].
 pub(crate) fn assemble(folder: &Path, see: &mut impl FnMut(&str)) -> Result<()> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {

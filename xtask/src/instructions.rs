@@ -41,9 +41,6 @@ const GROWTH_MAX: f64 = 0.03;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Counts, compares with the record and says so; with `record`, writes it anew.
-///
-/// # Errors
-/// When cargo cannot build what is counted, or the record not be read or written.
 pub(crate) fn run(record: bool, show: &mut dyn FnMut(&str)) -> Result<TestTally> {
     const NAME: &str = "instructions of AVX2 kernels";
     if let Err(error) = process::capture(valgrind(&["--version"]), LIMIT) {

@@ -24,9 +24,6 @@ fn path() -> PathBuf {
 }
 
 /// Writes a row for each of `steps`: name, time, counts. Other rows stay.
-///
-/// # Errors
-/// When git does not say the commit, or the file cannot be read or written.
 pub(crate) fn write(steps: &[(&str, Duration, &TestTally)]) -> Result<()> {
     let mut rows = read()?;
     let (commit, date) = (git(&["rev-parse", "--short=8", "HEAD"])?, today()?);

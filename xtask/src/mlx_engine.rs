@@ -17,9 +17,6 @@ pub(crate) const LIBRARY: &str = "PACELINE_MLXC";
 const NAME: &str = "the MLX engine";
 
 /// The C layer of the build for this processor; installed if need be.
-///
-/// # Errors
-/// When there is none for this system, or a tool or the network is missing.
 pub(crate) fn library() -> Result<PathBuf> {
     if let Some(given) = std::env::var_os(LIBRARY) {
         return Ok(given.into());

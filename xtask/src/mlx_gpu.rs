@@ -35,9 +35,6 @@ const ALL: [&str; 3] = [
 ];
 
 /// Runs all of it and writes the report.
-///
-/// # Errors
-/// When paceline cannot be built, or the report not be written.
 pub(crate) fn run(see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let mut said = Vec::new();
     let tally = checks(&mut |line: &str| {

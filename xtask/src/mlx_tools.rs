@@ -43,9 +43,6 @@ pub(crate) fn run(binary: Option<PathBuf>, see: &mut impl FnMut(&str)) -> Result
 }
 
 /// Writes [`GOLDEN`] anew.
-///
-/// # Errors
-/// When there is no MLX, or its tool does not run.
 pub(crate) fn golden() -> Result<()> {
     let mut command = command(&python()?, "topology.py", "mlx.distributed_config");
     command.arg("--write").arg(repo::root().join(GOLDEN));

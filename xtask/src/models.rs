@@ -37,9 +37,6 @@ pub(crate) fn folder() -> Result<PathBuf> {
 }
 
 /// Brings all test models into `into`, or into [`folder`]. What is there and whole is kept.
-///
-/// # Errors
-/// When SmolLM2 cannot be fetched.
 pub(crate) fn run(into: Option<PathBuf>) -> Result<TestTally> {
     let folder = into.map_or_else(folder, Ok)?;
     let smollm2 = fetch(&folder, "smollm2").context("fetch SmolLM2, which the tests need")?;
@@ -67,9 +64,6 @@ pub(crate) fn run(into: Option<PathBuf>) -> Result<TestTally> {
 }
 
 /// The file of SmolLM2, fetched if need be.
-///
-/// # Errors
-/// When it cannot be fetched.
 pub(crate) fn smollm2() -> Result<PathBuf> {
     fetch(&folder()?, "smollm2").context("fetch SmolLM2, which the tests need")
 }

@@ -16,9 +16,6 @@ use crate::{process, repo, venv};
 const FAILED: [&str; 6] = ["FAIL", "TIMEOUT", "ABORT", "LEAK-FAIL", "XFAIL", "SIG"];
 
 /// `cargo nextest`: an installed one, or else the pinned one in the project's Python environment.
-///
-/// # Errors
-/// When none is installed and pip cannot install it.
 pub(crate) fn command() -> Result<Command> {
     let mut version = repo::cargo();
     version.args(["nextest", "--version"]);

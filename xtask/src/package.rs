@@ -13,9 +13,6 @@ use crate::tally::TestTally;
 use crate::{models, process, repo, sdk, venv};
 
 /// Builds the program and the C library, and checks all that is made of them.
-///
-/// # Errors
-/// When a program cannot be started or does not build.
 pub(crate) fn run(extent: TestExtent, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     let binary = sdk::build(see)?;
     library(see)?;
@@ -27,9 +24,6 @@ pub(crate) fn run(extent: TestExtent, see: &mut impl FnMut(&str)) -> Result<Test
 }
 
 /// Checks what takes seconds: completions, manual, units, and samples for schedulers.
-///
-/// # Errors
-/// When the script cannot be started.
 pub(crate) fn samples(binary: &Path, see: &mut impl FnMut(&str)) -> Result<TestTally> {
     check(binary, Some("--samples"), see)
 }

@@ -18,9 +18,6 @@ pub(crate) fn log_path(name: &str) -> PathBuf {
 
 /// Runs `command` without input to its end. `see` gets every line of its stdout and stderr, in the
 /// order written. So does the file `log`, which is made new. True when it exits with 0.
-///
-/// # Errors
-/// When the program cannot be started or the log not be written.
 pub(crate) fn stream(mut command: Command, log: &Path, mut see: impl FnMut(&str)) -> Result<bool> {
     let name = describe(&command);
     if let Some(folder) = log.parent() {

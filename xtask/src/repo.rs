@@ -23,9 +23,6 @@ pub(crate) fn cargo() -> Command {
 }
 
 /// The triple of this machine, as the compiler names it.
-///
-/// # Errors
-/// When the compiler cannot be run or does not say it.
 pub(crate) fn host() -> Result<String> {
     let program = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let output = Command::new(program)
@@ -58,9 +55,6 @@ fn is_of_a_package(name: &str) -> bool {
 /// Paths relative to `root`, with `/`, of every file that is tracked or could be added.
 ///
 /// A file that git still lists but that is gone from the work tree is left out.
-///
-/// # Errors
-/// When git cannot be run in `root` or refuses.
 pub(crate) fn files(root: &Path) -> Result<Vec<String>> {
     let output = Command::new("git")
         .args([

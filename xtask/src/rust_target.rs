@@ -11,9 +11,6 @@ use crate::{process, repo};
 const RUSTUP_LIMIT: Duration = Duration::from_secs(300);
 
 /// Installs the standard library of `target` with rustup, unless it is there.
-///
-/// # Errors
-/// When there is no rustup, or it cannot fetch the target.
 pub(crate) fn install(target: &str) -> Result<()> {
     let rustup = |arguments: &[&str], limit| {
         let mut command = Command::new("rustup");

@@ -23,9 +23,6 @@ const FOLDER: &str = "json-schema-suite";
 const FETCH_LIMIT: Duration = Duration::from_secs(120);
 
 /// Unpacks the suite to `folder/json-schema-suite`; what is there is kept.
-///
-/// # Errors
-/// When there is no pip, its index does not answer, or the archive has another hash.
 pub(crate) fn fetch(folder: &Path) -> Result<()> {
     let target = folder.join(FOLDER);
     if target.join("draft2020-12").is_dir() {

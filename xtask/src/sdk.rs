@@ -40,9 +40,6 @@ use server::TestServer;
 
 /// Runs every client that is available here against `binary`, or the program built here; missing
 /// clients are skipped by name.
-///
-/// # Errors
-/// When SmolLM2 is missing, paceline cannot be built, or the server does not start.
 pub(crate) fn run(
     binary: Option<PathBuf>,
     extent: TestExtent,
@@ -208,9 +205,6 @@ fn stream(name: &str, command: Command, see: &mut dyn FnMut(&str)) -> Result<Tes
 
 /// Runs a program that prints its cases to its end, with all it says in the file `log`, and counts
 /// them. One that fails without naming a case, or has none that passes, is a failure.
-///
-/// # Errors
-/// When it cannot be started.
 pub(crate) fn cases(
     name: &str,
     log: &Path,

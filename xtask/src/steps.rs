@@ -252,9 +252,6 @@ fn cargo_check(step: TestStep, arguments: &[&str]) -> Result<TestTally> {
 }
 
 /// Prints every finding; fails when one is an error.
-///
-/// # Errors
-/// The errors of [`tidy::run`].
 pub(crate) fn tidy() -> Result<TestTally> {
     let findings = tidy::run()?;
     findings.iter().for_each(|finding| println!("{finding}"));

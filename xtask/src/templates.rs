@@ -28,9 +28,6 @@ const FOLDER: &str = "chat-templates";
 const FETCH_LIMIT: Duration = Duration::from_secs(300);
 
 /// Unpacks the templates to `folder/chat-templates`; what is there is kept.
-///
-/// # Errors
-/// When there is no pip, its index does not answer, or the archive has another hash.
 pub(crate) fn fetch(folder: &Path) -> Result<()> {
     let target = folder.join(FOLDER);
     if target.is_dir() {

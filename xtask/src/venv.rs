@@ -14,9 +14,6 @@ use crate::{process, repo};
 const INSTALL_LIMIT: Duration = Duration::from_secs(600);
 
 /// The Python of the project's own environment, as [`python_in`].
-///
-/// # Errors
-/// The errors of [`python_in`].
 pub(crate) fn python_with(requirements: &str) -> Result<PathBuf> {
     python_in(&folder(), requirements)
 }
@@ -24,9 +21,6 @@ pub(crate) fn python_with(requirements: &str) -> Result<PathBuf> {
 /// The Python of the environment `folder`, with everything in `scripts/<requirements>` installed.
 ///
 /// The environment has a copy of the file, so later calls use no network until the file changes.
-///
-/// # Errors
-/// When there is no Python with `venv` and `pip`, or pip cannot install a line of the file.
 pub(crate) fn python_in(folder: &Path, requirements: &str) -> Result<PathBuf> {
     let python = folder.join("bin/python");
     if !python.exists() {

@@ -8,9 +8,6 @@ pub struct Bytes(pub u64);
 
 impl Bytes {
     /// Parses a text such as `500M` or `2G`, in powers of 1024.
-    ///
-    /// # Errors
-    /// [`BytesError`].
     pub fn parse(text: &str) -> Result<Self, BytesError> {
         let (digits, shift) = match text.strip_suffix(['K', 'M', 'G', 'T']) {
             Some(digits) => (

@@ -209,9 +209,6 @@ pub fn calls(bytes: usize) -> usize {
 }
 
 /// Measures every operation that the group has, at every size. Collective.
-///
-/// # Errors
-/// Errors of the group, which is unusable then.
 pub fn measure(spec: &CollectiveSpec, group: &dyn Group) -> Result<Report, Error> {
     let (tuning, by) = (group.tuning(), spec.deadline);
     let mut rows = Vec::new();
@@ -294,9 +291,6 @@ fn row(
 }
 
 /// Median microseconds of `calls` sums of `bytes`, after three to warm up. Collective.
-///
-/// # Errors
-/// Errors of the group, which is unusable then.
 pub fn sums(group: &dyn Group, (bytes, calls): (usize, usize), by: Deadline) -> Result<f64, Error> {
     let mut data = RegisteredMemory::<f32>::new(Some(group), bytes / 4);
     let mut times = Vec::new();

@@ -69,9 +69,6 @@ pub struct Report {
 }
 
 /// Measures every type in turn.
-///
-/// # Errors
-/// If memory cannot be allocated.
 pub fn measure(spec: &KernelSpec, kernels: &Kernels) -> Result<Report, Error> {
     let read = ReadLimit::new(spec.bytes, kernels.pool())?;
     let (mut rows, mut limits) = (Vec::new(), Vec::new());

@@ -36,18 +36,12 @@ pub enum Limit {
 
 impl Limit {
     /// The limit of all threads of `kernels`.
-    ///
-    /// # Errors
-    /// If memory cannot be allocated.
     pub fn of_cpu(kernels: Arc<Kernels>) -> Result<Self, tensor::Error> {
         let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
         Ok(Self::Cpu { memory, kernels })
     }
 
     /// The limit of the best device of the MLX at one of `places`.
-    ///
-    /// # Errors
-    /// If MLX cannot be opened.
     pub fn of_mlx(places: &LibraryPaths) -> Result<Self, mlx::Error> {
         let library = Library::open(places)?;
         let device = library.best_device()?;
@@ -55,9 +49,6 @@ impl Limit {
     }
 
     /// Bytes per second.
-    ///
-    /// # Errors
-    /// When MLX fails.
     pub fn measure(&self) -> Result<f64, mlx::Error> {
         Ok(match self {
             Self::Cpu { memory, kernels } => read_limit(memory, kernels),
@@ -110,9 +101,6 @@ const COMPARED_READ_BYTES: usize = 128 << 20;
 const COMPARED_PASSES: usize = 3;
 
 /// GB/s that all threads of `kernels` read, for comparison with a job's speed. Takes some 30 ms.
-///
-/// # Errors
-/// If memory cannot be allocated.
 pub fn compared_gb_s(kernels: &Kernels) -> Result<f64, tensor::Error> {
     let memory = ReadLimit::new(COMPARED_READ_BYTES, kernels.pool())?;
     let pass = |_| {
@@ -124,9 +112,6 @@ pub fn compared_gb_s(kernels: &Kernels) -> Result<f64, tensor::Error> {
 }
 
 /// Bytes read and integer operations performed per second by all threads of `kernels`.
-///
-/// # Errors
-/// If memory cannot be allocated.
 pub fn measured(kernels: &Kernels) -> Result<(f64, f64), tensor::Error> {
     let memory = ReadLimit::new(LIMIT_BYTES, kernels.pool())?;
     read_limit(&memory, kernels); // brings the pages in

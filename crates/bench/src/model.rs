@@ -108,9 +108,6 @@ pub struct ReplyTimes {
 }
 
 /// Prefills `prompt` and decodes exactly `max_tokens`: no token ends the answer before.
-///
-/// # Errors
-/// Why the answer is incomplete.
 pub fn generate(
     subject: Subject<'_>,
     prompt: &[u32],

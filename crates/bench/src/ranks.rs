@@ -109,9 +109,6 @@ impl RankStreams<'_> {
 }
 
 /// Measures ranks in processes, and all rivals.
-///
-/// # Errors
-/// A process that cannot be started or fails.
 pub fn processes(args: &RankSettings) -> Result<Report> {
     let wanted = Kind {
         encrypt: args.encrypt,
@@ -178,9 +175,6 @@ pub fn deadline() -> Deadline {
 }
 
 /// Measures ranks in threads of this process.
-///
-/// # Errors
-/// A collective that fails.
 pub fn threads(args: &RankSettings) -> Result<Report> {
     let mut tuning = local::ranks(1)[0].tuning();
     tuning.force = args.algorithm.map(Force::algorithm);

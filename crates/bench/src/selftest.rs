@@ -45,9 +45,6 @@ pub struct Part<'a> {
 
 /// Runs the process of some checks; `show` receives its rows, a failed one for each check without,
 /// and one about its end. `None` if it was cancelled.
-///
-/// # Errors
-/// The system refuses a process or thread.
 pub fn part(
     mut part: Part<'_>,
     until: Instant,

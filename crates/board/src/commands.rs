@@ -82,9 +82,6 @@ pub struct NodeSettings {
 }
 
 /// Starts this node's instances and commands; instances register at `doors`.
-///
-/// # Errors
-/// The system refuses a thread.
 pub fn start(
     agent: &Agent,
     spec: NodeSettings,
@@ -259,9 +256,6 @@ fn answer_lists(agent: &Agent, fleet: &Arc<Fleet>, upstreams: &Upstreams) {
 type Listing = fn(&Fleet, Vec<Value>) -> Result<Value, CommandError>;
 
 /// Runs a dashboard command; `keys` is the file of API keys.
-///
-/// # Errors
-/// Any [`CommandError`].
 pub fn manage(
     (agent, fleet): (&Agent, &Fleet),
     (home, keys): (&Home, &Path),

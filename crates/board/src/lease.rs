@@ -67,9 +67,6 @@ pub struct InstanceLease {
 
 impl InstanceLease {
     /// Has the node of `home` load an instance. The receiver gets its state until it is ready.
-    ///
-    /// # Errors
-    /// The system refuses a thread.
     pub fn new(home: PathBuf, ask: &LoadRequest) -> io::Result<(Receiver<LeaseReport>, Self)> {
         let ask = serde_json::to_value(ask)?;
         let over = Arc::new(AtomicBool::new(false));

@@ -130,9 +130,6 @@ pub fn cluster(text: &str, catalogue: &mut Catalogue) -> Result<Cluster, Error> 
 }
 
 /// Reads a TOML file of bounded size.
-///
-/// # Errors
-/// [`Error::Read`].
 pub fn read(path: &Path) -> Result<String, Error> {
     use std::io::Read;
     let at = |source| Error::Read {

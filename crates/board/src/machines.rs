@@ -19,9 +19,6 @@ pub struct ClusterMachine {
 
 /// `count` machines of the cluster, this one first. `None` if no node of `home` that starts workers
 /// runs here, or the cluster has fewer machines of this build.
-///
-/// # Errors
-/// The error of this machine's node.
 pub fn found(home: &Path, count: usize) -> Result<Option<Vec<ClusterMachine>>, local::Error> {
     let ask = |command| local::ask(home, command, json!({}), ANSWER_LIMIT, |_| {});
     let told = match ask("nodes") {
@@ -70,9 +67,6 @@ pub struct Consenting {
 }
 
 /// The living machines of the cluster that run programs for users of the node of `home`.
-///
-/// # Errors
-/// The error of this machine's node.
 pub fn consenting(home: &Path) -> Result<Consenting, local::Error> {
     let told = match local::ask(home, "nodes", json!({}), ANSWER_LIMIT, |_| {}) {
         Err(local::Error::NotUp) => return Ok(Consenting::default()),

@@ -76,9 +76,6 @@ pub struct Options<'a> {
 
 impl Options<'_> {
     /// The server's settings and its board; [`watch`](Board::watch) then starts the board's logs.
-    ///
-    /// # Errors
-    /// [`Error`].
     pub fn set_up(mut self) -> Result<(Config, Dashboard), Error> {
         let mut config = self.config()?;
         let board = Dashboard::new(config.live.clone(), Arc::clone(&self.downloads));

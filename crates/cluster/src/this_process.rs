@@ -19,9 +19,6 @@ pub fn ignores(signal: c_int) -> bool {
 /// Ends this process after any end of its parent. The parent holds the other end of standard input
 /// and writes nothing there. It started this process from a long-lived thread. On Linux that
 /// thread's end kills this process, because a stopped process does not notice the end of its input.
-///
-/// # Errors
-/// The system's error when it refuses the setting or a thread.
 pub fn end_with_parent() -> io::Result<()> {
     #[cfg(target_os = "linux")]
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;

@@ -84,9 +84,6 @@ impl Matrix {
     }
 
     /// The matrix with these rows.
-    ///
-    /// # Errors
-    /// As [`parse`](Self::parse).
     pub fn new(rows: Vec<Vec<Vec<String>>>) -> Result<Self, MatrixError> {
         let size = rows.len();
         if let Some(row) = rows.iter().position(|row| row.len() != size) {

@@ -68,9 +68,6 @@ fn first(
 
 impl JacclSettings {
     /// Parses the variables; `devices` is the text of the device file.
-    ///
-    /// # Errors
-    /// Any [`SettingsError`].
     pub fn parse(lookup: Lookup<'_>, devices: &str) -> Result<Self, SettingsError> {
         let matrix = Matrix::parse(devices)?;
         let (name, value) = first(lookup, RANK)?;

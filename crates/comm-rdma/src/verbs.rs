@@ -57,9 +57,6 @@ impl Verbs {
 
     /// Opens the library of this name or path. It stays open until the process ends: drivers may
     /// not survive unloading.
-    ///
-    /// # Errors
-    /// As [`load`](Self::load).
     pub fn load_from(name: &str) -> Result<Self, RdmaError> {
         // SAFETY: runs the initialisers of a library that the caller names, by default the system's
         // own; nothing else of this process depends on them.

@@ -86,17 +86,11 @@ pub trait Group: fmt::Debug + Send + Sync {
     fn size(&self) -> u32;
 
     /// Runs one collective; all ranks call it. Typed: the methods named as its variants.
-    ///
-    /// # Errors
-    /// Any [`Error`].
     fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error>;
 
     /// As [`run`](Self::run), called from `site`, which the lockstep guard compares too where the
     /// provider has one of this crate's transports. The typed methods pass the line of their
     /// caller, but for `broadcast`, which root and receivers often call from different lines.
-    ///
-    /// # Errors
-    /// Any [`Error`].
     fn run_at(
         &self,
         site: Site,
@@ -474,9 +468,6 @@ impl dyn Group + '_ {
     }
 
     /// Receives a message of the type and length of `like`, as MLX's `recv_like`. Allocates it.
-    ///
-    /// # Errors
-    /// As [`recv`](#method.recv).
     pub fn recv_like<T: Element>(
         &self,
         like: &[T],

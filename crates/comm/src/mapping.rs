@@ -33,9 +33,6 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps at least `bytes`.
-    ///
-    /// # Errors
-    /// The system's error if there is no memory.
     pub fn new(bytes: usize) -> std::io::Result<Self> {
         let bytes = bytes.max(1).next_multiple_of(PAGE_BYTES);
         if bytes < HUGE_BYTES {

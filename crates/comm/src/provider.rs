@@ -55,9 +55,6 @@ pub trait Provider: fmt::Debug + Sync {
 /// A backend whose launcher assigns the ranks, so that no [`JoinParams`] is needed.
 pub trait LaunchedProvider: fmt::Debug + Sync {
     /// Joins the ranks that the launcher started with this one. Collective.
-    ///
-    /// # Errors
-    /// As [`Provider::join`].
     fn join_placed(&self, deadline: Deadline) -> Result<Box<dyn Group>, InitError>;
 }
 

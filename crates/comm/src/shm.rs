@@ -31,9 +31,6 @@ const NAME_BYTES: usize = 64;
 pub struct Shm(MonitoredGroup<SharedRings>);
 
 /// [`join_with`] the default [`Config`].
-///
-/// # Errors
-/// Any [`JoinError`].
 pub fn join<A: Clone + Into<Addrs>>(
     listener: Listener,
     rank: Rank,

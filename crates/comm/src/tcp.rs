@@ -45,9 +45,6 @@ use crate::{Deadline, Error, Group};
 pub struct Tcp(MonitoredGroup<Sockets>);
 
 /// [`join_with`] the default [`Config`].
-///
-/// # Errors
-/// Any [`JoinError`].
 pub fn join<A: Clone + Into<Addrs>>(
     listener: Listener,
     rank: Rank,

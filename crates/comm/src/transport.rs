@@ -45,9 +45,6 @@ pub const GULP_BYTES: usize = 256 << 10;
 /// Bytes of one lane arrive in the order written. Nothing but `wait` blocks.
 pub trait Transport: fmt::Debug + Send + Sync + 'static {
     /// Writes as much of `head` followed by `body` as fits and returns that number of bytes.
-    ///
-    /// # Errors
-    /// [`Closed`]
     fn write(
         &self,
         lane: VirtualLane,
@@ -59,9 +56,6 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
     /// Reads available bytes; 0 if there are none. If the transport [lends](Lend::lends), it may
     /// write to `into` from then on, until [`ZeroCopy::let_go`] or until bytes arrived. Continue a
     /// partial read with the same buffer.
-    ///
-    /// # Errors
-    /// [`Closed`]
     fn read(&self, lane: VirtualLane, peer: usize, into: &mut [u8]) -> Result<usize, Closed>;
 
     /// The zero-copy interface of these links, if they have one.
@@ -102,9 +96,6 @@ pub trait Transport: fmt::Debug + Send + Sync + 'static {
 pub trait ZeroCopy {
     /// As [`Transport::write`], for a body that the peer stores unchanged and does not reduce. The
     /// links may move it to its destination, and then accept all of it at once.
-    ///
-    /// # Errors
-    /// [`Closed`]
     fn write_whole(
         &self,
         lane: VirtualLane,
@@ -123,9 +114,6 @@ pub trait ZeroCopy {
 
     /// Calls `take` with available bytes of [`VirtualLane::Calls`] in place, fragment by fragment,
     /// until it uses less than a fragment. Returns the number of used bytes. Only if it `lends`.
-    ///
-    /// # Errors
-    /// [`Closed`]
     fn read_in_place(
         &self,
         peer: usize,
@@ -157,9 +145,6 @@ pub trait WriteBack {
     /// As [`Transport::write`], for a body that the peer reduces. The result belongs in its place,
     /// in `whole`, which the caller may write to: the peer may write it there.
     /// [`has_come_back`](Self::has_come_back) reports whether it has.
-    ///
-    /// # Errors
-    /// [`Closed`]
     fn write_reducible(
         &self,
         lane: VirtualLane,
@@ -174,9 +159,6 @@ pub trait WriteBack {
 
     /// As [`ZeroCopy::lend`], for bytes that are replaced by the result: `take` also writes it
     /// there. `None` if the next bytes do not allow that.
-    ///
-    /// # Errors
-    /// [`Closed`]
     fn reduce_in_place(
         &self,
         peer: usize,

@@ -64,9 +64,6 @@ pub fn deal(nodes: &[(NodeId, u64)], need: Need) -> Result<Vec<Vec<NodeId>>, Sho
 
 /// Divides the nodes that a user named between `replicas` replicas, in order. With fewer nodes than
 /// replicas, each replica gets one node, in turn.
-///
-/// # Errors
-/// [`Uneven`].
 pub fn share_out(named: &[NodeId], replicas: usize) -> Result<Vec<Vec<NodeId>>, Uneven> {
     let n = named.len();
     if n < replicas {

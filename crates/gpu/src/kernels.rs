@@ -90,9 +90,6 @@ impl Gpu {
     }
 
     /// The exact sum of the rows' values.
-    ///
-    /// # Errors
-    /// As of [`values`](Self::values).
     pub fn sum(&self, rows: &RowRange<'_>) -> Result<ExactSum, Error> {
         let _turn = self.turn();
         let values = self.column(rows)?;
@@ -111,9 +108,6 @@ impl Gpu {
 
     /// The exact sum of the products of two columns. With an expression or one column, the exact
     /// sum of squares of the rows' values.
-    ///
-    /// # Errors
-    /// As of [`values`](Self::values).
     pub fn products(&self, rows: &RowRange<'_>) -> Result<ExactSum, Error> {
         let _turn = self.turn();
         let left = self.column(rows)?;
@@ -137,9 +131,6 @@ impl Gpu {
     }
 
     /// The least and the greatest of the rows' values.
-    ///
-    /// # Errors
-    /// As of [`values`](Self::values).
     pub fn extremes(&self, rows: &RowRange<'_>) -> Result<Extremes, Error> {
         let _turn = self.turn();
         let values = self.column(rows)?;
@@ -171,9 +162,6 @@ impl Gpu {
     /// edges[k + 1]`; the last bin includes its right edge. After the bins come the counts below,
     /// above, and of NaN.
     ///
-    /// # Errors
-    /// As of [`values`](Self::values).
-    ///
     /// # Panics
     /// With fewer than two edges.
     pub fn hist(&self, rows: &RowRange<'_>, edges: &[f64]) -> Result<Vec<u32>, Error> {
@@ -196,9 +184,6 @@ impl Gpu {
     }
 
     /// Counts of u32, little-endian, by their highest `bits` bits, from 1 to 12.
-    ///
-    /// # Errors
-    /// As of [`values`](Self::values).
     ///
     /// # Panics
     /// With other bits, or without values.
@@ -225,9 +210,6 @@ impl Gpu {
     /// The nearest of `centroids` to each row of `values` and its squared distance, both of
     /// `columns` columns row by row. Ties go to the lowest; a row without a finite distance gets
     /// 0 and infinity.
-    ///
-    /// # Errors
-    /// As of [`values`](Self::values).
     pub fn nearest(
         &self,
         values: &[f64],
@@ -262,9 +244,6 @@ impl Gpu {
     /// The product of matrices `left`, `(m, depth)`, and `right`, `(depth, n)`: `(m, n)` in f32,
     /// without promised bits.
     ///
-    /// # Errors
-    /// As of [`values`](Self::values).
-    ///
     /// # Panics
     /// Without values.
     pub fn matmul(&self, left: &[f32], right: &[f32], depth: usize) -> Result<Vec<f32>, Error> {
@@ -289,9 +268,6 @@ impl Gpu {
     }
 
     /// A user's function of each row: one column for each argument, `(n,)` words each.
-    ///
-    /// # Errors
-    /// As of [`values`](Self::values).
     ///
     /// # Panics
     /// With another number of columns.

@@ -174,9 +174,6 @@ impl Hostfile {
     }
 
     /// Writes [`Self::to_json`] to a file.
-    ///
-    /// # Errors
-    /// The system's error.
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         std::fs::write(path, self.to_json()).map_err(|source| Error::Write {
             path: path.to_owned(),

@@ -284,9 +284,6 @@ fn rows_of(input: &InputFile, rows: impl IntoIterator<Item = u64>) -> Result<Cen
 }
 
 /// Writes centroids to a .npy file.
-///
-/// # Errors
-/// [`Error::File`].
 pub fn write(path: &Path, centroids: &Centroids) -> Result<(), Error> {
     let shape = [centroids.k.into(), centroids.columns.into()];
     let mut bytes = npy::write(Dtype::F64, &shape);

@@ -71,9 +71,6 @@ impl Columns {
     }
 
     /// The text of a file with a WGSL function.
-    ///
-    /// # Errors
-    /// [`Error::File`].
     pub fn function(path: &Path) -> Result<String, Error> {
         let wrong = |source| Error::file("read", path, source);
         let file = File::open(path).map_err(wrong)?;
@@ -182,9 +179,6 @@ impl Writing {
     }
 
     /// The same for the product of two matrices.
-    ///
-    /// # Errors
-    /// The errors of [`new`](Self::new).
     pub fn product(
         matrices: [InputFile; 2],
         out: PathBuf,
@@ -234,9 +228,6 @@ impl<'a> Runs<'a> {
     }
 
     /// Sorts a file.
-    ///
-    /// # Errors
-    /// The errors of [`Sort::run`].
     pub fn sort(&mut self, sort: &Sort) -> Result<Sorted, Error> {
         self.bytes += sort.input.bytes();
         let (mut half, watcher) = (None, &mut *self.watcher);
@@ -253,9 +244,6 @@ impl<'a> Runs<'a> {
     }
 
     /// Runs a job.
-    ///
-    /// # Errors
-    /// The errors of [`JobWorkers::run`] and [`Journal`].
     pub fn run(&mut self, task: &JobSpec) -> Result<PartialResult, Error> {
         self.watcher.begin(task);
         self.bytes += task.bytes();
@@ -311,9 +299,6 @@ impl<'a> Runs<'a> {
 
     /// Runs a histogram.
     ///
-    /// # Errors
-    /// The errors of [`run`](Self::run).
-    ///
     /// # Panics
     /// If the task is none of `bins`.
     pub fn histogram(&mut self, task: &JobSpec, bins: &Bins) -> Result<Histogram, Error> {
@@ -325,9 +310,6 @@ impl<'a> Runs<'a> {
 
     /// Runs a task of [`Columns::best`].
     ///
-    /// # Errors
-    /// The errors of [`run`](Self::run).
-    ///
     /// # Panics
     /// If the task is another.
     pub fn best(&mut self, task: &JobSpec) -> Result<TopValues, Error> {
@@ -338,9 +320,6 @@ impl<'a> Runs<'a> {
     }
 
     /// Runs a task of [`grouped`], which reduces by `op`.
-    ///
-    /// # Errors
-    /// The errors of [`run`](Self::run).
     ///
     /// # Panics
     /// If the task is another.
@@ -371,9 +350,6 @@ impl<'a> Runs<'a> {
 
     /// Clusters of rows, and their centroids as another run begins with them; as of
     /// [`clusters::iterate`].
-    ///
-    /// # Errors
-    /// The errors of [`run`](Self::run).
     pub fn clusters(
         &mut self,
         input: &InputFile,

@@ -140,9 +140,6 @@ impl Journal {
     }
 
     /// Removes the file: the job is done.
-    ///
-    /// # Errors
-    /// [`Error::File`].
     pub fn remove(self) -> Result<(), Error> {
         let removed = std::fs::remove_file(&self.path);
         removed.map_err(|source| Error::file("remove", &self.path, source))

@@ -15,15 +15,9 @@ pub trait Sink: fmt::Debug + Send + Sync {
     fn dtype(&self) -> Dtype;
 
     /// Writes values, little-endian, from `first_row` on.
-    ///
-    /// # Errors
-    /// Errors of the system.
     fn write_bytes(&self, first_row: u64, bytes: &[u8]) -> Result<(), Error>;
 
     /// Writes values to a column of f64, wide integers as the nearest ones; how many.
-    ///
-    /// # Errors
-    /// The errors of [`write_bytes`](Self::write_bytes).
     fn write(&self, first_row: u64, values: &Values<'_>) -> Result<u64, Error> {
         let mut room = Vec::new();
         let values = values.nearest(&mut room);
@@ -47,9 +41,6 @@ pub struct FileSink {
 
 impl FileSink {
     /// Makes a file for an array of this shape, all 0 at first. Replaces one that is there.
-    ///
-    /// # Errors
-    /// [`Error::File`].
     pub fn create(path: &Path, dtype: Dtype, shape: &[u64]) -> Result<(), Error> {
         let wrong = |source| Error::file("write", path, source);
         let header = npy::write(dtype, shape);

@@ -221,9 +221,6 @@ impl JobSpec {
     }
 
     /// Fingerprint of all inputs.
-    ///
-    /// # Errors
-    /// [`Error::File`].
     pub fn fingerprint(&self) -> Result<u64, Error> {
         let all = self.inputs().iter().map(InputFile::fingerprint);
         all.reduce(|a, b| Ok(a?.rotate_left(7) ^ b?))

@@ -56,9 +56,6 @@ pub fn run() -> Result<Infallible, Error> {
 
 /// Like [`run`], on standard input and output: for a worker on another machine, at the other end of
 /// [`bridge`](paceline_cluster::bridge).
-///
-/// # Errors
-/// The errors of [`run`].
 pub fn run_over_stdio(files: &FileAccess) -> Result<Infallible, Error> {
     run_on(Control::from_stdio(GREETING)?, files)
 }

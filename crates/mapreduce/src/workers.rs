@@ -127,9 +127,6 @@ impl JobWorkers {
 
     /// Starts worker processes, here or over connections to other machines
     /// ([`paceline_cluster::bridge`]). Dropping this ends them.
-    ///
-    /// # Errors
-    /// [`Error::Cluster`].
     pub fn start(processes: ProcessOptions) -> Result<Self, Error> {
         let count = processes.args.len();
         let mut spec = WorkerSpec::new(processes.program, processes.args);

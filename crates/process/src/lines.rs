@@ -114,17 +114,11 @@ impl<W: Write> PrefixedWriter<W> {
     }
 
     /// Writes `[rank] line` and a newline, and flushes.
-    ///
-    /// # Errors
-    /// The output's error.
     pub fn line(&self, rank: Rank, line: &str) -> io::Result<()> {
         self.labelled(rank.0, line)
     }
 
     /// Writes `[label] line` and a newline, and flushes: for lines without a rank.
-    ///
-    /// # Errors
-    /// The output's error.
     pub fn labelled(&self, label: impl Display, line: &str) -> io::Result<()> {
         let whole = format!("[{label}] {line}\n");
         let mut output = lock(&self.output);

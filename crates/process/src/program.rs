@@ -121,9 +121,6 @@ impl Program {
     }
 
     /// Writes a line to the program's standard input and flushes.
-    ///
-    /// # Errors
-    /// As [`send`](Self::send).
     pub fn send_line(&mut self, line: &str) -> io::Result<()> {
         self.send(format!("{line}\n").as_bytes())
     }

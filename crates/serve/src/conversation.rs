@@ -148,9 +148,6 @@ impl Conversation {
     /// turns; one that requires alternating roles gets neighbours joined.
     ///
     /// Cost: one rendering and encoding; up to two more renderings for such a template.
-    ///
-    /// # Errors
-    /// The template's or the tokenizer's.
     pub(crate) fn encode(
         &self,
         template: &ChatTemplate,

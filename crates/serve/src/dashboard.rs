@@ -223,9 +223,6 @@ impl DashboardState {
     }
 
     /// The id of the client's key; `None` without keys.
-    ///
-    /// # Errors
-    /// As [`check_origin`] and [`check_key`].
     fn admit(&self, request: &Request) -> Result<Option<String>, Rejection> {
         check_origin(request, &self.config.access)?;
         let Some(keys) = &self.keys else {

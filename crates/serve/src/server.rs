@@ -85,9 +85,6 @@ impl HttpServer {
     }
 
     /// Binds with several models. A request goes to the one that it names, or else to the first.
-    ///
-    /// # Errors
-    /// As [`bind`](Self::bind).
     pub fn bind_all(
         config: Config,
         models: Vec<(ServedModel, Arc<dyn Service>)>,
@@ -104,9 +101,6 @@ impl HttpServer {
 
     /// Binds for a node whose models load and unload through [`ModelRegistry`]; without one it
     /// serves its health. `nodes` supplies `/nodes`.
-    ///
-    /// # Errors
-    /// As [`bind`](Self::bind).
     pub fn bind_node(config: Config, nodes: StatusSource) -> Result<(Self, ModelRegistry), Error> {
         let mut doors = None;
         let server = Self::listen(config, |config, seen| {

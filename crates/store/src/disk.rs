@@ -13,9 +13,6 @@ use crate::Error;
 const MARGIN: u64 = 1 << 20;
 
 /// Bytes available to this user on the file system that holds `path`.
-///
-/// # Errors
-/// The error of `statvfs`.
 pub fn free_space(path: &Path) -> io::Result<u64> {
     let stat = rustix::fs::statvfs(path)?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))

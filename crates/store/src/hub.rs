@@ -113,9 +113,6 @@ pub(crate) fn list_files(
 }
 
 /// Looks up the files of `hub_id`, `owner/name[:selector]`, without downloading.
-///
-/// # Errors
-/// As of [`pull`](crate::pull()).
 pub fn look_up(hub_id: &str, options: &PullOptions) -> Result<HubFiles, Error> {
     let (repo, selector) = match hub_id.split_once(':') {
         Some((repo, selector)) => (repo, Some(selector)),

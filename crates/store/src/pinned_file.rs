@@ -99,9 +99,6 @@ pub fn origin(home: &Home, path: &Path) -> Option<PinnedFile> {
 
 /// Downloads a file to `folder` as `name`. Resumes `NAME.partial` of an earlier call. The file gets
 /// its name only after size and hash are verified.
-///
-/// # Errors
-/// As [`pull`](crate::pull) of a hub model.
 pub fn fetch_pinned(
     pinned: &PinnedFile,
     (folder, name): (&Path, &str),

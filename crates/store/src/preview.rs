@@ -7,9 +7,6 @@ use crate::spec::{DownloadPlan, DownloadTarget};
 use crate::{Error, hub};
 
 /// Describes a download, by the hub's file list. The catalogue's models need no request.
-///
-/// # Errors
-/// As of [`pull`](crate::pull()).
 pub fn preview(
     plan: &DownloadPlan,
     options: &PullOptions,

@@ -74,9 +74,6 @@ pub fn resolve(home: &Home, spec: &str) -> Result<Resolution, Error> {
 }
 
 /// [`resolve`] with another catalogue.
-///
-/// # Errors
-/// As [`resolve`].
 pub fn resolve_in(home: &Home, catalogue: Catalogue, spec: &str) -> Result<Resolution, Error> {
     if let Some(model) = catalogue.find(spec) {
         let stored = index::entry(home, &EntryName::alias(model.alias));

@@ -17,9 +17,6 @@ pub const NEW: &str = "new";
 /// An open file.
 pub trait StoredFile: fmt::Debug + Send + Sync {
     /// Length in bytes.
-    ///
-    /// # Errors
-    /// The system's error.
     fn bytes(&self) -> io::Result<u64>;
 
     /// Fills `bytes` from offset `at`.
@@ -35,21 +32,12 @@ pub trait StoredFile: fmt::Debug + Send + Sync {
     fn write_at(&self, bytes: &[u8], at: u64) -> io::Result<()>;
 
     /// Cuts the file, or extends it by zeros.
-    ///
-    /// # Errors
-    /// The system's error.
     fn set_bytes(&self, bytes: u64) -> io::Result<()>;
 
     /// Time of the last change.
-    ///
-    /// # Errors
-    /// The system's error.
     fn modified(&self) -> io::Result<SystemTime>;
 
     /// Sets the time of the last change.
-    ///
-    /// # Errors
-    /// The system's error.
     fn set_modified(&self, time: SystemTime) -> io::Result<()>;
 
     /// Returns once all bytes written so far survive a power cut.
@@ -75,15 +63,9 @@ pub enum OpenMode {
 /// A file system.
 pub trait Storage: fmt::Debug + Send + Sync {
     /// Opens a file.
-    ///
-    /// # Errors
-    /// The system's error.
     fn open(&self, path: &Path, mode: OpenMode) -> io::Result<Box<dyn StoredFile>>;
 
     /// Renames a file; an existing file of the new name is replaced.
-    ///
-    /// # Errors
-    /// The system's error.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Gives a file a second name.
@@ -93,9 +75,6 @@ pub trait Storage: fmt::Debug + Send + Sync {
     fn link(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Returns once the names in the folder of `path` survive a power cut.
-    ///
-    /// # Errors
-    /// The system's error.
     fn sync_folder(&self, path: &Path) -> io::Result<()>;
 }
 
@@ -161,9 +140,6 @@ impl Storage for FileSystem {
 }
 
 /// Writes a small file in an existing folder. After a power cut it has the old or the new bytes.
-///
-/// # Errors
-/// The system's error.
 pub fn replace(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut new = path.as_os_str().to_owned();
     new.push(".");
@@ -176,9 +152,6 @@ pub fn replace(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> io::Result<(
 }
 
 /// Syncs a file, or a folder with its files.
-///
-/// # Errors
-/// The system's error.
 pub fn sync_all(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         for entry in fs::read_dir(path)? {
@@ -189,9 +162,6 @@ pub fn sync_all(path: &Path) -> io::Result<()> {
 }
 
 /// Gives the synced file at `from` its final name, which survives a power cut.
-///
-/// # Errors
-/// The system's error.
 pub fn rename(storage: &dyn Storage, from: &Path, to: &Path) -> io::Result<()> {
     storage.rename(from, to)?;
     storage.sync_folder(to)
@@ -199,9 +169,6 @@ pub fn rename(storage: &dyn Storage, from: &Path, to: &Path) -> io::Result<()> {
 
 /// Gives the synced file at `from` the name `to` too, which survives a power cut. A file system
 /// without hard links renames it.
-///
-/// # Errors
-/// The system's error.
 pub fn publish(storage: &dyn Storage, from: &Path, to: &Path) -> io::Result<()> {
     match storage.link(from, to) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}

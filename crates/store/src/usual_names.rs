@@ -56,9 +56,6 @@ static NAMES: LazyLock<Vec<UsualName>> =
 pub const USUAL_NAMES: &str = include_str!("../data/usual-names.json");
 
 /// Parses a list of names.
-///
-/// # Errors
-/// The JSON error.
 pub fn parse(text: &str) -> Result<Vec<UsualName>, serde_json::Error> {
     serde_json::from_str(text)
 }

@@ -57,9 +57,6 @@ impl AdapterOf {
 }
 
 /// Reads all of them.
-///
-/// # Errors
-/// As [`AdapterOf::read`].
 pub fn read_all(all: &[AdapterOf], config: &Config) -> Result<Vec<Adapter>, Error> {
     all.iter().map(|adapter| adapter.read(config)).collect()
 }
@@ -79,9 +76,6 @@ pub fn at(all: &[AdapterOf], paths: &[PathBuf]) -> Vec<AdapterOf> {
 
 /// Checks that the adapter at a path fits the model and writes it into `folder` as one file.
 /// Returns that file.
-///
-/// # Errors
-/// As [`AdapterOf::look`].
 pub fn as_gguf(
     (name, path): (&str, &Path),
     config: &Config,

@@ -72,9 +72,6 @@ pub struct DiskCache {
 impl DiskCache {
     /// Creates the folder, private to the user. Call it before workers start: their sandbox can
     /// only allow an existing folder.
-    ///
-    /// # Errors
-    /// What the system says.
     pub fn make(&self) -> io::Result<()> {
         make_private(&self.folder)
     }

@@ -76,9 +76,6 @@ pub struct WorkerSettings {
 ///
 /// `kernels` makes the kernels for a number of threads and their pinning; `node_connection` finds
 /// the transport provider of a backend.
-///
-/// # Errors
-/// What failed.
 pub fn run(
     kernels: impl Fn(usize, Pinning) -> std::io::Result<Arc<Kernels>>,
     wire: impl Fn(Backend) -> std::io::Result<Option<Box<dyn Provider>>>,
@@ -380,9 +377,6 @@ impl RankWorker<'_> {
         kernels: Arc<Kernels>,
         links: Option<Links>,
     ) -> Result<Arc<dyn LoadedModel>, Error> {
-        if self.keeps_packed && class.is_mlx() && job.memory.is_none() {
-            return Err(paceline_model::Error::PackedEngine { engine: "mlx" }.into());
-        }
         self.announce(job, source)?;
         let progress = |done, of| {
             // If the instance is lost, the reader of the channel ends this process.

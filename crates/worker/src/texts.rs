@@ -8,9 +8,6 @@ use paceline_text::tools::ResponseTemplate;
 use crate::interpreter::{ChildProgram, SandboxedTemplate};
 
 /// The tokenizer of a model.
-///
-/// # Errors
-/// It is invalid or missing.
 pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer, Error> {
     match source {
         ModelSource::Gguf(file) => Tokenizer::from_gguf(file.metadata()),

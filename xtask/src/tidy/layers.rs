@@ -111,9 +111,6 @@ struct Dependency {
 
 impl CargoMetadata {
     /// Asks cargo about the workspace.
-    ///
-    /// # Errors
-    /// When cargo cannot be run or does not accept a manifest.
     pub(crate) fn read() -> Result<CargoMetadata> {
         let output = repo::cargo()
             .args(["metadata", "--no-deps", "--format-version", "1"])

@@ -41,9 +41,6 @@ pub(crate) struct RustFile {
 
 impl RustFile {
     /// Parses `text`, the contents of the file at `path`.
-    ///
-    /// # Errors
-    /// When the text is not Rust.
     pub(crate) fn parse(path: &str, text: &str) -> Result<RustFile> {
         let stream: TokenStream = text
             .parse()

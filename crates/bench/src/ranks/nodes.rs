@@ -96,9 +96,6 @@ pub struct Listen<'a> {
 }
 
 /// Runs a rank for another machine's measurement; its setup overrides some of `args`.
-///
-/// # Errors
-/// The step that failed.
 pub fn rank(
     args: &RankSettings,
     at: Listen<'_>,

@@ -60,9 +60,6 @@ enum Line {
 /// Runs `command` until it ends, `until` is past, or `is_cancelled`. `see` receives the lines of
 /// its standard output. Its standard input stays open and empty, so that it can end with this
 /// process.
-///
-/// # Errors
-/// The system refuses a process or thread.
 pub fn run(
     command: &mut Command,
     until: Instant,

@@ -31,9 +31,6 @@ const SCALE: [u8; 2] = 0x1400u16.to_le_bytes();
 const SEED: u64 = 51;
 
 /// Writes the model to `path`.
-///
-/// # Errors
-/// The system's.
 pub fn write(path: &Path) -> io::Result<()> {
     fs::write(path, file().to_bytes())
 }

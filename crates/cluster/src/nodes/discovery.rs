@@ -339,9 +339,6 @@ pub struct Probe(Beacons);
 
 impl Probe {
     /// Opens the sockets and joins the groups on all interfaces.
-    ///
-    /// # Errors
-    /// This machine has no network.
     pub fn open() -> io::Result<Self> {
         let mut beacons = Beacons::open(NodeId([0; 16]), 0, 0)?;
         beacons.look();

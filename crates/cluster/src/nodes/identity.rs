@@ -52,9 +52,6 @@ pub struct Identity {
 
 impl Identity {
     /// A new one.
-    ///
-    /// # Errors
-    /// [`Error::Random`].
     pub fn random() -> Result<Self, Error> {
         let mut private = Zeroizing::new([0; KEY_BYTES]);
         getrandom::fill(&mut *private).map_err(|error| Error::Random(io::Error::other(error)))?;

@@ -31,9 +31,6 @@ pub enum NotAToken {
 
 impl ClusterKey {
     /// A new one.
-    ///
-    /// # Errors
-    /// [`Error::Random`].
     pub fn random() -> Result<Self, Error> {
         let mut bytes = Zeroizing::new([0; 32]);
         getrandom::fill(&mut *bytes).map_err(|error| Error::Random(io::Error::other(error)))?;
@@ -59,9 +56,6 @@ impl ClusterKey {
     }
 
     /// Writes it to `path`, replacing an existing one.
-    ///
-    /// # Errors
-    /// [`Error::Write`].
     pub fn save(&self, path: &Path) -> Result<(), Error> {
         write_secret(path, &*self.0)
     }
@@ -90,9 +84,6 @@ impl ClusterKey {
     }
 
     /// The key of a token, white space around it ignored.
-    ///
-    /// # Errors
-    /// [`NotAToken`].
     pub fn from_token(text: &str) -> Result<Self, NotAToken> {
         let text = text
             .trim()

@@ -40,9 +40,6 @@ pub struct Mdns {
 
 impl Mdns {
     /// Announces the node `id` with its control port, and listens for others. Starts a thread.
-    ///
-    /// # Errors
-    /// The system's error when it refuses sockets or the thread.
     pub fn open(key: &ClusterKey, nonce: u64, id: NodeId, port: u16) -> io::Result<Self> {
         let daemon = ServiceDaemon::new().map_err(io::Error::other)?;
         let events = daemon.browse(SERVICE).map_err(io::Error::other)?;

@@ -62,9 +62,6 @@ pub struct Code(Zeroizing<String>);
 
 impl Code {
     /// A new one.
-    ///
-    /// # Errors
-    /// The system has no random numbers.
     pub fn random() -> io::Result<Self> {
         let mut bytes = [0; 8];
         getrandom::fill(&mut bytes).map_err(io::Error::other)?;
@@ -73,9 +70,6 @@ impl Code {
     }
 
     /// Parses a typed code; ignores anything but digits.
-    ///
-    /// # Errors
-    /// [`Error::NotACode`].
     pub fn parse(text: &str) -> Result<Self, Error> {
         let digits: String = text.chars().filter(char::is_ascii_digit).collect();
         let is_sane = text

@@ -317,17 +317,11 @@ impl NodeSession {
     }
 
     /// The other end's address.
-    ///
-    /// # Errors
-    /// The connection is lost.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         self.sending.stream().peer_addr()
     }
 
     /// This end's address.
-    ///
-    /// # Errors
-    /// The connection is lost.
     pub fn own_addr(&self) -> io::Result<SocketAddr> {
         self.sending.stream().local_addr()
     }
@@ -339,18 +333,12 @@ impl NodeSession {
     }
 
     /// Sends a message; waits at most a few seconds for a peer that does not read.
-    ///
-    /// # Errors
-    /// The session is lost.
     pub fn send(&self, message: &[u8]) -> Result<(), Error> {
         self.sending.send(message)
     }
 
     /// The next message, of at most `bytes_max`; `None` if it is not complete within `timeout`. The
     /// next call continues it.
-    ///
-    /// # Errors
-    /// The session is lost.
     pub fn recv(&self, bytes_max: usize, timeout: Duration) -> Result<Option<Vec<u8>>, Error> {
         self.receiving.recv(bytes_max, timeout)
     }

@@ -35,9 +35,6 @@ pub trait Signer: Send + Sync + fmt::Debug {
     fn id(&self) -> NodeId;
 
     /// Signs a message.
-    ///
-    /// # Errors
-    /// [`Error::Random`].
     fn sign(&self, message: &[u8]) -> Result<Signature, Error>;
 
     /// Whether the node `by` signed exactly this message.
@@ -69,9 +66,6 @@ pub struct Signature {
 
 impl Identity {
     /// Signs a message. Two signatures of one message differ.
-    ///
-    /// # Errors
-    /// [`Error::Random`].
     pub fn sign(&self, message: &[u8]) -> Result<Signature, Error> {
         let mut random = Zeroizing::new([0; 64]);
         let drawn = getrandom::fill(&mut *random);

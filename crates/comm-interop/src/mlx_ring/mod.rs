@@ -132,9 +132,6 @@ pub struct MlxRing {
 }
 
 /// Binds the addresses of `rank` and joins: see [`join_with`].
-///
-/// # Errors
-/// Any [`JoinError`].
 pub fn join(
     rank: Rank,
     hosts: &[Vec<SocketAddr>],

@@ -52,9 +52,6 @@ pub(super) struct Ops {
 
 impl Ops {
     /// Creates the operations.
-    ///
-    /// # Errors
-    /// MPI's error code.
     pub(super) fn new() -> Result<Self, c_int> {
         let mut made = Vec::new();
         for (op, dtype, function) in functions() {

@@ -11,9 +11,6 @@ pub enum MpiSession {}
 
 impl MpiSession {
     /// Always fails: this build has no MPI.
-    ///
-    /// # Errors
-    /// [`StartError::Unavailable`].
     pub const fn start() -> Result<Arc<Self>, StartError> {
         Err(StartError::Unavailable)
     }

@@ -141,9 +141,6 @@ unsafe impl Send for Comm {}
 
 /// Whether NCCL and the driver can be opened here, in a supported version. Makes no group and
 /// touches no GPU.
-///
-/// # Errors
-/// [`OpenError`].
 pub fn check(libraries: &Libraries) -> Result<(), OpenError> {
     table::open_all(libraries).map(drop)
 }

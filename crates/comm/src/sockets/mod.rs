@@ -81,9 +81,6 @@ impl Sockets {
 }
 
 /// Connects with all other ranks, without a heartbeat thread yet. Collective.
-///
-/// # Errors
-/// Any [`JoinError`].
 pub fn connect(
     origin: &JoinRecord,
     rank: Rank,

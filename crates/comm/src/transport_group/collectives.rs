@@ -129,17 +129,11 @@ impl Calls {
 
 impl<T: Transport> TransportGroup<T> {
     /// See [`Group::run`](crate::Group::run).
-    ///
-    /// # Errors
-    /// Any [`Error`].
     pub fn run(&self, collective: Collective<'_>, deadline: Deadline) -> Result<(), Error> {
         self.run_at(Site::NONE, collective, deadline)
     }
 
     /// See [`Group::run_at`](crate::Group::run_at).
-    ///
-    /// # Errors
-    /// Any [`Error`].
     pub fn run_at(
         &self,
         site: Site,

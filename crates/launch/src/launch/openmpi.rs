@@ -31,9 +31,6 @@ pub enum FindError {
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// The `mpirun` of `folders`, as PATH lists them, with its hostfile written into `scratch`.
-///
-/// # Errors
-/// Any [`FindError`].
 pub fn find(
     folders: Option<&OsStr>,
     args: &[String],

@@ -16,9 +16,6 @@ const PREFIX: &str = "paceline-";
 
 /// Makes a folder for this launch, in the folder `all` for temporary files. Removes folders left by
 /// killed launches of the same user.
-///
-/// # Errors
-/// The system's error.
 pub fn folder(all: &Path) -> io::Result<TempDir> {
     for folder in left(all) {
         let _ = std::fs::remove_dir_all(folder); // somebody else may be at it

@@ -194,55 +194,31 @@ pub trait ComputeDevice: Send + Sync + fmt::Debug {
     fn sorts(&self, bytes: u64, width: usize) -> bool;
 
     /// The rows' values.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn values(&self, rows: &BlockRows<'_>) -> Result<Vec<f64>, Lost>;
 
     /// The exact sum of the values.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn sum(&self, rows: &BlockRows<'_>) -> Result<ExactSum, Lost>;
 
     /// The exact sum of the products of two columns without an expression, else of the squares of
     /// the values.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn products(&self, rows: &BlockRows<'_>) -> Result<ExactSum, Lost>;
 
     /// The least and the greatest key of all values but NaN, and whether there is a NaN. Without
     /// any such value the least key is greater than the greatest.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn extremes(&self, rows: &BlockRows<'_>) -> Result<(i64, i64, bool), Lost>;
 
     /// Values in each bin, then those below, above and NaN.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn hist(&self, rows: &BlockRows<'_>, bins: &Bins) -> Result<Vec<u32>, Lost>;
 
     /// Counts values of u32, little-endian, in `bins` bins over their whole range: a power of two
     /// from 2 to 4096.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn hist_raw(&self, words: &[u8], bins: u32) -> Result<Vec<u32>, Lost>;
 
     /// The nearest centroid of each row and its squared distance; infinity where none is finite.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn nearest(&self, values: &[f64], centroids: &Centroids) -> Result<Vec<(u32, f64)>, Lost>;
 
     /// Sorts unsigned integers of `width` bytes, little-endian, in ascending order. After an error
     /// they are as they were.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn sort(&self, keys: &mut [u8], width: usize) -> Result<(), Lost>;
 
     /// A user's WGSL function of each row, with one argument per column.
@@ -256,9 +232,6 @@ pub trait ComputeDevice: Send + Sync + fmt::Debug {
 
     /// Numbers of rows in the order of their partitions; rows of a partition stay in order.
     /// Partitions have numbers of `bits` bits, a multiple of 8.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn partition(&self, partitions: &[u32], bits: u32) -> Result<Vec<u32>, Lost> {
         let _ = bits;
         let mut rows: Vec<u32> = (0..partitions.len() as u32).collect();
@@ -268,9 +241,6 @@ pub trait ComputeDevice: Send + Sync + fmt::Debug {
 
     /// The product of matrices `left`, `(m, depth)`, and `right`, `(depth, n)`, in f32 without
     /// promised bits. The CPU has another definition, in f64.
-    ///
-    /// # Errors
-    /// [`Lost`].
     fn matmul(&self, left: &[f32], right: &[f32], depth: usize) -> Result<Vec<f32>, Lost> {
         let _ = (left, right, depth);
         Err(Lost(NO_FUNCTIONS.to_owned()))

@@ -81,9 +81,6 @@ impl SortPlan {
     }
 
     /// Draws splitters from a column. Each `attempt` draws others, and more of them.
-    ///
-    /// # Errors
-    /// [`Error::File`].
     pub fn scatter(
         &self,
         input: &InputFile,

@@ -92,9 +92,6 @@ pub fn wrong_groups<F: GroupBytes + ?Sized>(
 
 /// The given groups of a complete file that differ from the tree, and all groups beyond a
 /// truncated end.
-///
-/// # Errors
-/// The system's error.
 pub fn compare(
     copy: &dyn StoredFile,
     tree: &Tree,

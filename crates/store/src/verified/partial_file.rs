@@ -60,9 +60,6 @@ pub struct VerifiedPartial {
 
 impl VerifiedPartial {
     /// Opens the partial file with these leaves, or creates it. `path` ends in [`FILE`].
-    ///
-    /// # Errors
-    /// What the system says.
     pub fn open(storage: &dyn Storage, path: &Path, tree: Tree) -> io::Result<Self> {
         let count = tree.groups.count() as usize;
         let old = storage.open(path, OpenMode::Read);
@@ -93,9 +90,6 @@ impl VerifiedPartial {
     /// Opens the complete copy at `path`, whose groups `wrong` differ from these leaves and can be
     /// replaced in place. Corrects the file's length. Keeps its modification time, by which workers
     /// keep packed weights.
-    ///
-    /// # Errors
-    /// The system's error.
     pub fn of_copy(
         storage: &dyn Storage,
         path: &Path,
@@ -137,9 +131,6 @@ impl VerifiedPartial {
 
     /// Finds present groups of `wanted` whose bytes are damaged, as runs, and marks them missing.
     /// Cost: reads the present ones.
-    ///
-    /// # Errors
-    /// The system's error.
     pub fn recheck(&self, wanted: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
         let here = {
             let there = lock(&self.there);
@@ -217,9 +208,6 @@ impl VerifiedPartial {
     }
 
     /// The bytes of groups, if all of them are present.
-    ///
-    /// # Errors
-    /// What the system says.
     pub fn give(&self, groups: &Range<u64>) -> io::Result<Option<Vec<u8>>> {
         let is_sane = groups.start < groups.end && groups.end <= self.groups().count();
         match is_sane && self.missing(groups).is_empty() {
@@ -237,9 +225,6 @@ impl VerifiedPartial {
 
     /// Gives the complete file the name `copy` too. The bytes survive a power cut before the name
     /// does. Workers that have the file open are not affected.
-    ///
-    /// # Errors
-    /// The system's error.
     pub fn publish(&self, storage: &dyn Storage, copy: &Path) -> io::Result<()> {
         self.sync()?;
         storage::publish(storage, &self.path, copy)
@@ -254,9 +239,6 @@ impl VerifiedPartial {
     }
 
     /// Flushes all writes to disk.
-    ///
-    /// # Errors
-    /// What the system says.
     pub fn sync(&self) -> io::Result<()> {
         self.file.sync()?;
         self.have.as_ref().map_or(Ok(()), |have| have.sync())

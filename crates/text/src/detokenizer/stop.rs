@@ -67,9 +67,6 @@ struct State {
 
 impl StopMatcher {
     /// A matcher at the start of a text; with no stop string everything passes.
-    ///
-    /// # Errors
-    /// [`Error::Empty`].
     pub fn new(stops: Vec<String>) -> Result<Self, Error> {
         if let Some(index) = stops.iter().position(String::is_empty) {
             return Err(Error::Empty { index });

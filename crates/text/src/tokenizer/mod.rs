@@ -303,9 +303,6 @@ impl Tokenizer {
 
     /// The ids of a prompt without a template. Names of special tokens become these tokens. BOS
     /// goes first if the model wants one and the prompt does not begin with it.
-    ///
-    /// # Errors
-    /// The errors of [`encode_within`](Self::encode_within).
     pub fn encode_prompt(&self, prompt: &str, tokens_max: usize) -> Result<Vec<u32>, Error> {
         let mut ids = self.encode_within(prompt, Specials::Parse, true, tokens_max)?;
         let twice = self.bos.filter(|_| self.add_bos).map(|bos| [bos, bos]);
@@ -317,9 +314,6 @@ impl Tokenizer {
 
     /// The ids of a whole text that a user wrote, with the tokens around it that the model was
     /// trained with. These are BOS and EOS; for BERT `[CLS]` and `[SEP]`. Encoders read such texts.
-    ///
-    /// # Errors
-    /// The errors of [`encode`](Self::encode).
     pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>, Error> {
         let mut ids = self.encode(text, Specials::AsText, true)?;
         ids.extend(self.last());

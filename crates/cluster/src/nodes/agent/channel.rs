@@ -57,17 +57,11 @@ impl ServiceChannel {
     }
 
     /// The other end's address, which names the interface that the two nodes share.
-    ///
-    /// # Errors
-    /// [`Error::Session`] if the connection is lost.
     pub fn peer_addr(&self) -> Result<SocketAddr, Error> {
         Ok(self.session.peer_addr().map_err(session::Error::Broken)?)
     }
 
     /// This end's address.
-    ///
-    /// # Errors
-    /// [`Error::Session`] if the connection is lost.
     pub fn own_addr(&self) -> Result<SocketAddr, Error> {
         Ok(self.session.own_addr().map_err(session::Error::Broken)?)
     }

@@ -72,9 +72,6 @@ impl Agent {
 
     /// A code that admits one machine, within five minutes and three attempts. Replaces an earlier
     /// code.
-    ///
-    /// # Errors
-    /// The system has no random numbers.
     pub fn invite(&self) -> Result<Code, Error> {
         let code = Code::random().map_err(pairing::Error::Broken)?;
         let invitation = Invitation::new(code.clone(), Instant::now());

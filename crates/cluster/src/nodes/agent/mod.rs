@@ -209,9 +209,6 @@ impl Agent {
     }
 
     /// Signs a message by this node's static key, for the shared map.
-    ///
-    /// # Errors
-    /// [`Error::Secret`]: the system has no random numbers.
     pub fn sign(&self, message: &[u8]) -> Result<Signature, Error> {
         Ok(self.inner.identity.sign(message)?)
     }

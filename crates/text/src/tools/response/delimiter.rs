@@ -42,8 +42,6 @@ pub(super) enum DelimiterMatch {
 }
 
 impl Delimiter {
-    /// # Errors
-    /// Message of the compiler.
     pub(super) fn pattern(pattern: &str) -> Result<Self, String> {
         // The end of a text in Python's spelling.
         let pattern = pattern.replace("\\Z", "\\z");
