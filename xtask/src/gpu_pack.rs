@@ -185,7 +185,6 @@ fn layer(root: &Path) -> Option<PathBuf> {
     layers.find(|layer| layer.is_file())
 }
 
-/// Builds a test program; gives its path.
 fn test_program(arguments: &[&str], target: &str, see: &mut impl FnMut(&str)) -> Result<PathBuf> {
     let mut command = repo::cargo();
     command

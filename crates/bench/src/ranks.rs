@@ -71,7 +71,6 @@ pub struct RankSettings {
     pub backend: Backend,
     /// Force this algorithm wherever an operation has it.
     pub algorithm: Option<Force>,
-    /// Largest buffer of a rank, in bytes.
     pub max_bytes: usize,
     /// Whether a transport without encryption is allowed.
     pub plaintext: Plaintext,

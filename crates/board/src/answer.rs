@@ -200,7 +200,6 @@ pub struct SubmittedPrompt {
     /// Submission time.
     pub at: Instant,
     pub n_prompt: usize,
-    /// Maximum tokens of its answer.
     pub max_tokens: usize,
 }
 

@@ -42,7 +42,6 @@ pub(super) struct Download {
 }
 
 impl Downloads {
-    /// Without downloads.
     pub(super) fn new(source: PullSource) -> Self {
         let all = Arc::default();
         Self { all, source }

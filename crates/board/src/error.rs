@@ -87,7 +87,6 @@ pub enum CommandError {
 }
 
 impl CommandError {
-    /// An error of another crate.
     pub(crate) fn other(error: impl Into<CallbackError>) -> Self {
         Self::Other(error.into())
     }

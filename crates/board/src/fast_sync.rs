@@ -24,7 +24,6 @@ pub const CROSSINGS: usize = 10_000;
 pub enum GpuWait {
     /// By the system.
     Usual,
-    /// Without it.
     Fast,
 }
 

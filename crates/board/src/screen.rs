@@ -101,7 +101,6 @@ pub struct TopView {
     problem: Option<String>,
     /// Tokens a second of the last updates.
     speeds: VecDeque<u64>,
-    /// Sort column of machines.
     pub sort: MachineSort,
     /// Shows only names with this text.
     pub filter: Option<String>,

@@ -33,7 +33,6 @@ pub(crate) struct Signals {
     came: Arc<AtomicBool>,
     /// Set by signals other than Ctrl-C.
     ended: Arc<AtomicBool>,
-    /// The current meaning of a signal.
     meaning: Arc<AtomicU8>,
 }
 

@@ -128,7 +128,6 @@ impl SplitArgs {
         }
     }
 
-    /// No split.
     pub(crate) const fn one_node() -> Self {
         Self {
             nodes: 1,
@@ -433,7 +432,6 @@ pub(crate) struct LoadingBar {
 }
 
 impl LoadingBar {
-    /// A bar for `ranks` ranks.
     pub(crate) fn new(ranks: u32) -> Self {
         Self {
             bar: LoadBar::new(),

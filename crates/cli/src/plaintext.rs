@@ -23,7 +23,6 @@ pub(crate) fn variable(name: &str) -> Option<String> {
     env::var(name).ok()
 }
 
-/// Hint for a build without MPI.
 const BUILD_WITH_MPI: &str = "build paceline with `--features mpi`, which needs mpicc and libclang";
 
 /// The hint for a missing or untrusted transport.

@@ -15,7 +15,6 @@ pub(crate) struct MemoryFile {
 
 #[cfg(target_os = "linux")]
 impl MemoryFile {
-    /// Creates a file of `bytes` bytes.
     pub(crate) fn new(bytes: u64) -> io::Result<Self> {
         use rustix::fs::{MemfdFlags, fcntl_add_seals};
         use std::os::fd::AsRawFd;
@@ -85,7 +84,6 @@ pub(crate) fn is_descriptor(name: &str) -> bool {
 
 #[cfg(not(target_os = "linux"))]
 impl MemoryFile {
-    /// Creates a file of `bytes` bytes.
     pub(crate) fn new(bytes: u64) -> io::Result<Self> {
         use rustix::fs::Mode;
         use rustix::shm::OFlags;

@@ -227,7 +227,6 @@ impl SimulatedNetwork {
         self.turns().moved += 1;
     }
 
-    /// Waits for the turn of `rank`.
     fn take_turn(&self, rank: usize) {
         let mut turns = self.turns();
         while turns.whose != rank {

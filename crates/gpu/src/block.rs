@@ -124,7 +124,6 @@ impl BlockFunction {
         }
     }
 
-    /// Calls for each row.
     fn calls_per_row(&self) -> u64 {
         match self.results {
             BlockResults::Value => u64::from(self.columns[0]),

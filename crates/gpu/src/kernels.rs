@@ -52,7 +52,6 @@ pub enum Column<'a> {
 pub struct RowRange<'a> {
     /// Number of rows, from 1 to [`Gpu::rows_max`].
     pub count: u64,
-    /// Number of the first row.
     pub first: u64,
     pub columns: &'a [Column<'a>],
     /// Statements of WGSL that compute `value` of `x`, `y`, `z`, `w` and `i` by the functions of

@@ -34,7 +34,6 @@ pub struct Journal {
     path: PathBuf,
     file: File,
     part_rows: u64,
-    /// Parts that were done, and their results.
     pub(crate) done: Vec<(u64, PartialResult)>,
 }
 

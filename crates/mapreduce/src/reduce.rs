@@ -60,7 +60,6 @@ pub(crate) struct Reduced {
     pub(crate) rows: u64,
     /// Their sum, or that of the products.
     pub(crate) sum: Option<ExactSum>,
-    /// The sum of their squares.
     pub(crate) squares: Option<ExactSum>,
     /// The least and the greatest key of all but NaN, and whether there is a NaN.
     pub(crate) extremes: Option<(i64, i64, bool)>,

@@ -89,11 +89,7 @@ pub struct ProcessOptions {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobProgress {
     /// Rows done so far.
-    Rows {
-        /// Rows of parts that are done.
-        done: u64,
-        of: u64,
-    },
+    Rows { done: u64, of: u64 },
     /// A worker was lost or left out, and its parts are leased again.
     Lost {
         /// Reason for the loss.

@@ -68,7 +68,6 @@ impl Default for ApiLimits {
 }
 
 impl ApiLimits {
-    /// Checks that the limits are usable.
     pub(crate) fn check(&self) -> Result<(), Error> {
         let at_least_one = [
             ("connections", self.connections),

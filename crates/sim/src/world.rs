@@ -96,9 +96,7 @@ pub(crate) struct SimNode {
     tick: Option<Duration>,
     skew_ms: u64,
     memory_bytes: u64,
-    /// Instances that it runs.
     pub(crate) runs: BTreeMap<InstanceId, SimRun>,
-    /// Instances that it hands over while it drains.
     pub(crate) hands_over: BTreeSet<InstanceId>,
     /// Past observations of its rules; `None` while they run.
     pub(crate) history: Option<History>,

@@ -73,7 +73,6 @@ struct PartialBytes {
 #[derive(Debug)]
 struct AttemptFailure {
     error: Error,
-    /// Bytes gained by the attempt.
     gained: u64,
     /// A resumed file was wrong and is removed; a fresh start may succeed.
     start_over: bool,

@@ -127,7 +127,6 @@ pub enum State {
         /// Its files; `StoreEntry::path` is the first one for GGUF models.
         files: Vec<FileRecord>,
         pulled_at: SystemTime,
-        /// Last use, if any.
         last_used: Option<SystemTime>,
     },
     /// An interrupted pull; pulling again resumes it.

@@ -21,7 +21,6 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Acquires the lock if it is free.
     pub(crate) fn try_acquire(path: &Path) -> Result<Option<Self>, Error> {
         if let Some(dir) = path.parent() {
             disk::create_dir(dir)?;

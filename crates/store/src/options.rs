@@ -129,7 +129,6 @@ pub struct RetryPolicy {
     pub attempts: u32,
     /// Wait after the first failure; doubles with each further one.
     pub first_wait: Duration,
-    /// Maximum wait.
     pub wait_max: Duration,
 }
 

@@ -31,7 +31,6 @@ const FOLDER_FILES: [&str; 19] = [
     "3_Dense/config.json",
     "3_Dense/model.safetensors",
 ];
-/// The index of split weights.
 const WEIGHT_INDEX: &str = "model.safetensors.index.json";
 /// Maximum models with short selectors, whose search is quadratic. The largest repositories have
 /// some 60.

@@ -25,7 +25,6 @@ fn part(part: usize) -> Vec<u8> {
     payload()[part * 1000..][..PART_BYTES].to_vec()
 }
 
-/// The part that a path names.
 fn part_of(path: &str) -> Option<usize> {
     (1..=PARTS).find(|part| path.ends_with(&name(*part)))
 }

@@ -109,7 +109,6 @@ fn is_planned(name: &str) -> bool {
     planned.is_ok_and(|planned| planned.models.iter().any(|model| model.name == name))
 }
 
-/// The hint for an error of the hub or the network.
 fn network_hint(error: &Error) -> Option<String> {
     const LOGIN: &str = "a private or gated model needs HF_TOKEN with a token of an account that \
                          may read it";

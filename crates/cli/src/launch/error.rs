@@ -18,7 +18,6 @@ pub(crate) enum Error {
         /// Its exit state.
         ending: Ending,
     },
-    /// No `python3`.
     #[error("there is no python3 in PATH")]
     NoPython,
     /// `--env NAME` of a variable that is not set, or not UTF-8.
@@ -34,7 +33,6 @@ pub(crate) enum Error {
         /// Names of machines whose owners have not allowed it.
         refusing: Vec<String>,
     },
-    /// A folder name that is not UTF-8.
     #[error("the current folder {0:?} is not UTF-8")]
     FolderNotUtf8(OsString),
 }

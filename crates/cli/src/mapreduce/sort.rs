@@ -19,7 +19,6 @@ const MEMORY: u64 = 1 << 30;
 struct SortReport<'a> {
     out: &'a Path,
     dtype: Dtype,
-    /// Number of sorted buckets.
     buckets: usize,
     /// Bytes of memory for all nodes together.
     memory: u64,

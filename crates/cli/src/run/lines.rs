@@ -72,7 +72,6 @@ impl LineReader {
         self.history = folder.map(|folder| folder.join("chat-history"));
     }
 
-    /// Waits for the next line.
     pub(super) fn next(&mut self) -> anyhow::Result<ChatLine> {
         let Some(editor) = &mut self.editor else {
             return plain();

@@ -95,7 +95,6 @@ fn a_node_without_a_model_has_an_api() {
     }
 }
 
-/// The token moves a machine at rest, and then a machine that is up.
 #[test]
 fn machines_join_by_token_at_rest_and_up() {
     let mut one = TestMachine::new("one", None);

@@ -341,7 +341,6 @@ fn doctor_names_what_blocks_a_machine() {
     assert!(back.contains(&"control port here".to_owned()), "{back:?}");
 }
 
-/// Multicast DNS alone finds a machine.
 #[test]
 fn multicast_dns_finds_machines_without_beacons() {
     let test = "multicast DNS between namespaces";

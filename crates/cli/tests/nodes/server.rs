@@ -21,7 +21,6 @@ impl NodeServer {
         Self::of(&mut world.paceline(args))
     }
 
-    /// The server that `command` starts.
     pub(crate) fn of(command: &mut Command) -> Self {
         let running = RunningCommand::start(command);
         let mut port = None;

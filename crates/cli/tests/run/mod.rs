@@ -41,7 +41,6 @@ impl TestHome {
     }
 }
 
-/// Waits for the end of `child`.
 fn wait(child: &mut Child) -> ExitStatus {
     let mut status = None;
     until("the process ends", || {

@@ -146,7 +146,6 @@ pub enum PathProbe {
 pub enum PathChange {
     /// The preferred path does not answer: another one is used.
     Fell {
-        /// The path in use now.
         now: Path,
         /// The previous one.
         before: Path,
@@ -222,7 +221,6 @@ impl PathEntry {
 #[derive(Clone, Debug, Default)]
 pub struct PathTable {
     entries: BTreeMap<(NodeId, SocketAddr), PathEntry>,
-    /// The path in use, by node.
     preferred: BTreeMap<NodeId, SocketAddr>,
     /// The interface of the preferred path before its loss.
     lost: BTreeMap<NodeId, String>,

@@ -33,7 +33,6 @@ pub(crate) struct UnackedMessage {
     pub(super) asks: bool,
     pub(super) cable: usize,
     pub(super) slot: usize,
-    /// The cable of the first attempt.
     pub(super) first_cable: usize,
     pub(super) bytes: usize,
     pub(super) body: Option<RegisteredBody>,

@@ -31,7 +31,6 @@ const CALLS: usize = 12;
 /// Bytes of the longest part.
 const OWN: usize = 150_000;
 
-/// The rank that the error names.
 const fn blamed(error: &Error) -> Option<Rank> {
     match error {
         Error::PeerLost { rank, .. }

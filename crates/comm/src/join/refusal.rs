@@ -75,7 +75,6 @@ pub enum JoinError {
     },
     #[error("{rank} did not join before the deadline{}", refused(.turned_away))]
     Missing {
-        /// The first rank that was missing.
         rank: Rank,
         /// Why another process was turned away, if that happened.
         turned_away: Option<Refusal>,

@@ -52,7 +52,6 @@ struct PeerMailbox {
     inbuf: Inbuf,
     /// A partly received message.
     partial: Option<PartialMessage>,
-    /// The receive that waits for a message.
     waiter: Option<WaitingReceive>,
     /// A message is being read from its sender's memory.
     lent: bool,

@@ -111,11 +111,7 @@ pub enum PlanError {
     #[error("host {host} has the address {ip}, but backend ring takes IPv4 only")]
     Ipv6 { host: String, ip: String },
     #[error("{count} connections from port {first} on go beyond port 65535")]
-    Ports {
-        /// The first port.
-        first: u16,
-        count: usize,
-    },
+    Ports { first: u16, count: usize },
     /// A text is no `NAME=VALUE`.
     #[error("environment variable {text:?}: the name is not letters, digits and underscores")]
     Env { text: String },

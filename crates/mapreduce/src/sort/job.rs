@@ -34,7 +34,6 @@ pub struct Sort {
 pub struct Sorted {
     /// Rows that were written.
     pub rows: u64,
-    /// Buckets that were sorted, each by itself.
     pub buckets: usize,
     /// Whether the values stayed in memory; else they were written and read once more.
     pub in_memory: bool,

@@ -50,7 +50,6 @@ fn runs<const N: usize>(
     }
 }
 
-/// Sorts keys by their lowest `width` bytes.
 fn sort_run<const N: usize>(keys: &mut [[u8; N]], scratch: &mut [[u8; N]], width: usize) {
     if size_of_val(keys) <= CACHED_BYTES || width <= 1 {
         return sort_cached(keys, scratch, width);

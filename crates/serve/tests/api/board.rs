@@ -53,7 +53,6 @@ fn browsers_get_the_page_and_others_what_they_got() {
     assert_eq!(evil.status, 403);
 }
 
-/// The page has no inline code and names no other server, as its policy demands.
 #[test]
 fn the_page_has_no_inline_code_and_no_other_server() {
     let rig = Rig::new();

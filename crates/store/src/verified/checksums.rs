@@ -100,7 +100,6 @@ impl Checksums {
         found.map(Some).ok_or_else(damaged)
     }
 
-    /// Parses the checksums of a file of `length` bytes.
     fn parse(length: u64, bytes: &[u8]) -> Option<Self> {
         let (both, own) = bytes.split_last_chunk::<SUM_BYTES>()?;
         if blake3::hash(both).as_bytes() != own {

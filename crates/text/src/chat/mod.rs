@@ -160,7 +160,6 @@ pub struct ChatTemplate {
     default: Option<OneTemplate>,
     /// For conversations with tools, where the model has its own for them.
     tool_use: Option<OneTemplate>,
-    /// Names of all templates, for an error.
     names: Vec<String>,
     /// The texts of both templates.
     source: String,

@@ -52,7 +52,6 @@ impl TemplateSources {
         }
     }
 
-    /// Names of all templates.
     pub(super) fn names(&self) -> Vec<String> {
         let named = [(DEFAULT, &self.default), (TOOL_USE, &self.tool_use)];
         let named = named.into_iter().filter(|(_, source)| source.is_some());

@@ -121,7 +121,6 @@ pub enum Error {
         /// Message of the `tokenizers` crate.
         reason: String,
     },
-    /// A text is longer than can be indexed.
     #[error("text has {size} bytes, expected less than 4 GiB")]
     TextTooLong {
         /// Its length in bytes.

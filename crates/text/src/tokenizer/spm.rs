@@ -27,7 +27,6 @@ pub(super) struct Spm {
     order: Vec<i32>,
     bytes: Vec<Option<u32>>,
     unknown: Option<u32>,
-    /// Bytes of the longest token.
     token_bytes_max: usize,
     /// Whether a space is put before a text that follows no other text.
     pub(super) space_prefix: bool,

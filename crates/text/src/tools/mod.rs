@@ -65,14 +65,10 @@ pub enum Event {
         piece: String,
     },
     /// The call is complete: its pieces are a JSON object.
-    CallEnd {
-        /// Index of the call.
-        index: usize,
-    },
+    CallEnd { index: usize },
     /// The call that began cannot be read and is none. Does not occur with
     /// [`ReaderOptions::holds_calls`].
     CallFailed {
-        /// Index of the call.
         index: usize,
         /// All that the model wrote of it, to be shown as text.
         text: String,

@@ -125,7 +125,6 @@ pub(super) struct KvSender {
     outgoing: ReceiverQueues,
 }
 
-/// A page store, if there is one.
 type OptionalPageStore = Option<Box<dyn PageStore>>;
 
 impl KvTransfer {

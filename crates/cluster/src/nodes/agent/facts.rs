@@ -26,7 +26,6 @@ pub struct NodeFacts {
     pub numerics: u32,
     /// Main memory in bytes, 0 if the system does not report it.
     pub memory_bytes: u64,
-    /// Cores that the node may use.
     pub cores: u32,
     /// Default kernel class of the node.
     pub kernel_class: String,
@@ -189,7 +188,6 @@ impl NodeView {
 pub struct NodePaths {
     #[serde(flatten)]
     pub node: NodeView,
-    /// Its paths to other nodes.
     pub paths: Vec<NetworkPath>,
 }
 

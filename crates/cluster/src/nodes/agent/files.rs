@@ -79,7 +79,6 @@ pub(super) struct NodeFolder {
 }
 
 impl NodeFolder {
-    /// The folder of the node whose home is `home`.
     pub(super) fn new(home: &Path) -> Self {
         Self {
             folder: home.join("node"),
@@ -140,7 +139,6 @@ impl NodeFolder {
         Ok(ClusterKey::open(&self.folder.join("cluster-key"))?)
     }
 
-    /// Saves the key of another cluster.
     pub(super) fn save_key(&self, key: &ClusterKey) -> Result<(), Error> {
         remove(&self.folder.join("former-keys"))?;
         Ok(key.save(&self.folder.join("cluster-key"))?)

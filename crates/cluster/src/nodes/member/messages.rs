@@ -54,7 +54,6 @@ pub enum GossipMessage {
     },
     /// `id` answered, for `asker`.
     Lives {
-        /// The node that lives.
         id: NodeId,
         /// The requesting node.
         asker: NodeId,
