@@ -60,6 +60,9 @@ fn blocks_conform(device: &dyn ComputeDevice) {
         expressions_conform(device, &all, n as u64);
         sorts_conform(device, &data[0]);
     }
+    // Lengths beyond a group of the device's, and beyond a pass.
+    sorts_conform(device, &random(11, 2049, 80.0));
+    sorts_conform(device, &random(12, 70_001, 80.0));
     nearest_conform(device);
 }
 
