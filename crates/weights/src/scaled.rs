@@ -5,18 +5,18 @@
 //! |---|---|---|---|
 //! | F8_E4M3 | F32 or BF16, for each tile, row, group or matrix | s w | FP8 |
 //! | F8_E4M3 | U8 or F8_E8M0: powers of two (MXFP8: of 32 columns) | s w | FP8 |
-//! | U8: E2M1, low half first | F8_E4M3 of 16 columns (NVFP4) | s w | FP4 |
-//! | U8: the same | U8 or F8_E8M0 of 32 columns | s w | MXFP4 |
+//! | U8 or I8: E2M1, low half first | F8_E4M3 of 16 columns (NVFP4) | s w | FP4 |
+//! | U8 or I8: the same | U8 or F8_E8M0 of 32 columns | s w | MXFP4 |
 //! | I32: `b` bits, no gaps | F16 or BF16, for each group or row | s (q - 2^(b-1)) | AFFINEb |
 //!
-//! The tensors of a module are `weight` or `weight_packed`, and `weight_scale_inv` or
-//! `weight_scale`. A *tile* is `weight_block_size` rows and columns, 128 each by default. Scales of
+//! The tensors of a module are `weight` or `weight_packed`, and one of [`SCALES`]; DeepSeek V4 calls
+//! it `scale`. A *tile* is `weight_block_size` rows and columns, 128 each by default. Scales of
 //! NVFP4 are multiplied by `weight_scale_2` (ModelOpt) or divided by `weight_global_scale`
 //! (compressed-tensors) first. Integers have their shape in `weight_shape`. Scales of activations
 //! (`input_scale`) are not read: activations keep their precision.
 //!
 //! Sources: `fp8_cast_bf16.py` of DeepSeek-V3; `compressors/` of compressed-tensors 0.20;
-//! `quantization/qtensor/` of ModelOpt.
+//! `quantization/qtensor/` of ModelOpt; `finegrained_fp8.py` of transformers 5.24 (DeepSeek V4).
 
 use std::path::PathBuf;
 
@@ -26,6 +26,9 @@ use serde_json::Value;
 use crate::hf::Error;
 use crate::mlx::{Mode, Quantised, Scheme, UncheckedTensor};
 use crate::tensor::{MappedBytes, Tensor};
+
+/// Last parts of the names that scales have.
+pub const SCALES: [&str; 3] = ["weight_scale_inv", "weight_scale", "scale"];
 
 /// Columns of a joined block.
 const BLOCK: usize = 32;
@@ -219,7 +222,7 @@ pub(crate) fn quantised(
     path: impl Fn() -> PathBuf,
 ) -> Result<Option<Quantised>, Error> {
     let module = Module { name, part, path };
-    for suffix in ["weight_scale_inv", "weight_scale"] {
+    for suffix in SCALES {
         if let Some(scales) = (module.part)(suffix)? {
             return module.matrix(config, (suffix, scales)).map(Some);
         }
@@ -245,9 +248,9 @@ where
         };
         match weight.1.dtype.as_str() {
             "F8_E4M3" => self.fp8([rows, cols], (weight, scales), tile(self, config)?),
-            "U8" => self.fp4([rows, cols.saturating_mul(2)], (weight, scales)),
+            "U8" | "I8" => self.fp4([rows, cols.saturating_mul(2)], (weight, scales)),
             "I32" => self.integers([rows, cols], (weight, scales)),
-            _ => Err(self.dtype(&weight, "F8_E4M3, or U8 or I32 for packed values")),
+            _ => Err(self.dtype(&weight, "F8_E4M3, or U8, I8 or I32 for packed values")),
         }
     }
 

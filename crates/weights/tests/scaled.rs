@@ -105,6 +105,19 @@ fn layouts_are_recognised_by_their_tensors() {
             vec![FP4, ("weight_scale", "U8", &[3, 3][..])],
             BlockType::MXFP4,
         ),
+        (
+            &none,
+            vec![
+                ("weight", "I8", &[3, 48]),
+                ("scale", "F8_E8M0", &[3, 3][..]),
+            ],
+            BlockType::MXFP4,
+        ),
+        (
+            &tiles,
+            vec![FP8, ("scale", "F8_E8M0", &[2, 2][..])],
+            BlockType::FP8,
+        ),
     ] {
         let (_dir, folder) = folder(config, &specs, 96);
         let joined = folder.tensor("m.weight").unwrap();
@@ -168,7 +181,8 @@ fn scales_and_shapes_that_do_not_fit_are_refused() {
         (
             vec![("weight", "F8_E5M2", &[3, 96]), ("weight_scale", "F32", &[1][..])],
             96,
-            "DIR: tensor m.weight: dtype F8_E5M2, expected F8_E4M3, or U8 or I32 for packed values"
+            "DIR: tensor m.weight: dtype F8_E5M2, expected F8_E4M3, or U8, I8 or I32 for packed \
+             values"
                 .into(),
         ),
         (vec![("weight_scale", "F32", &[1][..])], 96, "DIR: tensor m.weight is missing".into()),

@@ -5,6 +5,7 @@ use paceline_tensor::PackedMatrix;
 use paceline_weights::gguf::{Gguf, TensorInfo};
 use paceline_weights::hf::HfFolder;
 use paceline_weights::safetensors;
+use paceline_weights::scaled::SCALES;
 
 /// Columns of FP8 that share a scale at least.
 const SCALE_COLS: usize = 32;
@@ -42,8 +43,7 @@ pub(super) fn beyond_folder(folder: &HfFolder) -> f64 {
         Some((name, packed.or_else(|| name.strip_suffix(".weight"))?))
     });
     let more = modules.filter_map(|(name, module)| {
-        let scales = ["weight_scale_inv", "weight_scale"];
-        let mut scales = scales
+        let mut scales = SCALES
             .iter()
             .filter_map(|part| folder.info(&format!("{module}.{part}")));
         let (weight, scales) = (folder.info(name)?, scales.next()?);
@@ -60,7 +60,7 @@ fn of_module(weight: &safetensors::TensorInfo, scales: &safetensors::TensorInfo)
     };
     let (block_type, cols) = match (weight.dtype(), scales.dtype()) {
         ("F8_E4M3", _) => (BlockType::FP8, bytes),
-        ("U8", "F8_E4M3") => (BlockType::FP4, bytes.checked_mul(2)?),
+        ("U8" | "I8", "F8_E4M3") => (BlockType::FP4, bytes.checked_mul(2)?),
         _ => return None,
     };
     block_type.row_bytes(cols)?;
