@@ -226,6 +226,54 @@ fn a_row_attends_to_the_best_pools_and_the_rest() {
     }
 }
 
+/// Keys of pools are the means of their inputs, weighted by the softmax of gates and biases: to
+/// the bit with all kernels, also where a pool is of two steps.
+#[test]
+fn keys_of_pools_are_weighted_by_their_gates() {
+    const POOL: usize = 4;
+    let rows = KernelRng(8).floats(POSITIONS * 2 * INDEX, 3.0);
+    let biases = KernelRng(11).floats(POOL * INDEX, 1.0);
+    let store = LayerStore::IndexedPools(shape(KvType::F16), INDEX);
+    let made = |parts: &[Range<usize>], kernels: &Kernels| -> Vec<f32> {
+        let mut cache = KvCache::new(&[(0, store); 2], &[4]).unwrap();
+        cache.soil();
+        for part in parts {
+            let sequences = [AttentionRows {
+                rows: part.len(),
+                position: part.start,
+                ..last(0)
+            }];
+            let mut own = rows[part.start * 2 * INDEX..part.end * 2 * INDEX].to_vec();
+            kernels.write_index(&mut cache, 1, &sequences, &own);
+            kernels.weigh_pools(&mut cache, 1, (&sequences, POOL), &mut own, &biases);
+        }
+        let ends = (POOL - 1..POSITIONS).step_by(POOL);
+        let places = ends.flat_map(|end| (0..INDEX).map(move |d| (end, d)));
+        let writer = cache.writer(1);
+        let read = |(end, d): (usize, usize)| {
+            let mut key = [f32::NAN];
+            // SAFETY: the cache is this thread's own.
+            unsafe { writer.index_line(PAGES[end / PAGE], end % PAGE, d, &mut key) }
+            key[0]
+        };
+        places.map(read).collect()
+    };
+    let naive = made(&[0..POSITIONS], &all_kernels()[0]);
+    for (i, key) in naive.iter().enumerate() {
+        let (pool, d) = (i / INDEX, i % INDEX);
+        let at = |n: usize, d: usize| f64::from(rows[(pool * POOL + n) * 2 * INDEX + d]);
+        let gate = |n: usize| at(n, INDEX + d) + f64::from(biases[n * INDEX + d]);
+        let weights = [0, 1, 2, 3].map(|n| gate(n).exp());
+        let sum: f64 = (0..POOL).map(|n| at(n, d) * weights[n]).sum();
+        let far = (f64::from(*key) - sum / weights.iter().sum::<f64>()).abs();
+        assert!(far < 3e-6, "pool {pool}, element {d}: {far}"); // some roundings of numbers to 3
+    }
+    for kernels in all_kernels() {
+        let parts = made(&[0..70, 70..POSITIONS], &kernels);
+        assert_eq!(bits(&parts), bits(&naive), "{kernels:?}");
+    }
+}
+
 /// As [`sparse`], over pools and two KV heads; the prompt was written in two parts.
 fn pooled(
     store: LayerStore,
