@@ -56,8 +56,23 @@ pub(crate) enum ConfigFields<'a> {
 /// Text part of the `config.json` of a multimodal model, if that says its type.
 fn text_part(config: &Value) -> &Value {
     let text = config.get("text_config");
-    let text = text.filter(|text| text.get("model_type").is_some_and(Value::is_string));
-    text.unwrap_or(config)
+    text.filter(|text| type_of(text).is_some())
+        .unwrap_or(config)
+}
+
+/// `model_type` of a text part. Published ones of MiniMax M3 name their class alone; those of
+/// DeepSeek V4.1 have a name of their own.
+pub(crate) fn type_of(config: &Value) -> Option<&str> {
+    const M3_CLASS: &str = "MiniMaxM3SparseForCausalLM";
+    let said = config.get("model_type").and_then(Value::as_str);
+    let class = || config.pointer("/architectures/0").and_then(Value::as_str);
+    match said {
+        Some("deepseek_v41_text") => Some(V41),
+        None | Some("" | "minimax_m3") if class() == Some(M3_CLASS) => {
+            Some(ModelFamily::MiniMaxM3.hf_name())
+        }
+        said => said,
+    }
 }
 
 /// Default of a field that files leave out. The published text parts of Gemma 3 lack fields with
@@ -162,8 +177,12 @@ impl<'a> ConfigFields<'a> {
 
     fn model_type(&self) -> Result<&'a str, Error> {
         const FIELD: &str = "model_type";
-        self.hf(FIELD, "a string", Value::as_str)?
-            .ok_or(Error::MissingField { field: FIELD })
+        let said = self.hf(FIELD, "a string", Value::as_str)?;
+        match self {
+            Self::Hf(config) => type_of(config),
+            Self::Gguf { .. } => said,
+        }
+        .ok_or(Error::MissingField { field: FIELD })
     }
 
     /// Whether it is a folder whose text part has this `model_type`.

@@ -36,7 +36,9 @@ mod qwen4;
 
 pub use layer_step::{Half, LayerStep};
 
-pub(crate) use fields::{ConfigFields, RopeKind, V41, class_default, head_rope, unknown_fields};
+pub(crate) use fields::{
+    ConfigFields, RopeKind, V41, class_default, head_rope, type_of, unknown_fields,
+};
 pub(crate) use names::{ExpertLayout, FileNames, QWEN3_VL_MOE, dbrx_stem};
 
 use crate::config::Activation;

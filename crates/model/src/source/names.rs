@@ -3,7 +3,7 @@
 use paceline_weights::hf::HfFolder;
 use serde_json::Value;
 
-use crate::families::{FileNames, ModelFamily};
+use crate::families::{FileNames, ModelFamily, type_of};
 use crate::role::{LayerRole, Nth, Role, StreamPart};
 
 /// Configuration of a folder's text part.
@@ -14,7 +14,7 @@ pub(super) fn text_part(folder: &HfFolder) -> &Value {
 
 /// `model_type` of a folder's text part.
 pub(super) fn model_type(folder: &HfFolder) -> Option<&str> {
-    text_part(folder).get("model_type")?.as_str()
+    type_of(text_part(folder))
 }
 
 /// `name` as stored in `folder`. A decoder saved without its head, such as an embedding model, has

@@ -51,7 +51,7 @@ impl<C: Copy> FieldKey<C> {
 
 type FlagKey = FieldKey<fn(ModelFamily) -> bool>;
 
-const FLAGS: [FlagKey; 13] = [
+const FLAGS: [FlagKey; 17] = [
     FlagKey::new("attention.causal", "is_causal", |_| true, GEMMA3),
     FlagKey::new("", BIDIRECTIONAL, |_| false, GEMMAS),
     FlagKey::new("", "altup_correct_scale", |_| true, &[]),
@@ -65,6 +65,10 @@ const FLAGS: [FlagKey; 13] = [
     FlagKey::new("", "use_conv_bias", |_| true, &[]),
     FlagKey::new("", "attn_output_gate", ModelFamily::has_delta_nets, &[]),
     FlagKey::new("", "use_qk_norm", ModelFamily::norms_heads, QK_NORM),
+    FlagKey::new("", "attention_output_gate", |_| false, &[]),
+    FlagKey::new("", "use_gemma_norm", |_| true, &[]),
+    FlagKey::new("", "index_kpool_compress", |_| true, &[]),
+    FlagKey::new("", "mhc", |_| true, &[]),
 ];
 const GEMMA3: &[ModelFamily] = &[ModelFamily::Gemma3];
 const GEMMAS: &[ModelFamily] = &[ModelFamily::Gemma3, ModelFamily::Gemma4];
