@@ -26,12 +26,7 @@ pub fn lines(
                     "an answer alone is predicted to get {tok_s:.1} tokens/s"
                 ));
             }
-            if !config.unknown_fields.is_empty() {
-                let names = config.unknown_fields.join(", ");
-                lines.push(format!(
-                    "config.json has unknown fields that may change answers: {names}"
-                ));
-            }
+            lines.extend(unknown_fields(config));
             if *again {
                 lines.push("the workers are ready again".to_owned());
             }
@@ -57,6 +52,13 @@ pub fn lines(
         Notice::Continued { answers } => vec![Notice::continued(*answers)],
         Notice::Loading { .. } | Notice::Failed { again_in: None, .. } => Vec::new(),
     }
+}
+
+/// Warns of fields of `config.json` that no reader knows.
+pub fn unknown_fields(config: &Config) -> Option<String> {
+    let names = config.unknown_fields.join(", ");
+    let line = || format!("config.json has unknown fields that may change answers: {names}");
+    (!names.is_empty()).then(line)
 }
 
 /// Each node's share of a model: a heading, and a line each.

@@ -13,6 +13,7 @@ use paceline_engine::{EngineConfig, Error as EngineError, GenerationRequest, Req
 use paceline_model::Config;
 use paceline_node::context_size::{ContextBudget, positions};
 use paceline_node::trace::{AnswerTimes, Recording, Timeline, UnixClock};
+use paceline_node::worker_notices::unknown_fields;
 use paceline_store::Cancel;
 use paceline_text::chat::{ChatMessage, ChatOptions, ChatTemplate, Error as ChatError};
 use paceline_text::tokenizer::Error as TokenizerError;
@@ -79,6 +80,7 @@ impl RunSession {
         if loaded.nodes() > 1 && !args.json {
             loaded.split_lines().iter().for_each(print_err);
         }
+        unknown_fields(loaded.config()).iter().for_each(print_err);
         Self::of(args, path, loaded, (sampling, name), None)
     }
 
