@@ -49,7 +49,6 @@ fn programs<'a>(nodes: impl Iterator<Item = &'a Value>) -> Option<String> {
     (!names.is_empty()).then(|| format!("programs of users may run on {names}"))
 }
 
-/// RDMA devices of a node, a line each.
 fn rdma_devices(node: &Value) -> Vec<String> {
     let name = printable(node["name"].as_str().unwrap_or_default());
     let devices = serde_json::from_value::<Vec<RdmaDevice>>(node["rdma"].clone());
@@ -114,6 +113,8 @@ pub fn instances(all: &Value) -> Vec<String> {
         lines = table(&without_layers);
     }
     lines.extend(all.as_array().into_iter().flatten().filter_map(degraded));
+    let from_disk = |it| Some(format!("{}: {}", label(it), from_disk(it)?));
+    lines.extend(all.as_array().into_iter().flatten().filter_map(from_disk));
     lines.extend(all.as_array().into_iter().flatten().filter_map(drafts));
     lines.extend(wires(all));
     lines
@@ -222,8 +223,30 @@ pub fn proposals(preview: &Value) -> Vec<String> {
         .chain(placements.clone().map(row))
         .collect();
     let mut lines = aligned(&rows);
-    lines.extend(placements.filter_map(constants));
+    lines.extend(placements.clone().filter_map(constants));
+    let from_disk = |it: &Value| {
+        let split = it["split"].as_str().unwrap_or_default();
+        Some(format!(
+            "{}, {split}: {}",
+            names(&it["nodes"]),
+            from_disk(it)?
+        ))
+    };
+    lines.extend(placements.filter_map(from_disk));
     lines
+}
+
+/// Weights that nodes read from their disks while they compute; `None` where all are in memory.
+fn from_disk(it: &Value) -> Option<String> {
+    let nodes = it["nodes"].as_array().into_iter().flatten();
+    let each = nodes.zip(it["from_disk"].as_array()?);
+    let told = each.filter_map(|(node, bytes)| {
+        let bytes = bytes.as_u64().filter(|bytes| *bytes > 0)?;
+        let node = printable(node.as_str().unwrap_or_default());
+        Some(format!("{node} reads about {} from disk", Bytes(bytes)))
+    });
+    let told: Vec<String> = told.collect();
+    (!told.is_empty()).then(|| told.join(", "))
 }
 
 /// Engines of nodes, equal neighbours once.

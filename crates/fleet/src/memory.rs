@@ -111,17 +111,28 @@ pub fn held_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
 pub fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
     let is_planned = |id: &NodeId| wanted.needs.contains_key(id);
     let are_all = wanted.needs.len() == wanted.nodes.len() && wanted.nodes.iter().all(is_planned);
-    if let Some(bytes) = wanted.needs.get(&id).filter(|_| are_all) {
-        return *bytes;
+    match wanted.needs.get(&id).filter(|_| are_all) {
+        Some(bytes) => *bytes,
+        None => within_limit(wanted, share_bytes(wanted, id)),
     }
+}
+
+/// Bytes that a node of a record reads from its disk, because they are beyond the limit of memory.
+/// About: ranks are taken to hold weights in proportion to their shares.
+pub fn disk_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
+    let part = share_bytes(wanted, id);
+    part - within_limit(wanted, part)
+}
+
+/// Bytes of a node's part by its share of the instance, in memory or on disk.
+fn share_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
     let shares = wanted.nodes.iter().map(|id| wanted.shares.get(id).copied());
     let all = shares.sum::<Option<u32>>().filter(|all| *all > 0);
     match (all, wanted.shares.get(&id)) {
         (Some(all), Some(share)) => {
-            let part = whole_bytes(wanted) as f64 * f64::from(*share) / f64::from(all);
-            within_limit(wanted, part as u64)
+            (whole_bytes(wanted) as f64 * f64::from(*share) / f64::from(all)) as u64
         }
-        _ => part_bytes(wanted, wanted.nodes.len()),
+        _ => whole_bytes(wanted) / wanted.nodes.len().max(1) as u64,
     }
 }
 

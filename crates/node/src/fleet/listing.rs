@@ -2,6 +2,7 @@
 
 use paceline_cluster::nodes::member::Life;
 use paceline_cluster::nodes::{NodeId, RegisterKey};
+use paceline_fleet::memory::disk_bytes;
 use paceline_fleet::replica_names::{self, Name, Replica};
 use paceline_fleet::{InstanceId, InstanceSpec, Report, State, has_failed, report, specs};
 use serde::Serialize;
@@ -22,6 +23,9 @@ pub struct InstanceView {
     pub reason: Option<String>,
     /// Names of its nodes, the owner first.
     pub nodes: Vec<String>,
+    /// Within a limit of memory: about how many bytes each node reads from its disk.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub from_disk: Vec<u64>,
     /// Name of the node that computes each rank, if they are not `nodes`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub computing: Vec<String>,
@@ -81,6 +85,7 @@ impl Inner {
                 }
                 told => told,
             };
+            let on_disk = |id: &NodeId| disk_bytes(&wanted, *id);
             let usage = self.replicas_with(id).map(|all| all.usage(id));
             let usage = usage.unwrap_or_default();
             InstanceView {
@@ -95,6 +100,10 @@ impl Inner {
                 progress,
                 reason,
                 nodes: wanted.nodes.iter().map(name).collect(),
+                from_disk: match wanted.options.memory {
+                    Some(_) => wanted.nodes.iter().map(on_disk).collect(),
+                    None => Vec::new(),
+                },
                 computing,
                 stand_ins,
                 since_unix_s: since.map(|register| register.stamp.ms / 1000),

@@ -71,6 +71,9 @@ pub struct Proposal {
     pub fits: bool,
     /// Bytes that each node needs, in the order of `nodes`.
     pub bytes: Vec<u64>,
+    /// Within a limit of memory: about how many further bytes each node reads from its disk.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub from_disk: Vec<u64>,
     /// The measured route of every pair, such as `n0 to n1: eth0 (0.10 ms, 940 MB/s)`.
     pub paths: Vec<String>,
     /// With several replicas: the nodes of each, in the order of `nodes`. The speed is that of the

@@ -14,6 +14,7 @@ use paceline_cluster::nodes::paths::Path;
 use paceline_comm::Backend;
 use paceline_fleet::InstanceId;
 use paceline_fleet::InstanceSpec;
+use paceline_fleet::memory::disk_bytes;
 use paceline_model::{Config, ModelSource, Split, SplitKind};
 
 use super::Inner;
@@ -109,6 +110,7 @@ impl Inner {
             crossings_ms: said.crossings.seconds * 1e3,
             fits: true,
             bytes: Vec::new(),
+            from_disk: Vec::new(),
             paths: self.ways_told(&each_once(ranks).0),
             replicas: Vec::new(),
         }
@@ -135,6 +137,10 @@ impl Inner {
         state_classes(classes, &mut record);
         let rooms = self.rooms_named(id, &record);
         (said.bytes, said.fits) = verdict(model, &mut record, &rooms);
+        if record.options.memory.is_some() {
+            let on_disk = |id: &NodeId| disk_bytes(&record, *id);
+            said.from_disk = ranks.iter().map(on_disk).collect();
+        }
     }
 
     /// The machines of `ranks`, each once, and the links between them.

@@ -210,6 +210,7 @@ impl Inner {
             nodes: replicas.concat(),
             fits: true,
             bytes: said.bytes.repeat(groups.len()),
+            from_disk: said.from_disk.repeat(groups.len()),
             paths: groups.iter().flat_map(|it| self.ways_told(it)).collect(),
             replicas,
             ..said

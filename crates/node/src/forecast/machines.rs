@@ -388,7 +388,7 @@ impl Forecast {
             };
             return ClusterNode {
                 name,
-                memory: Bytes((device.memory.0 as f64 / sharing) as u64),
+                memory: Bytes((device.memory.min(own.memory).0 as f64 / sharing) as u64),
                 bandwidth: device.speed.reads(weights) / sharing,
                 rates: Some(Rates::uniform(device.speed.computes(weights) / sharing)),
                 backend: device.speed.backend,
