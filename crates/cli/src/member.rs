@@ -210,6 +210,11 @@ impl NodeArgs {
         (whole > room).then_some(room as u64)
     }
 
+    /// Whether weights are kept on disk as the processor computes with them.
+    pub(crate) const fn keeps_packed(&self) -> bool {
+        self.packed
+    }
+
     /// Whether open answers are kept on disk.
     pub(crate) const fn is_durable(&self) -> bool {
         self.durable

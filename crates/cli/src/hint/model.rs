@@ -89,12 +89,14 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::Class { .. } | Error::FamilyClass { .. } => {
             Some("--engine and --class have to fit each other")
         }
-        Error::Recurrence { .. } | Error::Streams { .. } => Some("take --engine cpu"),
+        Error::Streams { .. } => Some("take --engine cpu"),
         Error::NotHanded { .. } => {
             Some("take one node for prompts and --split pipeline, or as many of both")
         }
         Error::CutGroup { .. } => Some("take fewer --nodes, or --split pipeline"),
-        Error::PackedEngine { .. } => Some("leave out --packed"),
+        Error::PackedEngine { .. } => {
+            Some("leave out --packed: with --memory it keeps what does not fit by itself")
+        }
         Error::StreamMemory { .. } => Some("give more --memory, or a smaller --context"),
         Error::KvEngine { .. } => Some("leave out --kv, or take --engine cpu"),
         Error::Packed(_) => Some("free room on that disk, or move PACELINE_HOME to another"),

@@ -145,6 +145,10 @@ impl Args {
                 "warning: no chat, the model's template cannot be used: {error}"
             ));
         }
+        let memory = self.node.limit_of(&path);
+        if self.node.keeps_packed() && memory.is_none() {
+            opened.keep_packed()?;
+        }
         let is_file = one.fused.is_some() || Path::new(one.given).exists();
         let first = opened.options().classes.first();
         Ok(LoadRequest {
@@ -169,7 +173,7 @@ impl Args {
                 parallel: self.parallel,
                 drafts: self.drafts(opened.has_draft()),
                 follow: self.follow,
-                memory: self.node.limit_of(&path),
+                memory,
                 strict: self.engine.strict,
                 ..InstanceOptions::default()
             },
