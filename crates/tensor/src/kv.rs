@@ -37,6 +37,7 @@
 //! a selected position touches no others. The indexer's own keys `(dim, 64)` follow.
 
 mod elements;
+mod history;
 mod kv_type;
 mod pooled;
 mod writer;
@@ -52,6 +53,7 @@ use crate::memory::HugeMap;
 pub(crate) use elements::CUTS;
 #[cfg(test)]
 pub(crate) use elements::{KEY_LEVELS, VALUE_LEVELS};
+pub use history::NO_TOKEN;
 pub use kv_type::{KvType, UnknownKvType};
 pub(crate) use kv_type::{Q4_RUN, Q8_RUN};
 pub(crate) use writer::KvWriter;

@@ -70,7 +70,9 @@ pub use kernels::{
     Kernels, MAX_PRODUCTS, Product, Recurrence, Recurrent, RunScratch, RunStep, Runs,
     ShortConvStep, SparseScratch, StateRule, Unavailable, rows_store,
 };
-pub use kv::{DeltaShape, KvCache, KvShape, KvType, LayerStore, StateShape, UnknownKvType};
+pub use kv::{
+    DeltaShape, KvCache, KvShape, KvType, LayerStore, NO_TOKEN, StateShape, UnknownKvType,
+};
 pub use memory::{MatrixMemory, MemoryBlock};
 pub use meter::{Meter, Metered};
 pub use packing::{PACKING, PackOptions, PackedMatrix, StoredMatrix};

@@ -1,7 +1,8 @@
-//! A short convolution of each channel over its last inputs (LFM2), with the inputs in the cache.
+//! A short convolution of each channel over its last inputs (LFM2), or over every s-th of them, with
+//! the inputs in the cache.
 //!
 //! ```text
-//! out[t][c] = sum over i, in order: fma(taps[i][c], input[t - (taps - 1 - i)][c], out[t][c])
+//! out[t][c] = sum over i, in order: fma(taps[i][c], input[t - s (taps - 1 - i)][c], out[t][c])
 //! ```
 //!
 //! Inputs before the first position are left out. A row reads pages only, so its bits depend
@@ -16,10 +17,12 @@ use crate::pool::DisjointMut;
 /// A step over one layer. Letters: H heads of D channels.
 #[derive(Clone, Copy, Debug)]
 pub struct ShortConvStep<'a> {
-    /// Layer in the cache: states of length 0 without keys, whose values are the inputs.
+    /// Layer in the cache: states of length 0, whose values are the inputs.
     pub layer: usize,
     /// `(taps, H D)`; the newest input last. At most [`PAGE`] taps.
     pub taps: &'a [f32],
+    /// Positions from one input to the next (s), 1 or more.
+    pub stride: usize,
     /// `(rows, H D)`; D is a multiple of 16.
     pub inputs: &'a [f32],
     /// The sequences of the batch.
@@ -60,7 +63,9 @@ impl Kernels {
         head: usize,
         out: &DisjointMut<'_, f32>,
     ) {
-        let (heads, d) = (writer.states().heads, writer.states().value_dim);
+        let shape = writer.states();
+        let (heads, d) = (shape.heads, shape.value_dim);
+        let value = |position: usize| PAGE * shape.head_dim + position % PAGE * d;
         let taps = step.taps.len() / (heads * d);
         for row in 0..sequence.rows {
             let (position, part) = (sequence.position + row, (first + row) * heads + head);
@@ -68,18 +73,18 @@ impl Kernels {
             let out = unsafe { out.part(part) };
             // SAFETY: this task alone has this head of the page that the sequence writes.
             let page = unsafe { writer.state(sequence.page(position / PAGE), head) };
-            page[position % PAGE * d..][..d].copy_from_slice(&step.inputs[part * d..][..d]);
+            page[value(position)..][..d].copy_from_slice(&step.inputs[part * d..][..d]);
             out.fill(0.0);
             for i in 0..taps {
-                let Some(at) = (position + i + 1).checked_sub(taps) else {
+                let Some(at) = position.checked_sub(step.stride * (taps - 1 - i)) else {
                     continue;
                 };
                 let input = match at / PAGE == position / PAGE {
-                    true => &page[at % PAGE * d..][..d],
+                    true => &page[value(at)..][..d],
                     // SAFETY: a page before the one in use, which no other thread writes.
                     false => unsafe {
                         let before = writer.state_before(sequence.page(at / PAGE), head);
-                        &before[at % PAGE * d..][..d]
+                        &before[value(at)..][..d]
                     },
                 };
                 let weights = &step.taps[(i * heads + head) * d..][..d];
