@@ -304,6 +304,7 @@ impl LoadedModel for Model {
         positions: usize,
     ) -> Result<Box<dyn Compute>, Error> {
         self.config().check_context(size.context)?;
+        self.check_token_keys()?;
         let streamer = self.streamer();
         let before = streamer.and_then(|_| ProcessMemory::now());
         let cache = self.new_cache(size, positions)?;

@@ -7,8 +7,11 @@ mod compressed;
 mod experts;
 mod latent;
 mod layer;
+mod ngrams;
 
 use std::borrow::Cow;
+
+use paceline_tensor::LayerStore;
 
 use crate::families::{ConfigFields, ModelFamily, unknown_fields};
 use crate::rope::Rope;
@@ -21,6 +24,11 @@ pub use latent::{Indexer, Latent, PoolIndexer, PositionScaling, Selection};
 pub(crate) use layer::MAX_TAPS;
 pub(crate) use layer::entries;
 pub use layer::{Activation, DeltaNet, HeadOrder, LayerCache, LayerShape, store};
+pub(crate) use ngrams::{
+    MAX_COLUMNS, MAX_LEAST_ROWS, MAX_LONGEST, MAX_NGRAM_HEADS, MAX_TABLES, pcg_factors,
+    primes_from, split_mix_factors,
+};
+pub use ngrams::{NgramTable, Ngrams};
 
 /// Residual streams of a position.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -140,6 +148,8 @@ pub struct Config {
     pub per_layer: usize,
     /// Rows of the per-layer embeddings; later tokens have those of token 0.
     pub per_layer_vocab: usize,
+    /// Memory of n-grams; `None` without.
+    pub ngrams: Option<Ngrams>,
     /// Soft cap of attention scores, as `softcap` (Gemma 2); `None` for no cap.
     pub attention_cap: Option<f32>,
     /// Soft cap of the logits: `cap * tanh(z / cap)`; `None` for no cap.
@@ -253,6 +263,7 @@ impl Config {
             layers: Vec::new(),
             per_layer: 0,
             per_layer_vocab: fields.vocab()?,
+            ngrams: None,
             attention_cap: None,
             softcap: None,
             clamp_qkv: None,
@@ -403,6 +414,20 @@ impl Config {
         }
     }
 
+    /// Values of a position that a stage sends the next one: its streams, `captures` captured inputs
+    /// of layers, and weights of streams for the half behind.
+    pub(crate) const fn sent_width(&self, captures: usize) -> usize {
+        let late = match self.streams {
+            Some(Streams {
+                rule: StreamRule::Constrained(Constraint { is_late: true, .. }),
+                count,
+                ..
+            }) => count,
+            _ => 0,
+        };
+        self.residual_width() * (1 + captures) + late
+    }
+
     /// Number of weights, without norms.
     pub fn parameters(&self, tied: bool) -> u64 {
         let tables = if tied { 1 } else { 2 };
@@ -410,7 +435,14 @@ impl Config {
         let (width, n) = (self.per_layer as u64, self.layers.len() as u64);
         let per_layer = n * width * (3 * self.width + self.per_layer_vocab) as u64;
         let streams = self.streams.map_or(0, |of| self.stream_parameters(of));
-        layers + streams as u64 + per_layer + tables * self.width as u64 * self.vocab as u64
+        let ngrams = self.ngrams.iter().flat_map(|of| {
+            let matrices = (self.residual_width() + self.width) * of.width();
+            let each = move |table: &NgramTable| matrices + table.rows * of.dim;
+            of.tables.iter().map(each)
+        });
+        let ngrams = ngrams.sum::<usize>() as u64;
+        let ends = tables * self.width as u64 * self.vocab as u64;
+        layers + streams as u64 + per_layer + ngrams + ends
     }
 
     /// Weights of the residual streams, without norms.
@@ -437,8 +469,18 @@ impl Config {
         let users = self.layers.iter().enumerate();
         let users = users.filter(|(i, shape)| shape.keeps_in(*i) == of);
         let mut backs = users.map(|(_, shape)| shape.looks_back());
+        let ngrams = self.ngrams.as_ref().filter(|of| of.table(layer).is_some());
         let first = backs.next().flatten();
+        let first = first.map(|back| ngrams.map_or(back, |of| back.max(of.looks_back())));
         backs.fold(first, |a, b| Some(a?.max(b?)))
+    }
+
+    /// Cache of a layer's memory of n-grams, in pages of the layer's kind, behind all layers and
+    /// their compressed keys.
+    pub(crate) fn ngram_store(&self, layer: usize) -> LayerStore {
+        let of = self.ngrams.as_ref().filter(|of| of.table(layer).is_some());
+        let streams = self.residual_width() / self.width;
+        of.map_or(LayerStore::Nothing, |of| of.store(streams, self.width))
     }
 
     /// Whether a pipeline may be cut before a layer: no later layer uses the cache or the selection
@@ -448,14 +490,15 @@ impl Config {
         if latent.is_some_and(|latent| latent.selection == Selection::Before) {
             return false;
         }
-        let rule = self.streams.map(|of| of.rule);
-        if let Some(StreamRule::Constrained(Constraint { is_late: true, .. })) = rule
-            && (1..self.layers.len()).contains(&before)
-        {
-            return false; // the weights of the half before are not in the residual
-        }
-        let behind = self.layers.iter().enumerate().skip(before);
-        behind.fold(true, |can, (i, shape)| can && shape.keeps_in(i) >= before)
+        let behind = || self.layers.iter().enumerate().skip(before);
+        let mut runs = behind().filter_map(|(_, shape)| match shape.cache {
+            LayerCache::Compressed(of) => of.runs,
+            _ => None,
+        });
+        let chooses = runs.clone().find(|runs| runs.index_dim > 0);
+        chooses.is_none_or(|runs| runs.indexer.is_some())
+            && runs.all(|runs| runs.of.is_none_or(|of| of >= before))
+            && behind().all(|(i, shape)| shape.keeps_in(i) >= before)
     }
 
     /// Whether all layers have the model's sizes and caches of their own.

@@ -79,11 +79,20 @@ impl KvTransferPlan {
     }
 }
 
+/// What a slice has of its layer; in this order in a page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SliceKind {
+    Cache,
+    /// Compressed keys.
+    Entries,
+    /// Memory of n-grams.
+    Ngrams,
+}
+
 /// A rank's part of one layer within the pages of a pool.
 struct PageSlice {
     layer: usize,
-    /// Whether it has the layer's compressed keys.
-    is_entries: bool,
+    kind: SliceKind,
     pool: usize,
     start: usize,
     head_bytes: usize,
@@ -102,19 +111,22 @@ fn pieces(
     let (shard, kinds) = (split.shard(config, rank), Kinds::new(config));
     let mut page_bytes = vec![0; kinds.len()];
     let mut pieces = Vec::new();
-    let layers = || shard.layers.clone();
-    let entries_of = layers().map(|layer| (layer, true));
-    for (layer, is_entries) in layers().map(|layer| (layer, false)).chain(entries_of) {
+    let kinds_of = [SliceKind::Cache, SliceKind::Entries, SliceKind::Ngrams];
+    let all = kinds_of.into_iter();
+    let all = all.flat_map(|kind| shard.layers.clone().map(move |layer| (layer, kind)));
+    for (layer, kind) in all {
         let (cut, shape) = (shard.layer(layer), &config.layers[layer]);
         let held = (cut.heads.len(), cut.kv_heads.len());
-        let (store, pool) = match is_entries {
-            true => (entries(shape, held.1), 0),
-            false => (store(shape, held, kv), kinds.of(layer)),
+        let (store, pool) = match kind {
+            SliceKind::Cache => (store(shape, held, kv), kinds.of(layer)),
+            SliceKind::Entries => (entries(shape, held.1), 0),
+            SliceKind::Ngrams => (config.ngram_store(layer), kinds.of(layer)),
         };
         let (start, bytes) = (page_bytes[pool], store.page_bytes());
         page_bytes[pool] += bytes;
         let (heads, whole) = match store {
             LayerStore::Nothing => continue,
+            _ if kind == SliceKind::Ngrams => (0..1, None), // whole on every rank
             LayerStore::Delta(_) | LayerStore::Pooled(..) => {
                 (0..1, Some((cut.heads.clone(), cut.kv_heads.clone())))
             }
@@ -122,7 +134,7 @@ fn pieces(
         };
         pieces.push(PageSlice {
             layer,
-            is_entries,
+            kind,
             pool,
             start,
             head_bytes: bytes / heads.len().max(1),
@@ -152,7 +164,7 @@ pub fn kv_transfer_plan(
     for piece in &own {
         for head in piece.heads.clone() {
             let holds = |other: &&PageSlice| {
-                let part = |of: &PageSlice| (of.layer, of.is_entries);
+                let part = |of: &PageSlice| (of.layer, of.kind);
                 let is_it = part(other) == part(piece) && other.whole == piece.whole;
                 is_it && other.heads.contains(&head)
             };

@@ -112,7 +112,8 @@ impl Config {
         let bytes = layers.map(|(i, shape)| {
             let page = store(shape, (shape.heads, shape.kv_heads), kv_type).page_bytes();
             let entries = entries(shape, shape.kv_heads).page_bytes();
-            page as u64 * pages[kinds.of(i)] as u64 + entries as u64 * pages[0] as u64
+            let ngrams = self.ngram_store(i).page_bytes();
+            (page + ngrams) as u64 * pages[kinds.of(i)] as u64 + entries as u64 * pages[0] as u64
         });
         Bytes(bytes.sum())
     }

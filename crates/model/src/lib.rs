@@ -63,7 +63,7 @@ pub use compute::{Compute, ExchangeBytes, LoadedModel};
 pub use config::{
     Activation, CLAMP_SLOPE, Compressed, CompressedExperts, Config, Constraint, DeltaNet,
     ExpertGroups, Experts, Gating, HeadOrder, Indexer, KeyRuns, LEAST_SUM, Latent, LayerCache,
-    LayerShape, PoolIndexer, PositionScaling, Selection, Streams,
+    LayerShape, NgramTable, Ngrams, PoolIndexer, PositionScaling, Selection, StreamRule, Streams,
 };
 pub use draft_head::files::{draft_captures, load_draft_head};
 pub use draft_head::{DraftBlock, DraftHead, DraftHeadCompute, DraftPlace, HeadRows, PassKind};
@@ -80,7 +80,7 @@ pub use numbers::numbers_name;
 pub use packed_file::{PackedFault, PackedFile, remove_packed_orphans};
 pub use page_store::{KEPT_MAX, PageName, PageStore, PersistedPage};
 pub use progress::{ComputeTime, ProgressSnapshot, StepActivity, StepProgress};
-pub use role::{LayerRole, Nth, Role};
+pub use role::{LayerRole, Nth, Role, StreamPart};
 pub use rope::{LongContext, LongFrequencies, Rope};
 pub use source::ModelSource;
 pub use split::{LayerCut, LeafCut, Shard, Split, SplitKind, StageKind};

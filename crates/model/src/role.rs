@@ -202,6 +202,22 @@ pub enum LayerRole {
     PostPerLayerNorm,
     /// `(1,)`: factor of the residual after the layer.
     OutputScale,
+    /// `(rows, D)`: table of a memory of n-grams, like all variants up to its taps.
+    NgramTable,
+    /// Rows of it: this part of several.
+    NgramTablePart(usize),
+    /// `(S C, E)`; in some files the first rows of a matrix with values behind them.
+    NgramKey,
+    /// `(C, E)`
+    NgramValue,
+    /// `(S C,)`, of streams.
+    NgramQueryNorm,
+    /// `(S C,)`
+    NgramKeyNorm,
+    /// `(S C,)`: norm of the convolution's inputs.
+    NgramConvNorm,
+    /// `(S C, taps)`, with a dimension of 1.
+    NgramTaps,
     /// Gated delta net, like all variants that follow. `(2 K D + H E, C)`: queries, keys and
     /// values.
     DeltaQkv,

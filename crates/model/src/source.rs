@@ -124,6 +124,11 @@ impl ModelSource {
             (Self::Gguf(_), Role::Layer(_, LayerRole::DeltaBias)) => format!("{stem}.bias"),
             (Self::Gguf(_), Role::Layer(_, LayerRole::DeltaScale | LayerRole::MambaSkip)) => stem,
             (Self::Hf(_), Role::Layer(_, part)) if part.is_bare_in_hf() => stem,
+            (Self::Hf(_), Role::Layer(_, LayerRole::NgramQueryNorm | LayerRole::NgramKeyNorm))
+                if family == ModelFamily::DeepSeek4 =>
+            {
+                stem
+            }
             (Self::Hf(_), Role::Streams(part)) if part.is_of_constrained() => stem,
             _ => format!("{stem}.weight"),
         }

@@ -34,6 +34,7 @@ mod indexer;
 mod inputs;
 mod latent;
 mod layer;
+mod ngrams;
 mod per_layer;
 mod pooled;
 mod projections;
@@ -62,6 +63,7 @@ use halves::HalfTurn;
 use indexer::IndexBuffers;
 use inputs::Inputs;
 use latent::LatentBuffers;
+use ngrams::NgramRows;
 use per_layer::PerLayerRows;
 use pooled::PoolBuffers;
 use projections::Projections;
@@ -76,8 +78,8 @@ use sums::Sums;
 #[derive(Debug)]
 pub struct Workspace {
     size: BatchSize,
-    /// `(T, S, C)` of S streams, then `(captures so far, T, C)`; sent to and received from other
-    /// stages.
+    /// `(T, S, C)` of S streams, then `(captures so far, T, C)`, then `(T, S)` late weights; sent to
+    /// and received from other stages.
     residual: RegisteredMemory<f32>,
     /// `(T, captures, C)` of the last step, at the leader.
     captured: Vec<f32>,
@@ -126,6 +128,8 @@ pub struct Workspace {
     /// `(T, C)`: output of the dense feed-forward in layers with parallel experts; otherwise empty.
     aside: RegisteredMemory<f32>,
     per_layer: Option<PerLayerRows>,
+    /// For memories of n-grams.
+    ngrams: Option<NgramRows>,
     /// [`Config::ropes`](crate::Config::ropes) for the context of `size`.
     ropes: Vec<Rope>,
     /// `(rope, T, pairs)`
@@ -239,14 +243,22 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
             Some(links) if !model.shard().embeds() => {
                 let first = model.shard().layers.start;
                 let captures = captures_before(model, first);
-                let n = rows * model.config().residual_width() * (1 + captures);
-                links.receive_residual(model.shard(), &mut step.ws.residual[..n])?;
+                let n = rows * model.config().sent_width(captures);
+                let ws = &mut *step.ws;
+                links.receive_residual(model.shard(), &mut ws.residual[..n])?;
+                if let Some(streams) = &mut ws.constrained {
+                    let late = streams.late(rows);
+                    late.copy_from_slice(&ws.residual[n - late.len()..n]);
+                }
             }
-            _ if step.ws.is_given => {}
-            _ => step.embed(),
-        }
-        if let Some(streams) = &mut step.ws.constrained {
-            streams.begin();
+            _ => {
+                if !step.ws.is_given {
+                    step.embed();
+                }
+                if let Some(streams) = &mut step.ws.constrained {
+                    streams.begin();
+                }
+            }
         }
         step.prepare_per_layer();
         step.prepare_angles();
@@ -412,7 +424,11 @@ impl<'m, 'b> ForwardStep<'m, 'b> {
             }
             None => {
                 let captures = captures_before(model, shard.layers.end);
-                let n = self.rows * model.config().residual_width() * (1 + captures);
+                let n = self.rows * model.config().sent_width(captures);
+                if let Some(streams) = &mut self.ws.constrained {
+                    let late = streams.late(self.rows);
+                    self.ws.residual[n - late.len()..n].copy_from_slice(late);
+                }
                 let links = model.links().expect("an earlier stage has links");
                 links.send_residual(shard, &self.ws.residual[..n])?;
                 Ok(0)

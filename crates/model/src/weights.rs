@@ -15,6 +15,7 @@ mod delta_net;
 mod indexer;
 mod latent;
 mod loader;
+mod ngrams;
 mod packing;
 mod pooled;
 mod reader;
@@ -32,6 +33,7 @@ pub(crate) use compressed::Compressed;
 pub(crate) use indexer::Indexer;
 pub(crate) use latent::Latent;
 pub(crate) use loader::ShardLoader;
+pub(crate) use ngrams::NgramMemory;
 pub(crate) use packing::pack_error;
 pub(crate) use pooled::PoolIndexer;
 use reader::finite_vector;
@@ -100,6 +102,8 @@ pub(crate) struct LayerShard {
     pub(crate) beside: Option<ParallelExpertNorms>,
     /// For per-layer embeddings.
     pub(crate) per_layer: Option<PerLayer>,
+    /// For a memory of n-grams.
+    pub(crate) ngrams: Option<Box<NgramMemory>>,
     /// Factor of the residual after the layer.
     pub(crate) output_scale: Option<f32>,
 }
@@ -294,10 +298,12 @@ impl LayerShard {
             .iter()
             .flat_map(|net| net.of_downs())
             .flatten();
+        let ngrams = self.ngrams.iter().flat_map(|own| own.matrices());
         let mixes = self.streams.as_ref().map_or(0, |streams| streams.bytes());
         let more: u64 = latent
             .chain(own)
             .chain(net)
+            .chain(ngrams)
             .map(|matrix| matrix.bytes().0)
             .sum();
         Bytes(

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::common::folders::token_keys;
 use crate::common::places::{PATIENCE, Place, places};
 use crate::common::scaled::{Layout, write};
 use crate::common::schedule::bits;
@@ -132,6 +133,10 @@ impl Case<'_> {
         let config = config_of(&source).unwrap();
         let model = Model::load_config(&source, config, &split, rank, options, kernels, |_, _| {});
         let model = model.unwrap();
+        let model = match model.lacks_token_keys() {
+            true => model.with_token_keys(token_keys(self.path)).unwrap(),
+            false => model,
+        };
         let model = match self.kv {
             Some(kv) => model.with_kv(kv),
             None => model,
@@ -346,7 +351,8 @@ fn selections_give_the_bits_of_one_rank() {
     let folders = [
         ("glm-dsa-sparse-bf16", 4),
         ("deepseek-v4-bf16", 4),
-        ("deepseek-v41-bf16", 2), // whose layers are not cut
+        ("deepseek-v41-ngrams-bf16", 4),
+        ("qwen4-ngrams-bf16", 4),
     ];
     let tokens = tokens(300);
     for (name, cut) in folders {

@@ -7,10 +7,10 @@
 //! - The output of each group of heads is compressed.
 //! - In the first layers the token chooses the experts. Gates are clamped.
 //! - V4.1: keys are rounded to 8 and 4 bits. Layers share compressed keys and choices of them. A
-//!   half reads streams with the weights of the half before.
+//!   half reads streams with the weights of the half before. Some layers read a memory of n-grams.
 //!
-//! Source: DeepSeek-AI 2026 (DeepSeek-V4); `modeling_deepseek_v4.py` of transformers;
-//! `deepseek_v41.py` of mlx-lm.
+//! Source: DeepSeek-AI 2026 (DeepSeek-V4); `modeling_deepseek_v4.py` and `modeling_deepseek_v41.py`
+//! of transformers; `deepseek_v41.py` of mlx-lm.
 
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, V41};
 use crate::role::{LayerRole, Role};
@@ -57,6 +57,10 @@ const fn hf_own(role: Role) -> Option<&'static str> {
         LayerRole::IndexerNorm => "attn.indexer.k_norm",
         LayerRole::IndexerWeights => "attn.indexer.weights_proj",
         LayerRole::ExpertTable => "ffn.gate.tid2eid",
+        LayerRole::NgramTable => "engram.embed",
+        LayerRole::NgramKey | LayerRole::NgramValue => "engram.wkv",
+        LayerRole::NgramQueryNorm => "engram.q_weight",
+        LayerRole::NgramKeyNorm => "engram.k_weight",
         LayerRole::SharedGate => "ffn.shared_experts.w1",
         LayerRole::SharedUp => "ffn.shared_experts.w3",
         LayerRole::SharedDown => "ffn.shared_experts.w2",
@@ -74,6 +78,7 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     config.streams = Some(fields.constrained_streams(!is_later, is_later)?);
     if is_later {
         config.context = fields.candidate_context(config.context)?;
+        config.ngrams = fields.engrams(&config)?;
     }
     config.ropes = fields.compressed_ropes(&config)?;
     let caches = fields.compressed_layers(&config)?;
@@ -93,6 +98,7 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
 
 /// Computes a layer; shapes of one batch of T rows with S streams.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.add_ngrams(w, index)?; //             residual (T, S, C) += memory of the last tokens
     step.mix_streams(w, Half::Attention)?; //  residual (T, S, C) -> x (T, C)
     step.attend_compressed(w, index)?; //      x (T, C) -> keys, to the cache -> attended (T, G R)
     step.project_attention(w)?; //             attended (T, G R) -> delta (T, C)

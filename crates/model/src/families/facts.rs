@@ -29,11 +29,11 @@ impl ModelFamily {
             Self::DeepSeek => {
                 "DeepSeek V2 to V3.2 and R1, Kimi K2 to K2.6, GLM 4.7 Flash, GLM 5, Mistral 4"
             }
-            Self::DeepSeek4 => "DeepSeek V4; V4.1 without n-gram memory and pipelines",
+            Self::DeepSeek4 => "DeepSeek V4 and V4.1",
             Self::Qwen3Next => "Qwen3-Next",
             Self::Qwen35 => "Qwen 3.5 to 3.8",
             Self::Qwen35Moe => "Qwen 3.5 to 3.8 with experts",
-            Self::Qwen4Exp => "Qwen4-Exp without n-gram embeddings",
+            Self::Qwen4Exp => "Qwen4-Exp",
             Self::KimiLinear => "Kimi Linear, Kimi K3",
             Self::Glm5Next => "GLM 5.3 Flash",
             Self::Lfm2 => "LFM2",
@@ -108,11 +108,15 @@ impl ModelFamily {
                 "glm4-moe-lite-bf16",
                 "mistral4-bf16",
             ],
-            Self::DeepSeek4 => &["deepseek-v4-bf16", "deepseek-v41-bf16"],
+            Self::DeepSeek4 => &[
+                "deepseek-v4-bf16",
+                "deepseek-v41-bf16",
+                "deepseek-v41-ngrams-bf16",
+            ],
             Self::Qwen3Next => &["qwen3next-bf16"],
             Self::Qwen35 => &["qwen35-bf16"],
             Self::Qwen35Moe => &["qwen35moe-bf16"],
-            Self::Qwen4Exp => &["qwen4-bf16"],
+            Self::Qwen4Exp => &["qwen4-bf16", "qwen4-ngrams-bf16"],
             Self::KimiLinear => &["kimi-linear-bf16", "kimi-k3-bf16"],
             Self::Lfm2 => &["lfm2-bf16"],
             Self::Lfm2Moe => &["lfm2moe-bf16"],

@@ -14,6 +14,7 @@ mod known_keys;
 mod latent;
 mod mamba;
 mod minimax;
+mod ngrams;
 mod rope;
 mod short_conv;
 mod streams;

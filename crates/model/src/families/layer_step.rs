@@ -25,6 +25,12 @@ pub trait LayerStep {
     /// residual (T, C) -> x (T, C), by the norm before a half
     fn norm(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
 
+    /// residual (T, S, C) += what the last tokens choose from a table, by a gate of each stream;
+    /// nothing in layers without a memory of n-grams. Never on a backend without several streams.
+    fn add_ngrams(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
+        unreachable!("the model has no memory of n-grams")
+    }
+
     /// residual (T, S, C) -> x (T, C), by the mix before a half, with its norm, and weights (T, S)
     /// for its output. Constrained streams also get their next mix (T, S, S). As `norm` where the
     /// residual is one stream. Never on a backend without several streams.

@@ -1,7 +1,7 @@
 //! Qwen4-Exp, text only: layers of Qwen 3.5 with experts, between hyper-connections of several
 //! residual streams. Rows of its attention layers attend to pools of positions that an indexer
-//! chooses. Embeddings of n-grams are not supported. Source: Zhu et al. 2024 (Hyper-Connections);
-//! `modeling_qwen4_exp.py` of transformers.
+//! chooses. Some layers read embeddings of n-grams first. Source: Zhu et al. 2024
+//! (Hyper-Connections); `modeling_qwen4_exp.py` of transformers.
 
 use super::{ConfigFields, FileNames, Half, LayerStep, ModelFamily, RopeKind};
 use crate::role::{LayerRole, Role};
@@ -19,6 +19,13 @@ const fn hf_own(role: Role) -> Option<&'static str> {
         Role::Layer(_, LayerRole::IndexerQuery) => Some("self_attn.indexer.index_qk_proj"),
         Role::Layer(_, LayerRole::IndexerQueryNorm) => Some("self_attn.indexer.q_layernorm"),
         Role::Layer(_, LayerRole::IndexerNorm) => Some("self_attn.indexer.k_layernorm"),
+        Role::Layer(_, LayerRole::NgramTable) => Some("ple.ple_embedding.ngram_embedding"),
+        Role::Layer(_, LayerRole::NgramKey) => Some("ple.key_proj"),
+        Role::Layer(_, LayerRole::NgramValue) => Some("ple.value_proj"),
+        Role::Layer(_, LayerRole::NgramQueryNorm) => Some("ple.norm_query"),
+        Role::Layer(_, LayerRole::NgramKeyNorm) => Some("ple.norm_key"),
+        Role::Layer(_, LayerRole::NgramConvNorm) => Some("ple.norm_conv"),
+        Role::Layer(_, LayerRole::NgramTaps) => Some("ple.conv1d"),
         _ => None,
     }
 }
@@ -29,7 +36,7 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     config.ropes = vec![fields.rope(&config, ROPE)?];
     config.streams = Some(fields.streams()?);
     fields.set_delta_nets(&mut config)?;
-    fields.refuse_ngrams()?;
+    config.ngrams = fields.ngram_embeddings(&config)?;
     fields.check_output_gate()?;
     let pooled = fields.pool_indexer(config.ropes[0].frequencies.len())?;
     let normalised = fields.normalises_experts_or(true)?;
@@ -46,6 +53,7 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
 
 /// Computes a layer; shapes of one batch of T rows with S streams.
 pub(super) fn layer<S: LayerStep>(step: &mut S, w: &S::Layer, index: usize) -> Result<(), Error> {
+    step.add_ngrams(w, index)?; //             residual (T, S, C) += memory of the last tokens
     step.mix_streams(w, Half::Attention)?; //  residual (T, S, C) -> x (T, C), weights (T, S)
     if step.is_delta_net(w) {
         step.project_delta_net(w)?; //         x (T, C) -> q, k (T, K D), v, gates (T, H E), ...

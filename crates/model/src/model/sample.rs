@@ -57,6 +57,7 @@ impl Model {
     ) -> Result<Self, Error> {
         let own = Config {
             layers: vec![config.layers[at]],
+            ngrams: None, // of other layers
             ..config.clone()
         };
         own.check_layers()?;
@@ -89,6 +90,7 @@ impl Model {
             layers: vec![loader.layer(at)?],
             head_streams: None, // heads read one stream
             first_streams: Vec::new(),
+            token_keys: None,
             head: Some((norm, output)),
             tied,
             captures: Vec::new(),
@@ -124,6 +126,7 @@ impl Model {
         }
         let mut config = Config {
             per_layer: 0, // a table of all layers
+            ngrams: None, // tables too
             ..config.clone()
         };
         weights::read_rope_factors(source, &mut config)?;
@@ -164,6 +167,7 @@ impl Model {
             layers,
             head_streams: loader.head_streams()?,
             first_streams: loader.first_streams()?,
+            token_keys: None,
             head,
             tied,
             captures: Vec::new(),

@@ -211,6 +211,10 @@ pub(super) fn hf_stem(names: &FileNames, model: &str, role: Role) -> String {
         }
         Role::Layer(layer, part) => (layer, part),
     };
+    if let LayerRole::NgramTablePart(i) = part {
+        let table = hf_stem(names, model, Role::Layer(layer, LayerRole::NgramTable));
+        return format!("{table}.shard_{i}");
+    }
     if let LayerRole::AttentionStreams(stream) | LayerRole::FfnStreams(stream) = part {
         let (is_ffn, name) = (part.is_of_ffn(), stream_part(stream));
         let name = match (stream.is_of_constrained(), is_ffn) {

@@ -51,6 +51,7 @@ pub(crate) fn smollm2() -> Config {
         layers: vec![layer; 30],
         per_layer: 0,
         per_layer_vocab: 49152,
+        ngrams: None,
         attention_cap: None,
         softcap: None,
         clamp_qkv: None,

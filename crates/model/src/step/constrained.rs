@@ -59,12 +59,19 @@ impl ConstrainedRows {
         })
     }
 
-    /// Starts a step: late weights are those of the first stream.
+    /// Starts a step in the first stage: late weights are those of the first stream.
     pub(super) fn begin(&mut self) {
         for weights in self.late.chunks_exact_mut(self.count) {
             weights.fill(0.0);
             weights[0] = 1.0;
         }
+    }
+
+    /// The late weights of the first `rows` rows, which go from stage to stage; empty where weights
+    /// are not late.
+    pub(super) fn late(&mut self, rows: usize) -> &mut [f32] {
+        let n = self.late.len().min(rows * self.count);
+        &mut self.late[..n]
     }
 
     /// As [`mix`](Self::mix) before the output head, for the rows `wanted` of the step.

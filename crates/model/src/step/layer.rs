@@ -6,6 +6,7 @@ use paceline_tensor::{DeltaStep, ShortConvStep, StateRule, vector};
 
 use super::adapter_products::AdapterProducts;
 use super::latent::LatentInputs;
+use super::ngrams::NgramInputs;
 use super::projections::Projected;
 use super::rows::{add_bias, multiply, norm_in_place, norm_row, product};
 use super::{ForwardStep, experts, per_layer};
@@ -30,6 +31,31 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         model.kernels().fill_rows(&mut ws.x, |t, out| {
             norm_row(model, &residual[t * width..(t + 1) * width], weight, out);
         });
+        Ok(())
+    }
+
+    fn add_ngrams(&mut self, w: &LayerShard, layer: usize) -> Result<(), Error> {
+        let (model, config) = (self.model, self.model.config());
+        let ngrams = config.ngrams.as_ref();
+        let of = ngrams.and_then(|of| Some((of, of.table(layer)?)));
+        let (Some(of), Some(weights)) = (of, w.ngrams.as_deref()) else {
+            return Ok(());
+        };
+        let behind = 2 * model.shard().layers.len(); // the layers and their compressed keys
+        let place = NgramInputs {
+            kernels: model.kernels(),
+            eps: config.norm_eps,
+            of,
+            keys: of.0.keys.map(|_| model.token_keys()),
+            weights,
+            sequences: &self.sequences[self.sequences()],
+            cache: (self.cache, behind + self.held(layer)),
+        };
+        let ws = &mut *self.ws;
+        let rows = ws.ngrams.as_mut().expect("made for such memories");
+        let tokens = self.batch.sequences.iter().flat_map(|s| s.tokens);
+        let residual = &mut ws.residual[..self.rows * config.residual_width()];
+        rows.add(&place, tokens, residual);
         Ok(())
     }
 
@@ -299,6 +325,7 @@ impl<'b> LayerStep for ForwardStep<'_, 'b> {
         let step = ShortConvStep {
             layer: held,
             taps: w.conv_taps.as_deref().expect("the family asked"),
+            stride: 1,
             inputs: &ws.v[..rows * n],
             sequences,
         };

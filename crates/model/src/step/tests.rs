@@ -11,7 +11,7 @@ mod folders;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use folders::{DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS};
+use folders::{DELTA_FOLDERS, EXPERT_FOLDERS, FOLDERS, token_keys};
 use paceline_base::KernelClass;
 use paceline_tensor::{Kernels, PAGE};
 use paceline_weights::safetensors::Safetensors;
@@ -74,6 +74,11 @@ fn check_folder(folder: &str) {
     };
     let kernels = Arc::new(Kernels::new(2).unwrap());
     let model = Model::load(&source, options, kernels, |_, _| {}).unwrap();
+    let model = match model.lacks_token_keys() {
+        true => model.with_token_keys(token_keys(&root.join(folder))),
+        false => Ok(model),
+    };
+    let model = model.unwrap();
     let golden = Safetensors::open(root.join(format!("{folder}.golden.safetensors"))).unwrap();
     let tokens = prompt(&root.join(format!("{folder}.golden.json")));
 

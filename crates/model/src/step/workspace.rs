@@ -13,6 +13,7 @@ use super::experts::ExpertBuffers;
 use super::indexer::IndexBuffers;
 use super::inputs::Inputs;
 use super::latent::LatentBuffers;
+use super::ngrams::NgramRows;
 use super::per_layer::PerLayerRows;
 use super::pooled::PoolBuffers;
 use super::projections::Projections;
@@ -110,10 +111,7 @@ impl Workspace {
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
             size,
-            residual: exchanged(
-                model,
-                size.rows * c.residual_width() * (1 + model.captures().len()),
-            ),
+            residual: exchanged(model, size.rows * c.sent_width(model.captures().len())),
             captured: Vec::new(),
             sums: Sums::new(model, size.rows),
             x: activations(
@@ -153,6 +151,7 @@ impl Workspace {
                 .map(|experts| ExpertBuffers::new(model, experts, size.rows)),
             aside: rows(if has_beside { c.width } else { 0 }),
             per_layer: PerLayerRows::new(model, size.rows),
+            ngrams: NgramRows::new(model, size.rows),
             ropes: c
                 .ropes
                 .iter()

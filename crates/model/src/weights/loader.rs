@@ -226,6 +226,7 @@ impl ShardLoader<'_> {
             value_norm: shape.value_norm.then(|| vec![1.0; shape.value_dim]),
             beside: self.beside(i)?,
             per_layer: self.per_layer(i)?,
+            ngrams: self.ngram_memory(i)?.map(Box::new),
             output_scale: self.names.output_scale(i)?,
         })
     }

@@ -22,17 +22,19 @@ pub(crate) const FOLDERS: [&str; 17] = [
 ];
 
 /// Folders whose layers are gated delta nets for the most part; their prompts have three pages.
-pub(crate) const DELTA_FOLDERS: [&str; 4] = [
+pub(crate) const DELTA_FOLDERS: [&str; 5] = [
     "qwen3next-bf16",
     "qwen35-bf16",
     "qwen35moe-bf16",
     "qwen4-bf16",
+    "qwen4-ngrams-bf16",
 ];
 
 /// Folders with experts and folders of Gemma 3n and Gemma 4.
-pub(crate) const EXPERT_FOLDERS: [&str; 29] = [
+pub(crate) const EXPERT_FOLDERS: [&str; 30] = [
     "glm5-next-bf16",
     "deepseek-v41-bf16",
+    "deepseek-v41-ngrams-bf16",
     "kimi-k3-bf16",
     "deepseek-v4-bf16",
     "gemma3n-bf16",
@@ -61,3 +63,11 @@ pub(crate) const EXPERT_FOLDERS: [&str; 29] = [
     "gemma4-e-bf16",
     "gemma4-moe-bf16",
 ];
+
+/// The keys of a folder's tokens, for its memory of n-grams: those of its golden answers.
+pub(crate) fn token_keys(folder: &std::path::Path) -> Vec<u32> {
+    let golden = std::fs::read(folder.with_extension("golden.json")).unwrap();
+    let golden: serde_json::Value = serde_json::from_slice(&golden).unwrap();
+    let keys = golden["token_keys"].as_array().unwrap().iter();
+    keys.map(|key| key.as_u64().unwrap() as u32).collect()
+}

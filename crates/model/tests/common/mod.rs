@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
 pub(crate) mod compare;
-mod folders;
+pub(crate) mod folders;
 pub(crate) mod gemma4;
 pub(crate) mod hf;
 pub(crate) mod places;
@@ -121,7 +121,7 @@ pub(crate) fn try_load(
     let config = toy::config_of(&source)?;
     let split = Split::whole(&config);
     let (options, kernels) = (LoadOptions { class }, Arc::clone(kernels));
-    Model::load_config(
+    let model = Model::load_config(
         &source,
         config,
         &split,
@@ -129,7 +129,11 @@ pub(crate) fn try_load(
         options,
         kernels,
         |_, _| {},
-    )
+    )?;
+    match model.lacks_token_keys() {
+        true => model.with_token_keys(folders::token_keys(path)),
+        false => Ok(model),
+    }
 }
 
 /// Writes a toy, of 300 tokens.

@@ -156,13 +156,6 @@ impl ConfigFields<'_> {
     /// some of all choose among the latest.
     fn shared_runs(&self, of: Compressed, layers: usize) -> Result<Vec<Compressed>, Error> {
         const RATIOS: &str = "compress_ratios";
-        if let Some(engrams) = self.hf("engram_layer_ids", "a list", Value::as_array)?
-            && !engrams.is_empty()
-        {
-            let got = Value::Array(engrams.clone());
-            let expected = "no layers (n-grams have no memory here)";
-            return Err(wrong_value("engram_layer_ids", got, expected));
-        }
         let numbers = |name: &'static str| {
             let list = self.hf(name, "a list", Value::as_array)?;
             let number = |n: &Value| {

@@ -1,4 +1,4 @@
-//! Fields of residual streams, and of Qwen4-Exp: its indexer, and what is not computed.
+//! Fields of residual streams, and of Qwen4-Exp's indexer and output gates.
 
 use paceline_tensor::Choice;
 use paceline_weights::gguf::{Array, MetadataValue};
@@ -158,22 +158,6 @@ impl ConfigFields<'_> {
         match self.hf(FIELD, "a string", Value::as_str)? {
             None | Some("silu" | "swish") => Ok(()),
             Some(other) => Err(wrong_value(FIELD, other, "silu")),
-        }
-    }
-
-    /// Refuses embeddings of n-grams.
-    pub(crate) fn refuse_ngrams(&self) -> Result<(), Error> {
-        const FIELD: &str = "ple_layer_ids";
-        match self.hf(FIELD, "a list", Value::as_array)? {
-            Some(list) if !list.is_empty() => {
-                let got = Value::Array(list.clone());
-                Err(wrong_value(
-                    FIELD,
-                    got,
-                    "no layers (n-grams have no embeddings here)",
-                ))
-            }
-            _ => Ok(()),
         }
     }
 }
