@@ -16,6 +16,7 @@ use paceline_tensor::{Kernels, KvType};
 use tracing::warn;
 
 use crate::stamp::WeightsStamp;
+use crate::texts::tokenizer;
 
 /// Longest wait for a file that another process writes and that does not grow. A matrix takes
 /// seconds to pack at most, and the last flush to a disk some ten.
@@ -124,6 +125,10 @@ impl ShardSpec<'_> {
             });
         }
         let model = self.load_packed(kernels, progress)?;
+        let model = match model.lacks_token_keys() {
+            true => model.with_token_keys(token_keys(self.source)?)?,
+            false => model,
+        };
         let model = model.with_adapters(self.source, self.adapters)?;
         let model = model.with_captures(self.captures);
         let model = match self.kv {
@@ -176,6 +181,16 @@ impl ShardSpec<'_> {
             (None, None) => Model::load_shard(self.source, split, rank, options, kernels, progress),
         }
     }
+}
+
+/// Keys of the tokens of a model, for its memory of n-grams.
+fn token_keys(source: &ModelSource) -> Result<Vec<u32>, Error> {
+    let keys = tokenizer(source).and_then(|tokenizer| tokenizer.token_keys());
+    keys.map_err(|why| Error::Value {
+        field: "tokenizer",
+        got: why.to_string(),
+        expected: "one that gives the keys of n-grams".into(),
+    })
 }
 
 /// Bytes that a rank on MLX takes for an engine of these sizes, by the sum by which its worker

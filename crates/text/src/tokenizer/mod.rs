@@ -24,6 +24,7 @@ mod ends;
 mod fragments;
 mod gguf;
 mod json;
+mod keys;
 mod pretokenize;
 mod spm;
 mod steps;
