@@ -567,6 +567,13 @@ MODELS |= {
         "tie_word_embeddings": False, "vision_config": {}, "text_config": GLM5_NEXT},
         torch.bfloat16, 1),
 }
+MODELS |= {
+    # Two layers read embeddings of n-grams of two and three tokens, in tables of three parts.
+    "qwen4-ngrams-bf16": (MODELS["qwen4-bf16"][0] | {
+        "ple_layer_ids": [1, 3], "ple_embed_dim": 96, "ple_conv_kernel_size": 4, "ngram_size": 3,
+        "heads_per_ngram": 3, "ngram_vocab_size_base": 97, "split_ngram_parts": 3,
+        "make_ngram_vocab_size_divisible_by": 16}, torch.bfloat16, 1),
+}
 # Folders whose configuration and weights have the text part in a place of its own.
 WITH_PICTURES = ["gemma4-moe-bf16"]
 
@@ -619,6 +626,8 @@ def draw(model, rng):
     for name, weight in sorted(model.state_dict().items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
+        if ".ple_embedding." in name and not weight.is_floating_point():
+            continue  # hashes
         values = rng.standard_normal(tuple(weight.shape), dtype=np.float32)
         if name.endswith("tid2eid"):  # as many experts of each token as it uses, all different
             values = np.argsort(rng.random((len(weight), model.config.n_routed_experts)))[:, :weight.shape[1]]
@@ -670,7 +679,7 @@ def write_folder(folder, config, dtype, shards, seed):
     (folder / "config.json").write_text(json.dumps(outer, indent=2) + "\n")
     model = from_config(plain_config(folder))
     draw(model, np.random.default_rng(seed))
-    state = {n: w.detach().to(w.dtype if n.endswith("tid2eid") else dtype).contiguous()
+    state = {n: w.detach().to(dtype if w.is_floating_point() else w.dtype).contiguous()
              for n, w in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
@@ -781,6 +790,10 @@ def as_on_the_hub(name, weight, kind):
         stem, part = name.rsplit(".", 1)
         for expert, matrix in enumerate(weight if split else [weight]):
             yield (f"{stem}.{expert}.{part}.weight" if split else name), matrix.clone()
+        return
+    if name.endswith("ngram_embedding.weight"):
+        for part, rows in enumerate(weight.chunk(3)):
+            yield name.replace(".weight", f".shard_{part}.weight"), rows.clone()
         return
     if ".experts." not in name:
         yield (name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name), weight
@@ -1040,6 +1053,8 @@ def choose_prompt(model, folder, seed):
     length = PAGES_PROMPT if has_pages else PROMPT
     for _ in range(200):
         prompt = [BOS, *rng.integers(3, VOCABULARY, length - 1).tolist()]
+        if getattr(model.config, "ple_layer_ids", None):
+            prompt[70] = EOS  # which n-grams do not pass
         ids, gaps = greedy(model, prompt)
         if min(gaps) < GREEDY_GAP or len(set(ids)) <= GREEDY // 2:
             continue
