@@ -12,7 +12,7 @@ use paceline_train::fuse::fuse;
 pub(crate) use paceline_board::adapters::name_of;
 
 use crate::compute::{self, EngineArgs};
-use crate::error::Error;
+use crate::error::{Error, failed};
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
 use crate::{home, load, pull};
@@ -105,10 +105,9 @@ pub(crate) fn run(command: &Command, signals: &Signals) -> anyhow::Result<()> {
         Command::Fuse(args) => {
             let found = pull::ensure(&args.model, signals)?;
             if args.output.exists() {
-                return Err(Error::OutputThere {
-                    path: args.output.clone(),
-                }
-                .into());
+                let text = format!("{} is there already", args.output.display());
+                let hint = "choose another place, or move away what is there";
+                return Err(failed(text, hint).into());
             }
             let (adapter, _) = Adapter::read_for(&args.adapter, Some(base(&found.path)?))?;
             let (adapter, kernels) = ((&adapter, &*args.adapter), kernels()?);

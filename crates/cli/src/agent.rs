@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use ureq::config::ConfigBuilder;
 use ureq::typestate::AgentScope;
 
-use crate::error::Error;
+use crate::error::{Error, failed};
 use crate::output::print_err;
 use crate::{home, member};
 
@@ -99,7 +99,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // Returns only on failure.
     let error = command.exec();
     if error.kind() == io::ErrorKind::NotFound {
-        return Err(Error::NoAgent { program }.into());
+        let text = format!("{} is not installed", program.name());
+        let hint = format!("npm install -g {} installs it", program.package());
+        return Err(failed(text, hint).into());
     }
     Err(error).with_context(|| format!("cannot start {}", program.name()))
 }
@@ -139,7 +141,7 @@ fn ask(url: &str, key: Option<String>) -> anyhow::Result<AgentServer> {
     let (url, key) = (url.to_owned(), key.filter(|key| !key.is_empty()));
     let get = |path: &str| get(&format!("{url}{path}"), key.as_deref());
     let models = get("/v1/models")?;
-    let not_ready = || Error::NotReady { url: url.clone() };
+    let not_ready = || not_ready(&url);
     let model = models["data"][0]["id"].as_str().ok_or_else(not_ready)?;
     let running = get("/api/ps")?;
     let context = running["models"][0]["context_length"].as_u64();
@@ -155,10 +157,7 @@ fn ask(url: &str, key: Option<String>) -> anyhow::Result<AgentServer> {
 
 /// Sends a GET request to a server.
 pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
-    let failed = |reason: String| Error::NoServer {
-        url: url.to_owned(),
-        reason,
-    };
+    let failed = |reason: String| no_server(url, &reason);
     let config = client(url, PATIENCE)?.build();
     let mut request = ureq::Agent::new_with_config(config).get(url);
     if let Some(key) = key {
@@ -173,19 +172,13 @@ pub(crate) fn get(url: &str, key: Option<&str>) -> anyhow::Result<Value> {
 }
 
 /// Sends JSON to a server; `hear` gets each line of the answer within `limit`.
-///
-/// # Errors
-/// As of [`get`]; for a refusal, [`Error::NoServer`] with the server's reason.
 pub(crate) fn post(
     (url, key): (&str, Option<&str>),
     body: &Value,
     limit: Duration,
     hear: &mut dyn FnMut(&str),
 ) -> anyhow::Result<()> {
-    let failed = |reason: String| Error::NoServer {
-        url: url.to_owned(),
-        reason,
-    };
+    let failed = |reason: String| no_server(url, &reason);
     let config = client(url, limit)?.http_status_as_error(false).build();
     let request = ureq::Agent::new_with_config(config).post(url);
     let mut request = request.header("Content-Type", "application/json");
@@ -217,16 +210,42 @@ fn client(url: &str, limit: Duration) -> anyhow::Result<ConfigBuilder<AgentScope
 
 /// The error of a failed request; `has_key` says whether it had a key.
 fn failure(url: &str, error: &ureq::Error, has_key: bool) -> Error {
-    let (url, reason) = (url.to_owned(), error.to_string());
+    let reason = error.to_string();
     match error {
-        ureq::Error::StatusCode(401) => Error::KeyRefused { url, has_key },
-        ureq::Error::StatusCode(503) => Error::NotReady { url },
-        // The text of rustls for each fault of a certificate.
-        ureq::Error::Io(_) if reason.contains("invalid peer certificate") => {
-            Error::NotTrusted { url, reason }
+        ureq::Error::StatusCode(401) => {
+            let (done, wrong) = match has_key {
+                true => ("refuses the key", "is not a key of it"),
+                false => ("asks for a key", "is not set"),
+            };
+            let hint = format!(
+                "PACELINE_API_KEY {wrong}: `paceline key api new NAME` makes one on a machine of \
+                 the cluster"
+            );
+            failed(format!("{url} {done}"), hint)
         }
-        _ => Error::NoServer { url, reason },
+        ureq::Error::StatusCode(503) => not_ready(url),
+        // The text of rustls for each fault of a certificate.
+        ureq::Error::Io(_) if reason.contains("invalid peer certificate") => failed(
+            format!("the certificate of {url} is not trusted: {reason}"),
+            "copy tls/cert.pem of the server's PACELINE_HOME here: SSL_CERT_FILE=cert.pem",
+        ),
+        _ => no_server(url, &reason),
     }
+}
+
+/// A server without a model that answers.
+fn not_ready(url: &str) -> Error {
+    failed(
+        format!("no model answers at {url} yet"),
+        "`paceline ps` there says whether one loads; paceline load MODEL loads one",
+    )
+}
+
+fn no_server(url: &str, reason: &str) -> Error {
+    failed(
+        format!("no paceline answers at {url}: {reason}"),
+        "start it in another terminal: paceline up MODEL; with --url for another place",
+    )
 }
 
 #[cfg(test)]
@@ -235,22 +254,21 @@ mod tests {
 
     #[test]
     fn faults_of_keys_and_certificates_are_not_a_missing_server() {
-        let of = |error: ureq::Error, has_key| failure("https://a/v1/models", &error, has_key);
-        for has_key in [false, true] {
-            let told = of(ureq::Error::StatusCode(401), has_key);
-            assert!(
-                matches!(told, Error::KeyRefused { has_key: same, .. } if same == has_key),
-                "{told}"
-            );
+        let io = |text: &str| ureq::Error::Io(io::Error::other(text));
+        for (error, has_key, expected) in [
+            (ureq::Error::StatusCode(401), false, "asks for a key"),
+            (ureq::Error::StatusCode(401), true, "refuses the key"),
+            (ureq::Error::StatusCode(503), true, "no model answers"),
+            (
+                io("invalid peer certificate: Issuer"),
+                true,
+                "is not trusted",
+            ),
+            (io("connection refused"), true, "no paceline answers"),
+        ] {
+            let told = failure("https://a/v1/models", &error, has_key).to_string();
+            assert!(told.contains(expected), "{told}");
         }
-        let untrusted = io::Error::other("invalid peer certificate: UnknownIssuer");
-        let told = of(ureq::Error::Io(untrusted), true);
-        assert!(matches!(told, Error::NotTrusted { .. }), "{told}");
-        let told = of(ureq::Error::StatusCode(503), true);
-        assert!(matches!(told, Error::NotReady { .. }), "{told}");
-        let nobody = io::Error::from(io::ErrorKind::ConnectionRefused);
-        let told = of(ureq::Error::Io(nobody), true);
-        assert!(matches!(told, Error::NoServer { .. }), "{told}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use paceline_node::classes::{self, Classes, Engines};
 use paceline_node::context_size::KvMemory;
 use paceline_tensor::KvType;
 
-use crate::error::Error;
+use crate::error::{Error, misused};
 
 /// Options of every command that computes.
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -37,7 +37,10 @@ impl ComputeArgs {
         let is_float = self.kv.is_some_and(|kv| !kv.is_quantised());
         let given = [("--kv f16 or f32", is_float), ("--pin", self.pin)];
         match given.into_iter().find(|(_, given)| *given) {
-            Some((option, _)) if !classes.on_cpu() => Err(Error::CpuOnly { option }),
+            Some((option, _)) if !classes.on_cpu() => Err(misused(
+                format!("{option} is for the engine cpu, but --engine is mlx"),
+                format!("leave out {option} or --engine"),
+            )),
             _ => Ok(()),
         }
     }
@@ -79,20 +82,26 @@ pub(crate) struct EngineArgs {
     pub(crate) fast_sync: bool,
 }
 
+/// Advice for classes that contradict other options.
+pub(crate) const FIT_CLASSES: &str =
+    "--engine, --class, --nodes and --split have to fit each other";
+
 /// The kernel class of each of `nodes` nodes.
-///
-/// # Errors
-/// [`Error::Engines`] for a list of another length, [`Error::ClassOfOther`] if no node computes in
-/// the requested class.
 pub(crate) fn classes(
     engine: EngineArgs,
     class: Option<KernelClass>,
     nodes: u32,
 ) -> Result<Classes, Error> {
-    Classes::new(engine.engine, class, nodes).map_err(|error| match error {
-        classes::Error::Engines { got, nodes } => Error::Engines { got, nodes },
-        classes::Error::ClassOfOther { class } => Error::ClassOfOther { class },
-    })
+    let text = |error| match error {
+        classes::Error::Engines { got, nodes } => format!(
+            "--engine has {got} engines, but --nodes is {nodes}, expected one, or one for each"
+        ),
+        classes::Error::ClassOfOther { class } => {
+            format!("--class {class} is not one of the engine that --engine names")
+        }
+    };
+    let classes = Classes::new(engine.engine, class, nodes);
+    classes.map_err(|error| misused(text(error), FIT_CLASSES))
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use paceline_mlx::Library;
 use paceline_store::{MlxBuild, MlxInstallation, SystemVersion, Toolchain, install_mlx, mlx_bytes};
 use serde_json::json;
 
-use crate::error::Error;
+use crate::error::{Error, failed};
 use crate::home::{self, StoreSettings};
 use crate::interrupt::Signals;
 use crate::member;
@@ -110,10 +110,17 @@ fn list(args: &Args) -> anyhow::Result<()> {
     let thread = std::thread::Builder::new().name("devices".to_owned());
     thread.spawn(find).context("cannot start a thread")?;
     let limit = Duration::from_secs(args.limit);
-    let mut mlx = told.recv_timeout(limit).map_err(|_| Error::DevicesLate {
-        work: if measures { "measuring" } else { "listing" },
-        limit,
-    })?;
+    let late = |_| {
+        let work = if measures { "measuring" } else { "listing" };
+        failed(
+            format!(
+                "{work} the devices of mlx took more than {limit:?}: one of them or its driver \
+                 hangs"
+            ),
+            "end other users of the GPU, or restart the machine; --limit waits longer",
+        )
+    };
+    let mut mlx = told.recv_timeout(limit).map_err(late)?;
     let kept = KeptRates::new(&home::folder()?);
     if measures {
         kept.keep(&mlx);
@@ -134,19 +141,22 @@ fn list(args: &Args) -> anyhow::Result<()> {
 }
 
 /// The error for a build that is not published for this system.
-fn unpublished(build: String) -> Error {
-    let (os, arch) = (OS.into(), ARCH.into());
-    Error::NoMlx { build, os, arch }
+fn unpublished(build: &str) -> Error {
+    let hint = match build {
+        "MLX" => "the cpu engine needs nothing and is always there",
+        _ => "leave out --build for the one that fits this machine",
+    };
+    failed(format!("{build} is not published for {OS} on {ARCH}"), hint)
 }
 
 fn install_engine(args: &Install, signals: &Signals) -> anyhow::Result<()> {
     let Installable::Mlx = args.engine;
     let build = match args.build.map(MlxBuild::from) {
         Some(build) if !build.exists_for(OS, ARCH) => {
-            return Err(unpublished(format!("mlx-{}", build.name())).into());
+            return Err(unpublished(&format!("mlx-{}", build.name())).into());
         }
         Some(build) => build,
-        None => choose(OS, ARCH, machine::cuda_major).ok_or_else(|| unpublished("MLX".into()))?,
+        None => choose(OS, ARCH, machine::cuda_major).ok_or_else(|| unpublished("MLX"))?,
     };
     let settings = StoreSettings::from_env()?;
     let tools = Toolchain {

@@ -1,13 +1,13 @@
 //! Prints errors with hints.
 
 mod command;
-mod command_errors;
 mod model;
 mod server;
 mod store;
 
 use paceline_store::Error as StoreError;
 
+use crate::error::Error;
 use crate::output::print_err;
 
 pub(crate) use command::of_usage;
@@ -53,8 +53,8 @@ fn hints(error: &anyhow::Error) -> Vec<String> {
         if let Some(error) = cause.downcast_ref::<StoreError>() {
             return store::hints(error);
         }
-        if let Some(error) = cause.downcast_ref() {
-            return command_errors::hint(error).into_iter().collect();
+        if let Some(error) = cause.downcast_ref::<Error>() {
+            return error.hints();
         }
         if let Some(error) = cause.downcast_ref() {
             return server::hint(error).into_iter().collect();

@@ -11,7 +11,7 @@ use paceline_mlx::LibraryPaths;
 use paceline_store::{Home, PullOptions};
 use paceline_worker::DiskCache;
 
-use crate::error::Error;
+use crate::error::failed;
 use crate::output::print_err;
 
 #[derive(Debug)]
@@ -118,11 +118,11 @@ pub(crate) fn mlx_places() -> anyhow::Result<LibraryPaths> {
 }
 
 /// `$PACELINE_HOME`, else `~/.paceline`.
-///
-/// # Errors
-/// [`Error::NoHome`], or when there is no current folder.
 pub(crate) fn folder() -> anyhow::Result<PathBuf> {
-    let root = settings::folder(&variable).ok_or(Error::NoHome)?;
+    let root = settings::folder(&variable).ok_or_else(|| {
+        let hint = "set PACELINE_HOME to a folder for models";
+        failed("neither PACELINE_HOME nor HOME is set", hint)
+    })?;
     // Absolute, because paths are printed for use elsewhere.
     std::path::absolute(root).context("cannot find the current folder")
 }

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use crate::adapter;
 use crate::compute::context;
 use crate::draft_limit::DraftLimit;
-use crate::error::Error;
+use crate::error::{Error, failed};
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
 use crate::{home, mapreduce, member, plan, pull};
@@ -335,6 +335,31 @@ fn preview(args: &LoadArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// More machines than live.
+fn too_few(wanted: usize, living: &[String], dead: &[String]) -> Error {
+    let dead = match dead {
+        [] => String::new(),
+        dead => format!("; dead: {}", dead.join(", ")),
+    };
+    let (n, names) = (living.len(), living.join(", "));
+    failed(
+        format!("{wanted} nodes are wanted and {n} live: {names}{dead}"),
+        format!("take --nodes {n}, or let machines in: `paceline nodes invite`"),
+    )
+}
+
+/// A machine that is not `known`. The advice names one that differs in a third of its letters.
+fn no_machine(name: &str, known: &[String]) -> Error {
+    let distance = |other: &&String| strsim::damerau_levenshtein(name, other);
+    let near = known.iter().min_by_key(distance);
+    let near = near.filter(|near| distance(near) <= (name.chars().count() / 3).max(1));
+    let hint = match near {
+        Some(near) => format!("did you mean {near}?"),
+        None => format!("`paceline nodes` lists them: {}", known.join(", ")),
+    };
+    failed(format!("no machine of the cluster is named {name:?}"), hint)
+}
+
 impl LoadArgs {
     /// Checks number and names of the machines against the cluster's `nodes`, before anything is
     /// fetched. Returns the memory of those that may compute, if all tell it.
@@ -342,7 +367,9 @@ impl LoadArgs {
         let all: Vec<&Value> = nodes.as_array().into_iter().flatten().collect();
         let lives = |node: &&Value| matches!(node["state"].as_str(), Some("alive" | "suspect"));
         let (living, dead): (Vec<&Value>, Vec<&Value>) = all.iter().partition(|it| lives(it));
-        let names = |nodes: &[&Value]| nodes.iter().map(|node| text(node, "name")).collect();
+        let names = |nodes: &[&Value]| -> Vec<String> {
+            nodes.iter().map(|node| text(node, "name")).collect()
+        };
         let named = self.nodes.as_deref().unwrap_or_default();
         let wanted = match named {
             [] => Some(1),
@@ -351,21 +378,14 @@ impl LoadArgs {
         };
         match wanted {
             Some(wanted) if wanted > living.len() => {
-                return Err(Error::TooFewNodes {
-                    wanted,
-                    living: names(&living),
-                    dead: names(&dead),
-                });
+                return Err(too_few(wanted, &names(&living), &names(&dead)));
             }
             Some(_) => return Ok(memory(&living)),
             None => {}
         }
         let find = |name: &String| {
             let found = all.iter().find(|node| is_called(node, name)).copied();
-            found.ok_or_else(|| Error::NoMachine {
-                name: name.clone(),
-                known: names(&all),
-            })
+            found.ok_or_else(|| no_machine(name, &names(&all)))
         };
         let found = named.iter().map(find).collect::<Result<Vec<_>, _>>()?;
         Ok(memory(&found))
@@ -503,7 +523,8 @@ mod tests {
             "3 nodes are wanted and 2 live: mini, studio; dead: old"
         );
         let error = check("--nodes mimi").unwrap_err();
-        assert!(matches!(error, Error::NoMachine { .. }), "{error}");
+        assert!(error.to_string().contains("named \"mimi\""), "{error}");
+        assert_eq!(error.hints(), ["did you mean mini?"]);
     }
 
     /// The request of `load m` with these options, as the node gets it.

@@ -11,7 +11,7 @@ use paceline_cluster::nodes::agent::{Joined, join_at_rest, join_by_code_at_rest,
 use paceline_cluster::nodes::pairing::Code;
 use serde_json::json;
 
-use crate::error::Error;
+use crate::error::failed;
 use crate::output::{print, print_err};
 use crate::{home, member};
 
@@ -67,9 +67,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 /// The error of a running node, which has no type.
 fn not_paired(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref() {
-        Some(local::Error::Refused(reason)) if reason.contains("code") => Error::NotPaired {
-            reason: reason.clone(),
-        }
+        Some(local::Error::Refused(reason)) if reason.contains("code") => failed(
+            reason,
+            "a code counts once: `paceline nodes invite` shows a new one; --peer HOST finds its \
+             machine where multicast does not",
+        )
         .into(),
         _ => error,
     }

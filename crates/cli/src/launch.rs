@@ -21,9 +21,10 @@ use rustix::process::getpgrp;
 use rustix::termios::{tcgetpgrp, tcgetwinsize};
 use tempfile::TempDir;
 
-pub(crate) use error::{Error, exit_code, hints, ssh_works};
+use error::MpirunFailed;
+pub(crate) use error::{exit_code, hints, ssh_works};
 
-use crate::error::Error as CliError;
+use crate::error::{Error, failed, misused};
 use crate::home;
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
@@ -178,7 +179,13 @@ fn with_value(text: &str) -> Result<String, Error> {
     if text.contains('=') {
         return Ok(text.to_owned());
     }
-    let value = env::var(text).map_err(|_| Error::NotSet(text.to_owned()))?;
+    let not_set = |_| {
+        misused(
+            format!("--env {text}: it is not set here, or not UTF-8"),
+            format!("write --env {text}=VALUE, or export it first"),
+        )
+    };
+    let value = env::var(text).map_err(not_set)?;
     Ok(format!("{text}={value}"))
 }
 
@@ -189,10 +196,10 @@ fn path() -> Option<OsString> {
 /// Converts a launch error for the user.
 fn told(error: LaunchError, backend: Backend) -> anyhow::Error {
     match error {
-        LaunchError::OutputGone => CliError::ReaderGone.into(),
+        LaunchError::OutputGone => Error::ReaderGone.into(),
         // `mpirun` is not a rank: it passes a rank's exit code on.
         LaunchError::Failed { ending, .. } if backend == Backend::Mpi => {
-            Error::Mpirun { ending }.into()
+            MpirunFailed(ending).into()
         }
         error => error.into(),
     }
@@ -210,12 +217,17 @@ fn own_program() -> anyhow::Result<PathBuf> {
 fn joined(count: usize, repeats: usize) -> anyhow::Result<(Hostfile, NodeIds)> {
     let found = consenting(&home::folder()?)?;
     if found.machines.len() < count {
-        return Err(Error::TooFewNodes {
-            wanted: count,
-            found: found.machines.len(),
-            refusing: found.refusing,
-        }
-        .into());
+        let refusing = match &found.refusing[..] {
+            [] => String::new(),
+            names => format!("; not allowed on {}", names.join(", ")),
+        };
+        let n = found.machines.len();
+        let hint = match n {
+            0 => "start this machine's node: paceline up",
+            _ => "each machine allows it by `paceline up --allow-programs`",
+        };
+        let text = format!("{n} machines run programs, {count} are wanted{refusing}");
+        return Err(failed(text, hint).into());
     }
     let chosen = || found.machines.iter().zip(&found.addresses).take(count);
     let others = chosen().filter(|(machine, _)| !machine.is_own);
@@ -329,9 +341,13 @@ impl Args {
         }
         let here = env::current_dir().context("cannot find the current folder")?;
         let here = here.into_os_string().into_string();
-        Ok(WorkingDirectory::IfPresent(
-            here.map_err(Error::FolderNotUtf8)?,
-        ))
+        let not_utf8 = |here: OsString| {
+            failed(
+                format!("the current folder {here:?} is not UTF-8"),
+                "name a folder with --cwd",
+            )
+        };
+        Ok(WorkingDirectory::IfPresent(here.map_err(not_utf8)?))
     }
 
     fn limits(&self) -> LaunchLimits {
@@ -357,7 +373,8 @@ impl Args {
     fn python(&self) -> Result<String, Error> {
         match &self.python {
             Some(python) => Ok(python.clone()),
-            None => openmpi::in_path(path().as_deref(), "python3").ok_or(Error::NoPython),
+            None => openmpi::in_path(path().as_deref(), "python3")
+                .ok_or_else(|| failed("there is no python3 in PATH", "name one with --python")),
         }
     }
 }

@@ -11,7 +11,7 @@ use paceline_tensor::{InstructionSet, Kernels, Pinning};
 use paceline_worker::open_checked;
 
 use crate::compute::ComputeArgs;
-use crate::error::Error;
+use crate::error::{Error, failed};
 use crate::output::{counted, print_err};
 
 /// Nodes per core from which a warning says that they share cores.
@@ -65,6 +65,8 @@ pub(crate) fn free_kernels(threads: usize) -> anyhow::Result<Kernels> {
     }
 }
 
+const UNSET_CPU: &str = "unset PACELINE_CPU to have the fastest that this machine can";
+
 /// The instruction set that `PACELINE_CPU` forces, if any.
 pub(crate) fn check_cpu() -> Result<Option<InstructionSet>, Error> {
     let value = std::env::var_os("PACELINE_CPU").filter(|value| !value.is_empty());
@@ -76,16 +78,20 @@ pub(crate) fn check_cpu() -> Result<Option<InstructionSet>, Error> {
         return Ok(Some(set));
     }
     let available = names(InstructionSet::available());
-    Err(Error::CpuLacks { value, available })
+    Err(failed(
+        format!("PACELINE_CPU is {value:?}, but this machine has {available}"),
+        UNSET_CPU,
+    ))
 }
 
 fn instruction_set(value: &str) -> Result<InstructionSet, Error> {
     let mut all = InstructionSet::ALL.into_iter();
-    all.find(|set| set.name() == value)
-        .ok_or_else(|| Error::UnknownCpu {
-            value: value.to_owned(),
-            known: names(InstructionSet::ALL),
-        })
+    let unknown = || {
+        let known = names(InstructionSet::ALL);
+        let text = format!("PACELINE_CPU is {value:?}, expected one of {known}");
+        failed(text, UNSET_CPU)
+    };
+    all.find(|set| set.name() == value).ok_or_else(unknown)
 }
 
 fn names(sets: impl IntoIterator<Item = InstructionSet>) -> String {

@@ -24,8 +24,8 @@ use paceline_text::tokenizer::Tokenizer;
 use paceline_worker::load::PackedPlace;
 use paceline_worker::texts;
 
-use crate::compute::{self, ComputeArgs, EngineArgs};
-use crate::error::Error;
+use crate::compute::{self, ComputeArgs, EngineArgs, FIT_CLASSES};
+use crate::error::{Error, misused};
 use crate::home;
 use crate::load::{self, LoadBar};
 use crate::log;
@@ -117,13 +117,28 @@ impl SplitArgs {
             | SplitKind::GridOfExperts { tensor, pipeline }
                 if tensor * pipeline != nodes =>
             {
-                Err(Error::Grid {
-                    tensor,
-                    pipeline,
-                    nodes,
-                })
+                let all = tensor * pipeline;
+                Err(misused(
+                    format!(
+                        "--split {tensor}x{pipeline} is for {all} nodes, but --nodes is {nodes}"
+                    ),
+                    format!("add --nodes {all}, or leave out --split to have it chosen"),
+                ))
             }
-            _ if got != 0 && got != nodes as usize => Err(Error::Shares { got, nodes }),
+            _ if got != 0 && got != nodes as usize => Err(misused(
+                format!(
+                    "--shares has {got} numbers, but --nodes is {nodes}, expected one for each \
+                     node"
+                ),
+                match nodes {
+                    1 => format!("add --nodes {got}: one node has no shares"),
+                    // The first has the most.
+                    _ => {
+                        let example = format!("2{}", ",1".repeat(nodes as usize - 1));
+                        format!("give {nodes} numbers, as in --shares {example}")
+                    }
+                },
+            )),
             _ => Ok(()),
         }
     }
@@ -420,7 +435,13 @@ fn in_model(path: &Path, error: NodeError) -> anyhow::Error {
         NodeError::Model(error) => load::in_model(path, error),
         NodeError::Split(error) => error.into(),
         NodeError::Engine(error) => error.into(),
-        NodeError::MixedStage { a, b } => Error::MixedStage { a, b }.into(),
+        NodeError::MixedStage { a, b } => misused(
+            format!(
+                "nodes that share layers compute as {a} and as {b}, expected one class in a stage"
+            ),
+            FIT_CLASSES,
+        )
+        .into(),
         other => anyhow::Error::new(other).context(format!("cannot start {}", path.display())),
     }
 }

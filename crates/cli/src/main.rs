@@ -324,8 +324,9 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(code) = launch::exit_code(error) {
         return code;
     }
-    let of_topology = error.downcast_ref::<topology::Error>();
-    let is_usage =
-        own.is_some_and(Error::is_usage) || of_topology.is_some_and(topology::Error::is_usage);
-    if is_usage { 2 } else { 1 }
+    if own.is_some_and(Error::is_usage) {
+        2
+    } else {
+        1
+    }
 }

@@ -12,7 +12,7 @@ use paceline_base::{Bytes, BytesError};
 use paceline_mapreduce::reduce::Op;
 use paceline_mapreduce::worker::{self, FileAccess};
 
-use crate::error::Error;
+use crate::error::started_by_hand;
 use job::ArrayJobArgs;
 
 /// What to compute.
@@ -326,7 +326,7 @@ fn compute(args: &WorkerArgs) -> anyhow::Result<()> {
     };
     match ended {
         Ok(never) => match never {},
-        Err(paceline_mapreduce::Error::Cluster(_)) => Err(Error::WorkerByHand.into()),
+        Err(paceline_mapreduce::Error::Cluster(_)) => Err(started_by_hand().into()),
         Err(error) => Err(error.into()), // the parent was told
     }
 }

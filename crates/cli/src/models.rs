@@ -8,7 +8,7 @@ use paceline_board::model_users;
 use paceline_store::{StoreListing, list as entries};
 use serde_json::json;
 
-use crate::error::Error;
+use crate::error::failed;
 use crate::output::{print, print_err};
 use crate::{families, fits, home, member, stores};
 
@@ -91,12 +91,13 @@ pub(crate) fn remove(args: &RmArgs) -> anyhow::Result<()> {
     if !args.force
         && let Some(instances) = member::ask_if_up("ps", json!({})).ok().flatten()
     {
-        let (model, users) = (
-            args.model.clone(),
-            model_users(&home, &args.model, &instances),
-        );
+        let (model, users) = (&args.model, model_users(&home, &args.model, &instances));
         if !users.is_empty() {
-            return Err(Error::Loaded { model, users }.into());
+            let text = format!("{model} is loaded: {}", users.join("; "));
+            let hint = format!(
+                "`paceline unload {model}` comes first; --force removes its files all the same"
+            );
+            return Err(failed(text, hint).into());
         }
     }
     let mut removed = paceline_store::remove(&home, &args.model)?;

@@ -8,14 +8,17 @@ use paceline_comm_interop::mpi::StartError;
 use paceline_comm_interop::{MlxError, mlx_ring};
 use paceline_comm_rdma::{RdmaError, SettingsError};
 
-use crate::error::Error;
+use crate::error::{Error, misused};
 
 /// Rejects an unencrypted transport without `--plaintext`.
 pub(crate) fn asked_for(backend: Backend, plaintext: bool) -> Result<Plaintext, Error> {
     match (backend.is_plaintext(), plaintext) {
         (_, true) => Ok(Plaintext::Allowed),
         (false, false) => Ok(Plaintext::Refused),
-        (true, false) => Err(Error::Plaintext { backend }),
+        (true, false) => Err(misused(
+            format!("{backend} is plaintext: what ranks say to each other can be read by others"),
+            TRUSTED,
+        )),
     }
 }
 
@@ -25,11 +28,12 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 
 const BUILD_WITH_MPI: &str = "build paceline with `--features mpi`, which needs mpicc and libclang";
 
+const TRUSTED: &str = "--plaintext allows it, for cables and networks that you trust";
+
 /// The hint for a missing or untrusted transport.
 pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> {
     let launched =
         "`paceline launch --backend ring|jaccl|nccl|mpi -- PROGRAM` sets it for its ranks";
-    let trusted = "--plaintext allows it, for cables and networks that you trust";
     if let Some(JoinError::Unprotected { .. }) = join_error(cause) {
         return Some(
             "a group key encrypts: give all ranks the same, or addresses of this machine alone"
@@ -50,7 +54,7 @@ pub(crate) fn hint(cause: &(dyn std::error::Error + 'static)) -> Option<String> 
         (_, _, Some(MlxError::Mpi(StartError::Unavailable))) => BUILD_WITH_MPI,
         (_, _, Some(MlxError::Missing { .. })) => launched,
         (_, _, Some(MlxError::Plaintext { .. }))
-        | (_, _, Some(MlxError::Ring(mlx_ring::JoinError::Plaintext { .. }))) => trusted,
+        | (_, _, Some(MlxError::Ring(mlx_ring::JoinError::Plaintext { .. }))) => TRUSTED,
         (_, _, Some(MlxError::Ring(mlx_ring::JoinError::Strangers { .. }))) => {
             "something else connects to this port: end it, or give the ring other ports \
              (`paceline launch --starting-port`)"

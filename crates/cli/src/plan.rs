@@ -16,7 +16,8 @@ use paceline_plan::{Calibration, Catalogue, Cluster, ModelShape, Objective, Work
 use paceline_tensor::KvType;
 use serde_json::{Value, json};
 
-pub(crate) use error::{Error, hints};
+pub(crate) use error::hints;
+use error::several_clusters;
 
 use crate::output::{draw, print, print_err};
 use crate::{home, load, member};
@@ -227,7 +228,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         return compare(&question, args);
     }
     if question.clusters.len() > 1 {
-        return Err(Error::Clusters(question.clusters.len()).into());
+        return Err(several_clusters(question.clusters.len()).into());
     }
     one(&question, args.disk, args.json)
 }

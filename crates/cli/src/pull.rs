@@ -14,7 +14,7 @@ use paceline_serve::Puller;
 use paceline_store::{Cancel, Resolution, ResolvedModel, preview, resolve, usual_name};
 use serde_json::json;
 
-use crate::error::Error as CommandError;
+use crate::error::{Error as CommandError, failed};
 use crate::home::StoreSettings;
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
@@ -109,10 +109,6 @@ fn mend(file: &StoredFile) -> Option<MendedFile> {
 
 /// Finds the model `spec`, downloads it if needed, and records its use. For commands that run
 /// models on this machine.
-///
-/// # Errors
-/// As [`Pulls::ensure`]; [`CommandError::NotComputed`] for an unsupported model,
-/// [`CommandError::TooLarge`].
 pub(crate) fn ensure(spec: &str, signals: &Signals) -> anyhow::Result<ResolvedModel> {
     let memory = || {
         let cards = machine::nvidia()
@@ -142,10 +138,10 @@ pub(crate) fn ensure_within(
 /// Rejects unsupported models before a download.
 fn check_computed(spec: &str) -> Result<(), CommandError> {
     match usual_name(spec).and_then(|usual| usual.uncomputed.clone()) {
-        Some(architecture) => Err(CommandError::NotComputed {
-            model: spec.to_owned(),
-            architecture,
-        }),
+        Some(architecture) => Err(failed(
+            format!("{spec} is a {architecture} model, which this version does not compute"),
+            "`paceline models --fits` shows names of models that it computes",
+        )),
         None => Ok(()),
     }
 }
@@ -154,12 +150,13 @@ fn check_computed(spec: &str) -> Result<(), CommandError> {
 fn check_memory(spec: &str, memory: Option<Bytes>) -> Result<(), CommandError> {
     match (weights(spec), memory) {
         (Some(weights), Some(memory)) if weights.0 as f64 > memory.0 as f64 * USABLE => {
-            let model = spec.to_owned();
-            Err(CommandError::TooLarge {
-                model,
-                weights,
-                memory,
-            })
+            Err(failed(
+                format!("{spec} has {weights} of weights, too large for {memory} of memory"),
+                format!(
+                    "`paceline models --fits` shows what fits; `paceline pull {spec}` fetches it \
+                     all the same"
+                ),
+            ))
         }
         _ => Ok(()),
     }
@@ -180,9 +177,10 @@ mod tests {
         let gib = |n: u64| Some(Bytes(n << 30));
         assert!(check_memory("qwen3:8b", gib(8)).is_ok());
         let error = check_memory("llama3.3:70b", gib(24)).unwrap_err();
+        let told = error.to_string();
         assert!(
-            matches!(error, CommandError::TooLarge { weights, .. } if weights.0 >> 30 > 30),
-            "{error}"
+            told.starts_with("llama3.3:70b has ") && told.contains("too large"),
+            "{told}"
         );
         assert!(check_memory("own/unknown", gib(1)).is_ok());
         assert!(check_memory("llama3.3:70b", None).is_ok());

@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use crate::adapter;
 use crate::compute::{ComputeArgs, EngineArgs, context};
-use crate::error::{Error, PROMPT_BYTES_MAX};
+use crate::error::{Error, PROMPT_BYTES_MAX, failed, misused};
 use crate::instance_choice::{self, InstanceRequest};
 use crate::interrupt::Signals;
 use crate::local_model::{NodeTransport, SplitArgs};
@@ -103,7 +103,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let sampling = args.sampling.params()?;
     let prompt = match &args.prompt {
-        Some(prompt) if prompt.trim().is_empty() => return Err(Error::NoPrompt.into()),
+        Some(prompt) if prompt.trim().is_empty() => return Err(no_prompt().into()),
         Some(prompt) => Some(prompt.clone()),
         None if std::io::stdin().is_terminal() => None,
         None => Some(piped_prompt()?),
@@ -161,7 +161,7 @@ pub(crate) fn prompt(args: &Args) -> anyhow::Result<String> {
     match &args.prompt {
         Some(prompt) if !prompt.trim().is_empty() => Ok(prompt.clone()),
         None if !std::io::stdin().is_terminal() => piped_prompt(),
-        _ => Err(Error::NoPrompt.into()),
+        _ => Err(no_prompt().into()),
     }
 }
 
@@ -227,7 +227,17 @@ fn check_chat(args: &Args, prompt: Option<&str>) -> Result<(), Error> {
         None if args.raw => "--raw",
         _ => return Ok(()),
     };
-    Err(Error::NotInChat { flag })
+    Err(misused(
+        format!("{flag} needs a prompt"),
+        "put the prompt after MODEL, or pipe it in",
+    ))
+}
+
+fn no_prompt() -> Error {
+    misused(
+        "the prompt is empty",
+        "put the prompt after MODEL, pipe it in, or chat from a terminal",
+    )
 }
 
 /// Reads the prompt from standard input.
@@ -236,15 +246,21 @@ fn piped_prompt() -> anyhow::Result<String> {
     let stdin = std::io::stdin().lock();
     let read = stdin.take(PROMPT_BYTES_MAX + 1).read_to_end(&mut bytes);
     if read.context("cannot read the prompt from standard input")? as u64 > PROMPT_BYTES_MAX {
-        return Err(Error::PromptTooLarge.into());
+        let mib = PROMPT_BYTES_MAX >> 20;
+        let text = format!("the prompt on standard input is larger than {mib} MiB");
+        let hint = "is it the right file? A prompt is text of some pages";
+        return Err(failed(text, hint).into());
     }
     let text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         let byte = error.as_bytes()[at];
-        Error::PromptNotUtf8 { at, byte }
+        failed(
+            format!("the prompt on standard input is not UTF-8 text, byte {at} is {byte:#04x}"),
+            "convert it, for example with `iconv -f latin1 -t utf-8`",
+        )
     })?;
     if text.trim().is_empty() {
-        return Err(Error::NoPrompt.into());
+        return Err(no_prompt().into());
     }
     Ok(text)
 }
@@ -285,8 +301,12 @@ fn encode(args: &Args, session: &RunSession, prompt: String) -> anyhow::Result<V
         return Ok(session.encode_chat(&messages)?);
     }
     if args.system.is_some() {
-        let model = args.model.clone();
-        return Err(Error::NoSystem { model }.into());
+        let text = format!(
+            "{} has no chat template that --system could go into",
+            args.model
+        );
+        let hint = "leave out --system and put its text into the prompt";
+        return Err(failed(text, hint).into());
     }
     Ok(session.encode_prompt(&prompt)?)
 }

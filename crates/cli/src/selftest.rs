@@ -20,11 +20,11 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::compute::{ComputeArgs, EngineArgs};
-use crate::error::Error;
+use crate::error::{Error, failed};
 use crate::instance_choice::{self, InstanceRequest};
 use crate::interrupt::Signals;
 use crate::local_model::{LocalModel, ReadyModel, SplitArgs};
-use crate::output::print;
+use crate::output::{counted, print};
 use crate::process::{end_with_parent, own_program};
 use crate::{home, member};
 
@@ -152,7 +152,11 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     })?;
     match report.count(Outcome::Failed) {
         0 => Ok(()),
-        failed => Err(Error::Selftest { failed }.into()),
+        count => Err(failed(
+            format!("the self-test failed: {}", counted(count, "check")),
+            "their rows say why; `paceline doctor` shows what is missing here",
+        )
+        .into()),
     }
 }
 

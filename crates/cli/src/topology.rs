@@ -14,7 +14,7 @@ use paceline_launch::topology::{
     Addresses, Graph, ProbeScope, ProbedMachine, choose, ethernet, probe, sorted,
 };
 
-pub(crate) use error::{Error, hints};
+pub(crate) use error::hints;
 
 use crate::interrupt::Signals;
 use crate::output::{draw, print, print_err, show};
@@ -139,7 +139,8 @@ impl Args {
         }
         let (hosts, machines): (Vec<_>, Vec<_>) = both.into_iter().unzip();
         if hosts.is_empty() {
-            return Err(Error::NobodyAnswers.into());
+            let hint = "`ssh HOST true` must work without a question";
+            return Err(crate::error::failed("none of the hosts answers", hint).into());
         }
         Ok(HostSurvey { hosts, machines })
     }

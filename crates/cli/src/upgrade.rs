@@ -13,11 +13,12 @@ use paceline_store::release::{
     Error as ReleaseError, Prefix, Release, ReleaseKey, ReleaseSource, Version, platform,
 };
 
+use crate::error::failed;
 use crate::home::{self, StoreSettings};
 use crate::interrupt::Signals;
 use crate::output::{print, print_err};
 use crate::progress::on_stderr;
-use crate::{error, member, release};
+use crate::{member, release};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -63,7 +64,13 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let StoreSettings { options, .. } = StoreSettings::from_env()?;
     let source = args.from.as_deref().map(ReleaseSource::from);
     let source = source.or_else(|| prefix.source());
-    let source = source.ok_or(error::Error::NoReleaseSource)?;
+    let unknown = || {
+        failed(
+            "the installation does not say where it came from",
+            "name it: paceline upgrade FOLDER",
+        )
+    };
+    let source = source.ok_or_else(unknown)?;
     let key = match &args.key {
         Some(path) => Some(ReleaseKey::read(path)?),
         None => prefix.key()?,

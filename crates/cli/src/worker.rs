@@ -10,7 +10,7 @@ use paceline_worker::process::WorkerSettings;
 use signal_hook::consts::SIGUSR2;
 use signal_hook::flag;
 
-use crate::error::Error;
+use crate::error::started_by_hand;
 use crate::member::{self, PortRange};
 use crate::plaintext::variable;
 use crate::{home, load};
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     };
     match paceline_worker::process::run(kernels, wire, settings) {
         Ok(never) => match never {},
-        Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
+        Err(error) if error.is_by_hand() => Err(started_by_hand().into()),
         Err(error) => Err(error.into()),
     }
 }
@@ -60,7 +60,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 pub(crate) fn template() -> anyhow::Result<()> {
     match paceline_worker::interpreter::run() {
         Ok(never) => match never {},
-        Err(error) if error.is_by_hand() => Err(Error::WorkerByHand.into()),
+        Err(error) if error.is_by_hand() => Err(started_by_hand().into()),
         Err(error) => Err(error.into()),
     }
 }

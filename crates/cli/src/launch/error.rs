@@ -1,7 +1,6 @@
 //! Errors of a launch, with hints.
 
 use std::error::Error as StdError;
-use std::ffi::OsString;
 
 use paceline_launch::hostfile::Error as HostfileError;
 use paceline_launch::launch::openmpi::FindError;
@@ -9,44 +8,18 @@ use paceline_launch::launch::{Error as LaunchError, PlanError};
 use paceline_launch::remote::Error as RemoteError;
 use paceline_process::Ending;
 
-/// Local errors of a launch.
+/// `mpirun` failed, by itself or with a rank's code.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    /// `mpirun` failed, by itself or with a rank's code.
-    #[error("mpirun {ending}")]
-    Mpirun {
-        /// Its exit state.
-        ending: Ending,
-    },
-    #[error("there is no python3 in PATH")]
-    NoPython,
-    /// `--env NAME` of a variable that is not set, or not UTF-8.
-    #[error("--env {0}: it is not set here, or not UTF-8")]
-    NotSet(String),
-    /// `--nodes` of more machines than run programs.
-    #[error("{found} machines run programs, {wanted} are wanted{}", told(refusing))]
-    TooFewNodes {
-        /// Machines that were asked for.
-        wanted: usize,
-        /// Machines that allow it, this one included; 0 if no node runs here.
-        found: usize,
-        /// Names of machines whose owners have not allowed it.
-        refusing: Vec<String>,
-    },
-    #[error("the current folder {0:?} is not UTF-8")]
-    FolderNotUtf8(OsString),
-}
+#[error("mpirun {0}")]
+pub(super) struct MpirunFailed(pub(super) Ending);
 
 /// The exit code for an error of a launch; `None` for others.
 pub(crate) fn exit_code(error: &anyhow::Error) -> Option<u8> {
     let code = if let Some(error) = error.downcast_ref::<LaunchError>() {
         error.exit_code()
-    } else if let Some(Error::Mpirun { ending }) = error.downcast_ref() {
+    } else if let Some(MpirunFailed(ending)) = error.downcast_ref() {
         ending.exit_code()
-    } else if matches!(error.downcast_ref(), Some(Error::NotSet(_)))
-        || error.is::<PlanError>()
-        || error.downcast_ref().is_some_and(is_wrong_file)
-    {
+    } else if error.is::<PlanError>() || error.downcast_ref().is_some_and(is_wrong_file) {
         2
     } else {
         return None;
@@ -66,8 +39,6 @@ pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
         of_plan(error)
     } else if let Some(error) = cause.downcast_ref() {
         of_hostfile(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        own(error)
     } else if let Some(FindError::NoMpirun | FindError::NotOpenMpi { .. }) = cause.downcast_ref() {
         Some(
             "install Open MPI (Debian: openmpi-bin; macOS: brew install open-mpi), or take \
@@ -78,27 +49,6 @@ pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
         None
     };
     hint.into_iter().collect()
-}
-
-/// The end of a sentence on machines without consent.
-fn told(refusing: &[String]) -> String {
-    match refusing {
-        [] => String::new(),
-        names => format!("; not allowed on {}", names.join(", ")),
-    }
-}
-
-fn own(error: &Error) -> Option<String> {
-    Some(match error {
-        Error::TooFewNodes { found: 0, .. } => "start this machine's node: paceline up".to_owned(),
-        Error::TooFewNodes { .. } => {
-            "each machine allows it by `paceline up --allow-programs`".to_owned()
-        }
-        Error::NotSet(name) => format!("write --env {name}=VALUE, or export it first"),
-        Error::Mpirun { .. } => return None,
-        Error::NoPython => "name one with --python".to_owned(),
-        Error::FolderNotUtf8(_) => "name a folder with --cwd".to_owned(),
-    })
 }
 
 pub(crate) fn ssh_works(host: &str) -> String {

@@ -5,39 +5,18 @@ use paceline_board::lookup;
 use paceline_model::shape::Error as ShapeError;
 use paceline_plan::{Infeasible, PlanChange};
 
-/// Errors of the command itself.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    /// Several clusters without `--compare`.
-    #[error("{0} clusters are given, a plan is for one")]
-    Clusters(usize),
-    /// A training that does not fit memory.
-    #[error("this training needs {needs} on {machine}, which has {has}")]
-    TrainingTooLarge {
-        /// The machine with the largest deficit.
-        machine: String,
-        /// Requirement of all its processes.
-        needs: Bytes,
-        /// Memory available to programs.
-        has: Bytes,
-        /// Changes that would make it fit, a sentence each.
-        changes: Vec<String>,
-    },
+use crate::error::{Error, failed};
+
+/// Several clusters without `--compare`.
+pub(super) fn several_clusters(count: usize) -> Error {
+    failed(
+        format!("{count} clusters are given, a plan is for one"),
+        "--compare puts them side by side",
+    )
 }
 
-/// Hints for an error of the planner or the command.
+/// Hints for an error of the planner.
 pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
-    if let Some(error) = cause.downcast_ref::<Error>() {
-        if let Error::TrainingTooLarge { changes, .. } = error
-            && !changes.is_empty()
-        {
-            return changes.clone();
-        }
-        return vec![match error {
-            Error::TrainingTooLarge { .. } => "no single change of the plan is enough".to_owned(),
-            Error::Clusters(_) => "--compare puts them side by side".to_owned(),
-        }];
-    }
     if let Some(lookup::Error::Name { near, .. }) = cause.downcast_ref() {
         return vec![format!("did you mean {}?", near.join(" or "))];
     }

@@ -13,7 +13,9 @@ use paceline_plan::catalogue::{Catalogue, ModelEntry};
 use paceline_tensor::StateRule;
 use paceline_train::{Lora, Method, TrainedShape, TrainingSpec, changes, forecast, too_small};
 
-use super::{Error, local_path};
+use super::error::several_clusters;
+use super::local_path;
+use crate::error::Error;
 use crate::load;
 use crate::output::print;
 use crate::train::{ShardArg, of_name};
@@ -87,7 +89,7 @@ pub(super) fn run(
             (vec![machine], None)
         }
         [one] => of_cluster(&super::cluster(one, &mut catalogue)?),
-        several => return Err(Error::Clusters(several.len()).into()),
+        several => return Err(several_clusters(several.len()).into()),
     };
     let nodes: usize = machines.iter().map(|machine| machine.processes).sum();
     let stages = args.stages.clamp(1, nodes);
@@ -115,13 +117,13 @@ pub(super) fn run(
         return print(&facts.to_string());
     }
     if let Some((machine, needs, has)) = lacking {
-        return Err(Error::TrainingTooLarge {
-            machine: machines[machine].name.clone(),
-            needs: Bytes(needs),
-            has: Bytes(has),
-            changes: told(&changes(&sizes.shape, &plan, &machines)),
+        let (needs, has, machine) = (Bytes(needs), Bytes(has), &machines[machine].name);
+        let mut hints = told(&changes(&sizes.shape, &plan, &machines));
+        if hints.is_empty() {
+            hints.push("no single change of the plan is enough".to_owned());
         }
-        .into());
+        let text = format!("this training needs {needs} on {machine}, which has {has}");
+        return Err(Error::Failed { text, hints }.into());
     }
     print(&report(&said, args.batch * args.row, args.steps, nodes))
 }

@@ -12,7 +12,7 @@ use super::chat_input::{COMMANDS, ChatInput, set, settings};
 use super::lines::{ChatLine, LineReader};
 use super::session::RunSession;
 use super::{Args, end_answer, shown};
-use crate::error::{Error, PROMPT_BYTES_MAX};
+use crate::error::{Error, PROMPT_BYTES_MAX, failed};
 use crate::interrupt::Signals;
 use crate::output::print_err;
 use crate::{hint, home};
@@ -112,9 +112,13 @@ pub(super) fn chat(args: &Args, mut session: RunSession, signals: &Signals) -> a
 fn check(args: &Args, session: &RunSession) -> Result<(), Error> {
     match session.template.is_some() {
         true => Ok(()),
-        false => Err(Error::CannotChat {
-            model: args.model.clone(),
-        }),
+        false => Err(failed(
+            format!(
+                "{} has no chat template: it completes text and cannot chat",
+                args.model
+            ),
+            "give it a text to continue: paceline run MODEL TEXT",
+        )),
     }
 }
 
@@ -149,8 +153,8 @@ fn obey(
             print_err(format_args!("{path} has {turns} messages"));
         }
         ChatInput::Unknown(word) => {
-            let word = word.to_owned();
-            return Err(Error::NoChatCommand { word }.into());
+            let text = format!("the chat has no command {word}, or it needs an argument");
+            return Err(failed(text, "/help shows all commands").into());
         }
         ChatInput::Nothing
         | ChatInput::Exit

@@ -2,7 +2,7 @@
 
 use paceline_engine::SamplingParams;
 
-use crate::error::Error;
+use crate::error::{Error, failed};
 
 pub(super) const COMMANDS: &str = "\
 /clear forgets the conversation
@@ -82,6 +82,8 @@ fn is_command(word: &str) -> bool {
     name.is_some_and(|name| !name.is_empty() && name.chars().all(char::is_alphabetic))
 }
 
+const SHOW_SETTINGS: &str = "/set shows all settings; /set temperature 0 changes one";
+
 /// Changes a setting.
 pub(super) fn set(
     (sampling, max_tokens): (&mut SamplingParams, &mut usize),
@@ -89,10 +91,8 @@ pub(super) fn set(
     value: &str,
 ) -> Result<(), Error> {
     fn parsed<T: std::str::FromStr>(name: &str, value: &str) -> Result<T, Error> {
-        value.parse().map_err(|_| Error::SettingValue {
-            name: name.to_owned(),
-            value: value.to_owned(),
-        })
+        let text = format!("{name} is {value:?}, expected a number");
+        value.parse().map_err(|_| failed(text, SHOW_SETTINGS))
     }
     let mut new = sampling.clone();
     match name.replace('-', "_").as_str() {
@@ -107,8 +107,8 @@ pub(super) fn set(
         "seed" => new.seed = parsed(name, value)?,
         "max_tokens" | "num_predict" => *max_tokens = parsed(name, value)?,
         _ => {
-            let name = name.to_owned();
-            return Err(Error::NoSetting { name });
+            let text = format!("there is no setting {name:?}");
+            return Err(failed(text, SHOW_SETTINGS));
         }
     }
     new.check().map_err(Error::Param)?;
@@ -180,15 +180,9 @@ mod tests {
         change("top-k", "7").unwrap();
         change("max_tokens", "9").unwrap();
         assert!(matches!(change("top_p", "3"), Err(Error::Param(_))));
-        let wrong = change("seed", "x");
-        assert!(
-            matches!(wrong, Err(Error::SettingValue { .. })),
-            "{wrong:?}"
-        );
-        assert!(matches!(
-            change("colour", "1"),
-            Err(Error::NoSetting { .. })
-        ));
+        let mut told = |name, value| change(name, value).unwrap_err().to_string();
+        assert_eq!(told("seed", "x"), "seed is \"x\", expected a number");
+        assert_eq!(told("colour", "1"), "there is no setting \"colour\"");
         let told = settings(&sampling, most);
         assert!(told.starts_with("temperature 0\ntop_k 7\n"), "{told}");
         assert!(told.ends_with("max_tokens 9"), "{told}");

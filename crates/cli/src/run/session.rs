@@ -21,7 +21,7 @@ use serde_json::Value;
 
 use super::Args;
 use crate::adapter;
-use crate::error::Error;
+use crate::error::failed;
 use crate::instance_choice::NodeInstance;
 use crate::local_model::{LocalModel, ReadyModel, SplitArgs};
 use crate::output::print_err;
@@ -238,13 +238,23 @@ impl RunSession {
     /// Adds the hint for a prompt that is too long.
     fn explain(&self, error: anyhow::Error, in_chat: bool) -> anyhow::Error {
         match error.downcast_ref() {
-            Some(RequestFailure::PromptTooLong { tokens, context }) => Error::PromptTooLong {
-                tokens: *tokens,
-                context: *context,
-                trained: self.loaded.config().context,
-                in_chat,
+            Some(RequestFailure::PromptTooLong { tokens, context }) => {
+                let shorter = match in_chat {
+                    true => "/clear forgets the conversation",
+                    false => "shorten the prompt",
+                };
+                let trained = self.loaded.config().context;
+                let hint = if *tokens < trained && *context < trained {
+                    format!(
+                        "{shorter}, or give room with --context N, up to {trained} for this model"
+                    )
+                } else {
+                    format!("{shorter}: the model was trained for {trained} positions")
+                };
+                let text =
+                    format!("the prompt has {tokens} tokens, but the context holds {context}");
+                failed(text, hint).into()
             }
-            .into(),
             _ => error,
         }
     }

@@ -1,62 +1,15 @@
-//! Errors of a topology, with hints.
+//! Hints for errors of a topology.
 
 use std::error::Error as StdError;
 
 use paceline_comm_rdma::ENABLE_RDMA;
 use paceline_launch::topology::Error as TopologyError;
-use paceline_process::Ending;
 
 use crate::launch::ssh_works;
 
-/// Errors of the command itself.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    /// No host is left.
-    #[error("none of the hosts answers")]
-    NobodyAnswers,
-    /// `sudo` would require a password.
-    #[error("sudo wants a password on {}", hosts.join(", "))]
-    NoSudo { hosts: Vec<String> },
-    /// There is no terminal for a question.
-    #[error("--auto-setup asks before it changes machines, but standard input is no terminal")]
-    NobodyToAsk,
-    /// A command failed.
-    #[error("the setup of {host} failed: it {ending}")]
-    Setup {
-        host: String,
-        /// Exit state of its shell.
-        ending: Ending,
-    },
-}
-
-impl Error {
-    pub(crate) const fn is_usage(&self) -> bool {
-        matches!(self, Self::NobodyToAsk)
-    }
-}
-
 pub(crate) fn hints(cause: &(dyn StdError + 'static)) -> Vec<String> {
-    let hint = if let Some(error) = cause.downcast_ref() {
-        of_topology(error)
-    } else if let Some(error) = cause.downcast_ref() {
-        own(error)
-    } else {
-        None
-    };
+    let hint = cause.downcast_ref().and_then(of_topology);
     hint.into_iter().collect()
-}
-
-fn own(error: &Error) -> Option<String> {
-    Some(match error {
-        Error::NobodyAnswers => "`ssh HOST true` must work without a question".to_owned(),
-        Error::NoSudo { .. } => "run the commands shown above by hand, without --auto-setup; or \
-                                 let sudo run them without a password"
-            .to_owned(),
-        Error::NobodyToAsk => "add --yes to have the commands above run".to_owned(),
-        Error::Setup { .. } => {
-            "the lines above say why; `paceline topology --undo` shows the way back".to_owned()
-        }
-    })
 }
 
 fn of_topology(error: &TopologyError) -> Option<String> {

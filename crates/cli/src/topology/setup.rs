@@ -7,7 +7,7 @@ use paceline_board::cables::CablingSetup;
 use paceline_launch::remote::SshClient;
 use paceline_launch::topology::setup::script;
 
-use super::Error;
+use crate::error::{Error, failed, misused};
 use crate::output::print_err;
 
 /// Timeout of a host's dozen quick commands.
@@ -36,8 +36,9 @@ pub(super) fn carry_out(
             .lines()
             .for_each(|line| print_err(format_args!("  {line}")));
         if !answer.ending.is_success() {
-            let (host, ending) = (host.clone(), answer.ending);
-            return Err(Error::Setup { host, ending }.into());
+            let text = format!("the setup of {host} failed: it {}", answer.ending);
+            let hint = "the lines above say why; `paceline topology --undo` shows the way back";
+            return Err(failed(text, hint).into());
         }
     }
     Ok(())
@@ -47,13 +48,20 @@ pub(super) fn carry_out(
 fn may_run(setup: &CablingSetup<'_>, yes: bool) -> Result<bool, Error> {
     let hosts = setup.without_sudo();
     if !hosts.is_empty() {
-        return Err(Error::NoSudo { hosts });
+        return Err(failed(
+            format!("sudo wants a password on {}", hosts.join(", ")),
+            "run the commands shown above by hand, without --auto-setup; or let sudo run them \
+             without a password",
+        ));
     }
     if yes {
         return Ok(true);
     }
     if !io::stdin().is_terminal() {
-        return Err(Error::NobodyToAsk);
+        return Err(misused(
+            "--auto-setup asks before it changes machines, but standard input is no terminal",
+            "add --yes to have the commands above run",
+        ));
     }
     print_err("Run these commands on all hosts? [y/N]");
     let mut answer = String::new();

@@ -8,7 +8,7 @@ use clap::Parser;
 use paceline_train::mlx_lm;
 
 use super::Args;
-use crate::error::Error;
+use crate::error::{Error, misused};
 use crate::log::LogArgs;
 use crate::output::print_err;
 
@@ -24,7 +24,13 @@ struct ReparsedArgs {
 
 /// A required argument, from the command line or a configuration.
 pub(super) fn needed<'a, T>(value: Option<&'a T>, name: &'static str) -> Result<&'a T, Error> {
-    value.ok_or(Error::Needed { name })
+    let missing = || {
+        misused(
+            format!("{name} is given neither here nor in the configuration"),
+            format!("give it on the command line: {name}"),
+        )
+    };
+    value.ok_or_else(missing)
 }
 
 /// The arguments, merged over those of the configuration at `path`.

@@ -12,7 +12,7 @@ use paceline_train::remote::{self, FarSpec, GREETING};
 use paceline_train::{Means, Post, worker};
 
 use super::Args;
-use crate::error::Error;
+use crate::error::started_by_hand;
 use crate::machines::{self, ClusterMachine};
 use crate::output::{print, print_err};
 use crate::{home, load, process};
@@ -100,7 +100,7 @@ pub(crate) fn work(args: &TrainWorkerArgs) -> anyhow::Result<()> {
         Err(error) => error,
     };
     if matches!(error, paceline_train::Error::Cluster(_)) {
-        return Err(Error::WorkerByHand.into());
+        return Err(started_by_hand().into());
     }
     if args.host.is_some() || args.node.is_some() {
         print_err(&error); // the run shows a worker's last line

@@ -13,7 +13,7 @@ use paceline_model::encoder::EncoderConfig;
 use paceline_node::fleet::LoadRequest;
 
 use super::{AdapterArg, Args};
-use crate::error::Error;
+use crate::error::{Error, failed, misused};
 use crate::interrupt::Signals;
 use crate::local_model::{LocalModel, NodeTransport};
 use crate::output::print_err;
@@ -34,14 +34,18 @@ impl Args {
     pub(super) fn check(&self) -> anyhow::Result<()> {
         self.split.check()?;
         if self.model().is_none() && !self.adapter.is_empty() {
-            return Err(Error::AdapterAlone.into());
+            let hint = "name its model: paceline up MODEL --adapter FILE";
+            return Err(misused("--adapter is for a model, and there is none", hint).into());
         }
         let each = self.each(self.fuses()?);
         self.check_draft(each.len())?;
         let models = each.iter().map(|one| one.given);
         let is_one = models.clone().all(|given| Some(given) == self.model());
         if !is_one && !self.adapter.is_empty() {
-            return Err(Error::AdapterOfSeveral.into());
+            let text = "--adapter is for one model, and there are several";
+            let hint = "`paceline adapter fuse` writes a model with its adapter in it, to serve \
+                        beside others";
+            return Err(misused(text, hint).into());
         }
         Ok(check_names(&each)?)
     }
@@ -209,9 +213,6 @@ impl Args {
     }
 
     /// Adds all adapters to the model; their names and absolute paths.
-    ///
-    /// # Errors
-    /// [`Error::SameName`], also for a name of the model; an unusable adapter.
     fn adapters(
         &self,
         opened: &mut LocalModel,
@@ -225,7 +226,7 @@ impl Args {
             let is_model = self.only_adapter().is_none()
                 && (names.contains(&name) || self.model() == Some(&name));
             if is_known || is_model {
-                return Err(Error::SameName { name }.into());
+                return Err(same_name(&name).into());
             }
             opened.add_adapter(&name, &tuned.path)?;
             adapters.push((name, std::path::absolute(&tuned.path)?));
@@ -249,7 +250,11 @@ impl Args {
             0 => Some("no model"),
             _ => Some("several models"),
         };
-        wrong.map_or(Ok(()), |with| Err(Error::DraftOf { with }))
+        let hint = "give one MODEL, and leave out --drafts 0 or --draft";
+        wrong.map_or(Ok(()), |with| {
+            let text = format!("--draft is for one model that has guesses, and there is {with}");
+            Err(misused(text, hint))
+        })
     }
 
     /// Request to load the encoder of `--embed`.
@@ -258,8 +263,14 @@ impl Args {
             return Ok(None);
         };
         let found = pull::ensure(given, signals)?;
-        let no_encoder = || Error::NoEncoder {
-            model: given.to_owned(),
+        let no_encoder = || {
+            failed(
+                format!(
+                    "{given} makes no embeddings: expected a folder of bert, roberta or \
+                     xlm-roberta"
+                ),
+                "all-MiniLM-L6-v2 is one",
+            )
         };
         let source = encoder(&found.path).ok_or_else(no_encoder)?;
         if self.model().is_none() {
@@ -315,7 +326,12 @@ impl Args {
             ("--adapter", !self.adapter.is_empty()),
         ];
         match given.into_iter().find(|(_, is_given)| *is_given) {
-            Some((option, _)) => Err(Error::OfDecoders { option }),
+            Some((option, _)) => Err(failed(
+                format!(
+                    "{option} has no effect: the model makes embeddings, on one node and in f32"
+                ),
+                format!("leave out {option}"),
+            )),
             None => Ok(()),
         }
     }
@@ -327,11 +343,17 @@ fn check_names(each: &[NamedModel<'_>]) -> Result<(), Error> {
     for one in each {
         let name = one.names.first().map_or(one.given, String::as_str);
         if !known.insert(name) {
-            let name = name.to_owned();
-            return Err(Error::SameName { name });
+            return Err(same_name(name));
         }
     }
     Ok(())
+}
+
+fn same_name(name: &str) -> Error {
+    misused(
+        format!("two models would answer by the name {name}"),
+        "give an adapter a name of its own: --adapter NAME=FILE",
+    )
 }
 
 /// A model's names for clients, if they are not `given` alone: of a file or folder its stem, then
