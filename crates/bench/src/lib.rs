@@ -14,7 +14,6 @@
 //! crate prints nothing, and only [`ranks`], [`peer`] and [`selftest`] start processes.
 
 pub mod comm;
-mod error;
 pub mod kernels;
 pub mod limits;
 pub mod model;
@@ -22,8 +21,6 @@ pub mod peer;
 pub mod plan;
 pub mod ranks;
 pub mod selftest;
-
-pub use error::Error;
 
 /// Percentiles of some values.
 #[derive(Clone, Copy, Debug, serde::Serialize)]

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use anyhow::{Result, ensure};
 use paceline_base::Bytes;
 use paceline_engine::{GenerationRequest, Reply, RequestFailure};
 use paceline_node::ServingModel;
@@ -12,7 +13,7 @@ use paceline_worker::InstanceTraffic;
 use serde_json::json;
 
 use crate::limits::Limit;
-use crate::{Error, quantile};
+use crate::quantile;
 
 /// The model under measurement.
 #[derive(Clone, Copy, Debug)]
@@ -56,27 +57,27 @@ pub fn measure(
     limit: &Limit,
     spec: &SpeedSpec,
     round: u32,
-) -> Result<SpeedRun, Error> {
-    let limit = limit.measure().map_err(Error::Mlx)?;
+) -> Result<SpeedRun> {
+    let limit = limit.measure()?;
     let prompt = spec.prompt as usize;
     let tokens = tokens(subject, spec.depth.max(prompt), round);
     let start = Instant::now();
-    let read = generate(subject, &tokens[..prompt], 0).map_err(Error::Failure)?;
+    let read = generate(subject, &tokens[..prompt], 0)?;
     let prefill = prompt as f64 / (read.prompt_read - start).as_secs_f64();
     // Other tokens, so that the prefix cache has no match. A prompt has at least one token.
     let again = spec.depth != prompt; // long to read, and read once
     let round = if again { 0 } else { round };
     let tokens = self::tokens(subject, spec.depth.max(1), round + 1_000_000);
     let before = subject.model.moved();
-    let generated = generate(subject, &tokens, spec.generate as usize + 1);
-    let generated = generated.map_err(Error::Failure)?;
+    let generated = generate(subject, &tokens, spec.generate as usize + 1)?;
     let computed = (tokens.len() + generated.tokens - 1) as u64;
     let moved = subject.model.moved().zip(before);
     let moved = moved.map(|(after, before)| after.since(before).per(computed));
     let decoded = generated.tokens.saturating_sub(1);
-    if decoded == 0 {
-        return Err(Error::NoAnswer);
-    }
+    ensure!(
+        decoded > 0,
+        "the model ended its answer at once: nothing to measure"
+    );
     let time = (generated.last - generated.prompt_read).as_secs_f64();
     Ok(SpeedRun {
         prefill,
@@ -112,7 +113,7 @@ pub fn generate(
     subject: Subject<'_>,
     prompt: &[u32],
     max_tokens: usize,
-) -> Result<ReplyTimes, RequestFailure> {
+) -> std::result::Result<ReplyTimes, RequestFailure> {
     let answer = subject.model.submit(GenerationRequest {
         prompt: prompt.to_vec(),
         max_tokens,

@@ -4,9 +4,8 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::process::Command;
 
+use anyhow::{Context, Result, bail, ensure};
 use paceline_process::{Ending, Program};
-
-use crate::Error;
 
 /// Drives the prebuilt library of the npm package `node-llama-cpp` through Python's ctypes.
 const LLAMA_CPP: &str = include_str!("../../../scripts/peers/llama_bench.py");
@@ -35,10 +34,7 @@ pub struct PeerProcess {
 impl PeerProcess {
     /// Starts llama.cpp; `folder` is the one that `npm install --prefix` filled. The model is
     /// loaded and warmed up in the background, until the first [`run`](Self::run) waits for that.
-    ///
-    /// # Errors
-    /// [`Error::PeerStart`].
-    pub fn llama_cpp(folder: &Path, model: &Path, task: PeerRun) -> Result<Self, Error> {
+    pub fn llama_cpp(folder: &Path, model: &Path, task: PeerRun) -> Result<Self> {
         let mut python = Command::new("python3");
         python.args(["-c", LLAMA_CPP]).arg(folder).arg(model);
         python.args(["--threads", &task.threads.to_string()]);
@@ -50,10 +46,11 @@ impl PeerProcess {
     ///
     /// # Errors
     /// If there is no such Python, or `task.depth` is not the length of the prompt.
-    pub fn mlx_lm(python: Option<OsString>, model: &Path, task: PeerRun) -> Result<Self, Error> {
-        if task.depth != task.prompt {
-            return Err(Error::PeerDepth);
-        }
+    pub fn mlx_lm(python: Option<OsString>, model: &Path, task: PeerRun) -> Result<Self> {
+        ensure!(
+            task.depth == task.prompt,
+            "mlx-lm decodes behind the prompt, so --depth cannot be compared with it"
+        );
         let python: OsString = python.unwrap_or_else(|| OsStr::new("python3").to_owned());
         let mut python = Command::new(python);
         python.args(["-c", MLX_LM]).arg(model);
@@ -61,13 +58,13 @@ impl PeerProcess {
         Self::start("mlx-lm", python, task)
     }
 
-    fn start(name: &'static str, mut python: Command, task: PeerRun) -> Result<Self, Error> {
+    fn start(name: &'static str, mut python: Command, task: PeerRun) -> Result<Self> {
         python
             .env("PYTHONSAFEPATH", "1") // no module of the current folder
             .args(["--prompt", &task.prompt.to_string()])
             .args(["--gen", &task.generate.to_string(), "--serve"]);
-        let program = Program::start(&mut python);
-        let program = program.map_err(|source| Error::PeerStart { name, source })?;
+        let program = Program::start(&mut python)
+            .with_context(|| format!("cannot run Python, which drives {name}"))?;
         Ok(Self { name, program })
     }
 
@@ -80,15 +77,16 @@ impl PeerProcess {
     ///
     /// # Errors
     /// If the program ended, or its output is invalid.
-    pub fn run(&mut self) -> Result<(f64, f64), Error> {
+    pub fn run(&mut self) -> Result<(f64, f64)> {
         let name = self.name;
         let sent = self.program.send_line("");
         let line = self.program.receive_line();
-        let line = line.map_err(|source| Error::PeerLost { name, source })?;
+        let line = line.with_context(|| format!("cannot hear {name}"))?;
         if sent.is_err() || line.is_empty() {
             let ending = self.program.wait().unwrap_or(Ending::Unknown);
-            return Err(Error::PeerEnded { name, ending });
+            bail!("{name} {ending}, its message is above");
         }
-        serde_json::from_str(&line).map_err(|source| Error::PeerAnswer { name, source })
+        serde_json::from_str(&line)
+            .with_context(|| format!("the answer of {name}'s script is not two numbers"))
     }
 }

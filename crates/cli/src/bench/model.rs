@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use paceline_bench::Error;
 use paceline_bench::limits::Limit;
 use paceline_bench::model::{Report, SpeedRun, SpeedSpec, measure};
 use paceline_bench::peer::{PeerProcess, PeerRun};
@@ -95,7 +94,7 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for round in 0..=args.runs {
         // The first run of each is a warm-up.
-        let run = measured(&loaded, &limit, args, round)?;
+        let run = measure(subject(&loaded), &limit, &args.spec(), round)?;
         ours.extend((round > 0).then_some(run));
         if let Some(peer) = &mut peer {
             let run = peer.run(args, round)?;
@@ -176,20 +175,6 @@ fn limit(loaded: &ReadyModel) -> anyhow::Result<Limit> {
     Ok(Limit::of_cpu(load::kernels(threads)?)?)
 }
 
-fn measured(
-    loaded: &ReadyModel,
-    limit: &Limit,
-    args: &Args,
-    round: u32,
-) -> anyhow::Result<SpeedRun> {
-    measure(subject(loaded), limit, &args.spec(), round).map_err(|error| match error {
-        // Passed on unchanged, for advice.
-        Error::Mlx(error) => error.into(),
-        Error::Failure(failure) => failure.into(),
-        other => other.into(),
-    })
-}
-
 /// The baseline that alternates with the model.
 enum BenchBaseline {
     Other(PeerProcess),
@@ -209,7 +194,9 @@ impl BenchBaseline {
     fn run(&mut self, args: &Args, round: u32) -> anyhow::Result<SpeedRun> {
         let (prefill, decode) = match self {
             Self::Other(peer) => peer.run()?,
-            Self::OneNode(one) | Self::Local(one) => return measured(&one.1, &one.0, args, round),
+            Self::OneNode(one) | Self::Local(one) => {
+                return measure(subject(&one.1), &one.0, &args.spec(), round);
+            }
         };
         Ok(SpeedRun {
             prefill,
