@@ -246,45 +246,11 @@ fn close_names(home: &Home, catalogue: Catalogue, spec: &str) -> Vec<String> {
     let mut close: Vec<(usize, String)> = names
         .map(|name| match name.to_lowercase() {
             lower if !wanted.is_empty() && lower.starts_with(&wanted) => (0, name),
-            lower => (edit_distance(&lower, &wanted), name),
+            lower => (strsim::levenshtein(&lower, &wanted), name),
         })
         .filter(|(distance, _)| *distance <= limit)
         .collect();
     close.sort();
     close.dedup();
     close.into_iter().map(|(_, name)| name).take(3).collect()
-}
-
-/// Levenshtein distance in characters. Cost: product of the lengths.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let substituted = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn edits_are_counted() {
-        for (a, b, distance) in [
-            ("", "", 0),
-            ("abc", "", 3),
-            ("", "ab", 2),
-            ("kitten", "sitting", 3),
-            ("ä", "a", 1),
-        ] {
-            assert_eq!(edit_distance(a, b), distance, "{a} {b}");
-        }
-    }
 }

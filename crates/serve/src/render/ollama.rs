@@ -1,6 +1,6 @@
 //! `/api/chat` and `/api/generate`: a JSON object per line, the last with the statistics.
 
-use paceline_text::chat::call_arguments;
+use paceline_text::chat::{call_arguments, strftime};
 use serde_json::{Map, Value, json};
 
 use super::{DialectWriter, ResponseUsage, StreamFraming};
@@ -174,39 +174,5 @@ impl DialectWriter for Ollama {
 
 /// The time as `2026-11-23T18:40:00Z`.
 pub(crate) fn rfc3339(unix_s: u64) -> String {
-    let (days, second) = (unix_s / 86_400, unix_s % 86_400);
-    // Days from 1970 to a date: Hinnant, "chrono-compatible low-level date algorithms".
-    let z = days + 719_468;
-    let (era, day_of_era) = (z / 146_097, z % 146_097);
-    let year_of_era =
-        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
-    let month = if shifted < 10 {
-        shifted + 3
-    } else {
-        shifted - 9
-    };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::rfc3339;
-
-    #[test]
-    fn times_are_written_as_dates() {
-        for (unix_s, expected) in [
-            (0, "1970-01-01T00:00:00Z"),
-            (951_782_399, "2000-02-28T23:59:59Z"),
-            (951_782_400, "2000-02-29T00:00:00Z"),
-            (1_700_000_000, "2023-11-14T22:13:20Z"),
-            (4_102_444_800, "2100-01-01T00:00:00Z"),
-        ] {
-            assert_eq!(rfc3339(unix_s), expected);
-        }
-    }
+    strftime(i64::try_from(unix_s).unwrap_or(i64::MAX), "%FT%TZ")
 }

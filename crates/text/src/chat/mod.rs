@@ -36,6 +36,7 @@ use serde_json::{Map, Value as Json};
 
 use crate::tokenizer::{self, Fragment, Tokenizer};
 use crate::tools::ResponseTemplate;
+pub use clock::strftime;
 use guard::{Guard, GuardMode, TextKind};
 pub use interpreter::{Here, Interpreter, RenderInput, TemplateError};
 use message::MessageFormat;
