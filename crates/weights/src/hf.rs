@@ -297,7 +297,17 @@ impl HfFolder {
     /// [`Error::Quantization`], [`Error::QuantisedDtype`], [`Error::Misfit`], [`Error::Scales`],
     /// and [`Error::MissingTensor`] for what belongs to the scales.
     pub fn quantised(&self, module: &str) -> Result<Option<Quantised>, Error> {
-        self.quantised_by(module, |name| Ok(self.part(name)))
+        let part = |name: &str| self.part(name).or_else(|| self.shared_scale(name));
+        self.quantised_by(module, |name| Ok(part(name)))
+    }
+
+    /// The scale of a table for one of its shards, as Qwen 3.8 has it: `NAME.weight_scale` for
+    /// `NAME.shard_3.weight`.
+    fn shared_scale(&self, name: &str) -> Option<UncheckedTensor> {
+        let (table, shard) = name.split_once(".shard_")?;
+        let (_, suffix) = shard.split_once('.')?;
+        let is_scale = scaled::SCALES.contains(&suffix);
+        is_scale.then(|| self.part(&format!("{table}.{suffix}")))?
     }
 
     /// Like [`quantised`](Self::quantised), from the tensors that `part` returns.

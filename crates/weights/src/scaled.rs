@@ -9,9 +9,9 @@
 //! | U8 or I8: the same | U8 or F8_E8M0 of 32 columns | s w | MXFP4 |
 //! | I32: `b` bits, no gaps | F16 or BF16, for each group or row | s (q - 2^(b-1)) | AFFINEb |
 //!
-//! The tensors of a module are `weight` or `weight_packed`, and one of [`SCALES`]; DeepSeek V4 calls
-//! it `scale`. A *tile* is `weight_block_size` rows and columns, 128 each by default. Scales of
-//! NVFP4 are multiplied by `weight_scale_2` (ModelOpt) or divided by `weight_global_scale`
+//! The tensors of a module are `weight` or `weight_packed`, and one of [`SCALES`]; DeepSeek V4's is
+//! `scale`. A *tile* is `weight_block_size` rows and columns, 128 each by default. Scales of NVFP4
+//! are multiplied by `weight_scale_2` (ModelOpt) or divided by `weight_global_scale`
 //! (compressed-tensors) first. Integers have their shape in `weight_shape`. Scales of activations
 //! (`input_scale`) are not read: activations keep their precision.
 //!

@@ -129,6 +129,21 @@ fn layouts_are_recognised_by_their_tensors() {
     }
 }
 
+/// Qwen 3.8 has one for all shards of a table of n-grams.
+#[test]
+fn shards_have_the_scale_of_their_table() {
+    let specs = [
+        ("shard_7.weight", "F8_E4M3", &[3, 96][..]),
+        ("weight_scale", "BF16", &[1]),
+    ];
+    let (_dir, folder) = folder(&json!({}), &specs, 0);
+    let shard = folder.tensor("m.shard_7.weight").unwrap();
+    assert_eq!(
+        (shard.block_type, &shard.shape[..]),
+        (BlockType::FP8, &[3, 96][..])
+    );
+}
+
 #[test]
 fn tiles_of_128_are_the_default() {
     let scales = ("weight_scale_inv", "F32", &[2, 3][..]);
