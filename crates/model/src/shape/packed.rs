@@ -36,9 +36,19 @@ pub(super) fn beyond_file(file: &Gguf) -> f64 {
     more.sum()
 }
 
-/// Bytes in memory beyond those of the folder's files, of matrices with scales in FP8 and NVFP4.
+/// Whether a tensor is of a table of n-grams. These stay in the files.
+fn is_of_table(name: &&str) -> bool {
+    name.contains(".ngram_embedding.") || name.contains(".engram.embed.")
+}
+
+/// Bytes in memory beyond those of the folder's files: more for matrices with scales in FP8 and
+/// NVFP4, less for tables of n-grams.
 pub(super) fn beyond_folder(folder: &HfFolder) -> f64 {
-    let modules = folder.names().filter_map(|name| {
+    let tables = folder.names().filter(is_of_table);
+    let tables = tables.filter_map(|name| Some(folder.info(name)?.range().len() as f64));
+    let tables: f64 = tables.sum();
+    let matrices = folder.names().filter(|name| !is_of_table(name));
+    let modules = matrices.filter_map(|name| {
         let packed = name.strip_suffix(".weight_packed");
         Some((name, packed.or_else(|| name.strip_suffix(".weight"))?))
     });
@@ -50,7 +60,7 @@ pub(super) fn beyond_folder(folder: &HfFolder) -> f64 {
         let stored = weight.range().len() + scales.range().len();
         Some(of_module(weight, scales)? as f64 - stored as f64)
     });
-    more.sum()
+    more.sum::<f64>() - tables
 }
 
 /// Bytes of a matrix with scales; `None` for other types and for shapes that are refused.

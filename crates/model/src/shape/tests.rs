@@ -159,3 +159,16 @@ fn a_missing_field_is_named() {
     let error = from_config("x", &json!({ "vocab_size": 5 })).unwrap_err();
     assert!(error.to_string().contains("num_attention_heads"), "{error}");
 }
+
+#[test]
+fn tables_of_ngrams_take_no_memory() {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests-data/golden/hf");
+    let of = |name| {
+        from_files(&Path::new(root).join(name), None)
+            .unwrap()
+            .weight_bytes()
+    };
+    let more = of("qwen4-ngrams-bf16") - of("qwen4-bf16");
+    let matrices = 2.0 * 2.0 * 96.0 * (192.0 + 64.0); // of two layers; tables would be a half more
+    assert!((1.0..1.2).contains(&(more / matrices)), "{more}");
+}

@@ -172,8 +172,7 @@ impl ShardLoader<'_> {
             let mine = || rows(part, all, of_heads(&cut.kv_heads, dim));
             there.then(mine).transpose()
         };
-        let norm = |part, n| self.names.norm(role(part), n);
-        let opt_norm = |there: bool, part, n| there.then(|| norm(part, n)).transpose();
+        let opt_norm = |there: bool, of, n| there.then(|| self.names.norm(role(of), n)).transpose();
         let [before, after] = [
             c.family.norms_before_halves(),
             c.family.norms_after_halves(),
