@@ -1,5 +1,7 @@
 //! Forecasts of trainings, as JSON and text, and the machines for them.
 
+mod models;
+
 use std::time::Instant;
 
 use paceline_base::Bytes;
@@ -9,6 +11,8 @@ use paceline_plan::Cluster;
 use paceline_tensor::Kernels;
 use paceline_train::{FitChange, Forecast, TrainingMachine, measured_flops};
 use serde_json::{Value, json};
+
+pub use models::ModelSizes;
 
 /// Fraction of quoted rates that training reaches: training.md's assumption for Apple's GPUs, 11 of
 /// 28 Tflop/s. Measured rates count in full.
