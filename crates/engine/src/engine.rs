@@ -26,8 +26,8 @@ use crate::request::check_tokens;
 use crate::sampling::Scratch;
 use crate::sequence::{Sequence, SequenceAdapter};
 use crate::{
-    ConstraintError, DraftCounters, EngineConfig, Error, Event, GenerationRequest, ResumeOutcome,
-    SequenceId, Snapshot,
+    ConstraintError, DraftCounters, EngineConfig, Error, Event, GenerationRequest, Reply,
+    ResumeOutcome, SequenceId, Snapshot,
 };
 
 mod in_flight;
@@ -347,8 +347,8 @@ impl Engine {
         let adapter = self.adapter(request.adapter.as_deref())?;
         let sequence = Sequence::new(SequenceId(0), request, guide, context)?;
         let mut sequence = sequence.adapted(adapter);
-        if let Some(Event::Finished { text, reason, .. }) = sequence.replay(tokens, &self.tokenizer)
-        {
+        let last = sequence.replay(tokens, &self.tokenizer);
+        if let Some(Reply::Finished { text, reason, .. }) = last.map(|event| event.reply) {
             return Ok(ResumeOutcome::Finished { text, reason });
         }
         let snapshot = sequence.into_snapshot(self.identity.clone());
@@ -460,7 +460,8 @@ impl Engine {
         for index in (0..self.running.len()).rev() {
             let sequence = self.stop_running(index);
             if is_near && sequence.tokens.len() > sequence.prompt_len() {
-                events.push(Event::Continued { id: sequence.id });
+                let (id, reply) = (sequence.id, Reply::Continued);
+                events.push(Event { id, reply });
             }
             self.resuming.push_front(sequence);
         }

@@ -4,7 +4,7 @@
 //! does not know the cluster: ranks and splits are inside the model.
 //!
 //! ```text
-//! Request --submit--> waiting --admitted--> running --step--> Event::Token ... Event::Finished
+//! Request --submit--> waiting --admitted--> running --step--> Reply::Token ... Reply::Finished
 //!                                           |     ^
 //!                                 preempted |     | admitted first
 //!                                           v     |
@@ -31,7 +31,7 @@
 //! ```no_run
 //! use std::sync::Arc;
 //!
-//! use paceline_engine::{Engine, EngineConfig, Event, GenerationRequest, SamplingParams};
+//! use paceline_engine::{Engine, EngineConfig, GenerationRequest, Reply, SamplingParams};
 //! use paceline_text::tokenizer::{Specials, Tokenizer};
 //! use paceline_model::{LoadOptions, Model, ModelSource};
 //! use paceline_tensor::Kernels;
@@ -55,7 +55,7 @@
 //! let mut answer = String::new();
 //! while !engine.is_idle() {
 //!     for event in engine.step()? {
-//!         if let Event::Token { text, .. } | Event::Finished { text, .. } = event {
+//!         if let Reply::Token { text, .. } | Reply::Finished { text, .. } = event.reply {
 //!             answer.push_str(&text);
 //!         }
 //!     }

@@ -4,7 +4,7 @@ use paceline_text::detokenizer::StopMatcher;
 use paceline_text::grammar::Constraint;
 use serde::{Deserialize, Serialize};
 
-use crate::{DraftCounts, Error, SamplingParams, SchedulingParams};
+use crate::{Error, Reply, SamplingParams, SchedulingParams};
 
 /// Id of a sequence; never reused by the same engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -166,39 +166,16 @@ pub enum ResumeOutcome {
     },
 }
 
-/// Event of a step.
+/// What a step did for a sequence. It has ended with [`Reply::Finished`] and is removed then; none is
+/// [`Reply::Failed`].
 #[derive(Clone, Debug, PartialEq)]
-pub enum Event {
-    /// The prompt is in the cache; the first token, if any, comes with the same step. Sent once per
-    /// request, even after preemptions and moves.
-    PromptRead {
-        id: SequenceId,
-        /// Prompt tokens from the prefix cache.
-        reused: usize,
-        /// Logprobs of the prompt from token 1 on, if requested.
-        logprobs: Option<Vec<TokenLogprobs>>,
-        /// See [`Reply::PromptRead`](crate::Reply::PromptRead).
-        read_by: Option<String>,
-    },
-    /// A token was generated. `text` is the newly certain text: empty while a character or a
-    /// possible stop string is incomplete.
-    Token {
-        id: SequenceId,
-        token: u32,
-        text: String,
-        /// If requested.
-        logprobs: Option<TokenLogprobs>,
-    },
-    /// The sequence's cache is recomputed, in a kernel class whose bits depend on the steps: see
-    /// [`Reply::Continued`](crate::Reply::Continued).
-    Continued { id: SequenceId },
-    /// The sequence has ended and is removed.
-    Finished {
-        id: SequenceId,
-        /// Text that was held back and is now certain.
-        text: String,
-        reason: Finish,
-        /// Its verified draft tokens.
-        drafts: DraftCounts,
-    },
+pub struct Event {
+    pub id: SequenceId,
+    pub reply: Reply,
+}
+
+impl Event {
+    pub(crate) const fn is_last(&self) -> bool {
+        matches!(self.reply, Reply::Finished { .. })
+    }
 }

@@ -15,8 +15,8 @@ use crate::queue_order::QueueKey;
 use crate::sampling::logprobs::logprobs;
 use crate::sampling::{ChosenToken, Sampler, SamplingInputs, Scratch};
 use crate::{
-    DraftCounts, Error, Event, Finish, GenerationRequest, SchedulingParams, SequenceId, Snapshot,
-    TokenLogprobs,
+    DraftCounts, Error, Event, Finish, GenerationRequest, Reply, SchedulingParams, SequenceId,
+    Snapshot, TokenLogprobs,
 };
 
 /// Maximum forced tokens per step. Names and punctuation of an object's field are 3 to 10 tokens;
@@ -367,7 +367,7 @@ impl Sequence {
     }
 
     /// Appends the result of [`next_token`](Self::next_token). The last event is
-    /// [`Event::Finished`] if the sequence has ended.
+    /// [`Reply::Finished`] if the sequence has ended.
     pub(crate) fn accept(
         &mut self,
         choice: Result<ChosenToken, Finish>,
@@ -376,12 +376,12 @@ impl Sequence {
     ) {
         let id = self.id;
         if self.tokens.len() == self.prompt_len {
-            events.push(Event::PromptRead {
-                id,
+            let reply = Reply::PromptRead {
                 reused: self.reused,
                 logprobs: self.scores.take(),
                 read_by: self.read_by.clone(),
-            });
+            };
+            events.push(Event { id, reply });
         }
         let ChosenToken { token, logprobs } = match choice {
             Ok(choice) => choice,
@@ -398,22 +398,22 @@ impl Sequence {
             let bytes = self.bytes_of(token, tokenizer);
             output = self.stops.push(&self.decoder.push(bytes));
         }
-        events.push(Event::Token {
-            id,
+        let reply = Reply::Token {
             token,
             text: output.text,
             logprobs,
-        });
+        };
+        events.push(Event { id, reply });
         if ends {
             return events.push(self.finish(Finish::EndOfText));
         }
         if let Some(which) = output.stopped {
-            events.push(Event::Finished {
-                id,
+            let reply = Reply::Finished {
                 text: String::new(),
                 reason: Finish::Stop(which),
                 drafts: self.drafts,
-            });
+            };
+            events.push(Event { id, reply });
         } else if self.tokens_left == 0 {
             events.push(self.finish(Finish::Length));
         }
@@ -439,7 +439,7 @@ impl Sequence {
             self.sampler.skip();
             let logprobs = None;
             self.accept(Ok(ChosenToken { token, logprobs }), tokenizer, events);
-            if let Some(Event::Finished { .. }) = events.last() {
+            if events.last().is_some_and(Event::is_last) {
                 return;
             }
         }
@@ -463,8 +463,7 @@ impl Sequence {
             let logprobs = None;
             self.accept(Ok(ChosenToken { token, logprobs }), tokenizer, &mut events);
         }
-        let last = events.pop();
-        last.filter(|event| matches!(event, Event::Finished { .. }))
+        events.pop().filter(Event::is_last)
     }
 
     /// The final event, with the text that was held back. A stop string completed by the end takes
@@ -473,12 +472,12 @@ impl Sequence {
         let mut text = self.stops.push(&self.decoder.finish()).text;
         let output = self.stops.finish();
         text.push_str(&output.text);
-        Event::Finished {
-            id: self.id,
+        let reply = Reply::Finished {
             text,
             reason: output.stopped.map_or(reason, Finish::Stop),
             drafts: self.drafts,
-        }
+        };
+        Event { id: self.id, reply }
     }
 
     /// The state without the cache.

@@ -2,8 +2,8 @@
 
 use super::Engine;
 use super::planning::PlannedRows;
-use crate::Event;
 use crate::constraint::Guide;
+use crate::{Event, Reply};
 
 impl Engine {
     /// Takes out the guides whose token mask is needed at the end of this step.
@@ -33,7 +33,8 @@ impl Engine {
                 self.draft_counters.add(part.guessed(), first + right);
                 let own = &mut self.running[part.index];
                 own.drafts.add(part.guessed(), first + right);
-                if let Some(Event::Finished { id, drafts, .. }) = events.last_mut()
+                if let Some(Event { id, reply }) = events.last_mut()
+                    && let Reply::Finished { drafts, .. } = reply
                     && *id == own.id
                 {
                     *drafts = own.drafts; // with those of this step
@@ -41,9 +42,8 @@ impl Engine {
             }
             self.keep(part.index);
             let last = events.last();
-            if let Some(Event::Finished { id, .. }) = last
-                && *id == self.running[part.index].id
-            {
+            let id = self.running[part.index].id;
+            if last.is_some_and(|event| event.is_last() && event.id == id) {
                 self.running[part.index].gone = true; // until its in-flight rows complete
             }
         }
@@ -89,7 +89,7 @@ impl Engine {
             let choice = sequence.next_token(self.model.kernels(), logits, &mut self.scratch);
             let chosen = choice.as_ref().ok().map(|choice| choice.token);
             sequence.accept(choice, &self.tokenizer, events);
-            if let Some(Event::Finished { .. }) = events.last() {
+            if events.last().is_some_and(Event::is_last) {
                 return i;
             }
             right = i;

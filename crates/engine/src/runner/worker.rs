@@ -190,8 +190,8 @@ impl<C: Core> EngineWorker<C> {
         let mut inbox = self.shared.lock();
         inbox.load = self.core.load();
         for event in events {
-            if let Event::Finished { id, .. } = event
-                && let Some(open) = self.open.get(id)
+            if event.is_last()
+                && let Some(open) = self.open.get(&event.id)
             {
                 inbox.open.remove(&open.ticket);
             }
@@ -199,12 +199,11 @@ impl<C: Core> EngineWorker<C> {
     }
 
     fn deliver_event(&mut self, event: Event) {
-        let (id, reply) = reply(event);
+        let (id, is_last) = (event.id, event.is_last());
         let Some(open) = self.open.get_mut(&id) else {
             return;
         };
-        let is_last = matches!(reply, Reply::Finished { .. });
-        if call_sink(&mut open.sink, reply) && !is_last {
+        if call_sink(&mut open.sink, event.reply) && !is_last {
             return;
         }
         // Finished, or the sink failed.
@@ -235,51 +234,6 @@ impl<C: Core> EngineWorker<C> {
             discard(sink);
         }
         drop((questions, takers));
-    }
-}
-
-pub(super) fn reply(event: Event) -> (SequenceId, Reply) {
-    match event {
-        Event::PromptRead {
-            id,
-            reused,
-            logprobs,
-            read_by,
-        } => {
-            let reply = Reply::PromptRead {
-                reused,
-                logprobs,
-                read_by,
-            };
-            (id, reply)
-        }
-        Event::Token {
-            id,
-            token,
-            text,
-            logprobs,
-        } => {
-            let reply = Reply::Token {
-                token,
-                text,
-                logprobs,
-            };
-            (id, reply)
-        }
-        Event::Continued { id } => (id, Reply::Continued),
-        Event::Finished {
-            id,
-            text,
-            reason,
-            drafts,
-        } => {
-            let finished = Reply::Finished {
-                text,
-                reason,
-                drafts,
-            };
-            (id, finished)
-        }
     }
 }
 

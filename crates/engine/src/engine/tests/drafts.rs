@@ -39,7 +39,7 @@ pub(super) fn run(
     while !rig.engine.is_idle() {
         let events = rig.step();
         let step = rig.engine.composition;
-        let is_token = |event: &&crate::Event| matches!(event, crate::Event::Token { .. });
+        let is_token = |event: &&crate::Event| matches!(event.reply, crate::Reply::Token { .. });
         checked += step.drafted;
         if step.drafted > 0 {
             let tokens = events.iter().filter(is_token).count();

@@ -53,7 +53,7 @@ impl Simulation {
         self.now_ms += ms;
         let duration = Duration::from_secs_f64(ms / 1e3);
         self.rig.engine.record_duration(duration);
-        let is_token = |event: &&Event| matches!(event, Event::Token { .. });
+        let is_token = |event: &&Event| matches!(event.reply, crate::Reply::Token { .. });
         for event in events.iter().filter(is_token) {
             let came_ms = self.came_ms.entry(id_of(event)).or_default();
             came_ms.push(self.now_ms);

@@ -7,7 +7,7 @@ use paceline_tensor::PAGE;
 use super::tiny::TinyModel;
 use crate::sequence::Sequence;
 use crate::{
-    Engine, EngineConfig, Error, Event, Finish, GenerationRequest, SequenceId, Snapshot,
+    Engine, EngineConfig, Error, Event, Finish, GenerationRequest, Reply, SequenceId, Snapshot,
     TokenLogprobs,
 };
 
@@ -31,15 +31,15 @@ pub(super) struct SequenceOutcome {
 impl SequenceOutcome {
     fn add(&mut self, event: &Event) {
         assert_eq!(self.finish, None, "{event:?} after the end");
-        match event {
-            Event::PromptRead {
+        match &event.reply {
+            Reply::PromptRead {
                 logprobs, read_by, ..
             } => {
                 self.prompt_reads += 1;
                 self.read_by.clone_from(read_by);
                 self.scores.clone_from(logprobs);
             }
-            Event::Token {
+            Reply::Token {
                 token,
                 text,
                 logprobs,
@@ -50,22 +50,18 @@ impl SequenceOutcome {
                 self.logprobs.push(logprobs.clone());
                 self.text.push_str(text);
             }
-            Event::Continued { .. } => self.continued += 1,
-            Event::Finished { text, reason, .. } => {
+            Reply::Continued => self.continued += 1,
+            Reply::Finished { text, reason, .. } => {
                 self.text.push_str(text);
                 self.finish = Some(*reason);
             }
+            Reply::Failed(failure) => panic!("{failure}"),
         }
     }
 }
 
 pub(super) const fn id_of(event: &Event) -> SequenceId {
-    match event {
-        Event::PromptRead { id, .. }
-        | Event::Token { id, .. }
-        | Event::Continued { id }
-        | Event::Finished { id, .. } => *id,
-    }
+    event.id
 }
 
 #[derive(Debug)]

@@ -36,7 +36,7 @@ fn restored_sequences_go_first_and_in_order() {
     let mut finished = Vec::new();
     while !rig.engine.is_idle() {
         let events = rig.step();
-        let is_end = |e: &&Event| matches!(e, Event::Finished { .. });
+        let is_end = |e: &&Event| matches!(e.reply, crate::Reply::Finished { .. });
         finished.extend(events.iter().filter(is_end).map(id_of));
     }
     assert_eq!(finished, [first, second, new]);

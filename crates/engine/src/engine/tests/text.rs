@@ -17,7 +17,7 @@ fn answer(tiny: &TinyModel, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Opti
     let mut sequence = Sequence::new(SequenceId(1), request, None, 100).unwrap();
     let mut events = Vec::new();
     let mut given = tokens.iter();
-    while !matches!(events.last(), Some(Event::Finished { .. })) {
+    while !events.last().is_some_and(Event::is_last) {
         let logprobs = None;
         let choice = given.next().map(|&token| ChosenToken { token, logprobs });
         let choice = choice.ok_or(Finish::Length);
@@ -26,13 +26,13 @@ fn answer(tiny: &TinyModel, tokens: &[u32], stop: &[&str]) -> (Vec<String>, Opti
     assert_eq!(given.next(), None, "ended earlier: {events:?}");
     let (mut texts, mut finish) = (Vec::new(), None);
     for event in events {
-        match event {
-            Event::PromptRead { .. } | Event::Continued { .. } => {}
-            Event::Token { text, .. } => texts.push(text),
-            Event::Finished { text, reason, .. } => {
+        match event.reply {
+            crate::Reply::Token { text, .. } => texts.push(text),
+            crate::Reply::Finished { text, reason, .. } => {
                 texts.push(text);
                 finish = Some(reason);
             }
+            _ => {}
         }
     }
     (texts, finish)

@@ -8,8 +8,8 @@ use super::super::core::{Core, EngineLoad, RequestLimits};
 use super::super::driver::Driver;
 use super::{PATIENCE, Replies, finished, request, sink, token};
 use crate::{
-    DraftCounts, Error, Event, Finish, GenerationRequest, Reply, RequestFailure, ResumeOutcome,
-    SequenceId, ServiceStatus, Sink, Snapshot, State, Submission, Ticket,
+    Error, Event, GenerationRequest, Reply, RequestFailure, ResumeOutcome, SequenceId,
+    ServiceStatus, Sink, Snapshot, State, Submission, Ticket,
 };
 
 /// A command to the engine for a step.
@@ -87,20 +87,19 @@ impl Core for Fake {
         let ids = self.sequences.iter().map(|(id, _)| *id);
         match act {
             FakeCommand::Tokens => {
-                let token = |id| Event::Token {
-                    id,
-                    token: 7,
-                    text: String::new(),
-                    logprobs: None,
-                };
-                Ok(ids.map(token).collect())
+                let reply = token(7);
+                Ok(ids
+                    .map(|id| Event {
+                        id,
+                        reply: reply.clone(),
+                    })
+                    .collect())
             }
             FakeCommand::Finish => {
-                let end = |id| Event::Finished {
+                let reply = finished();
+                let end = |id| Event {
                     id,
-                    text: String::new(),
-                    reason: Finish::Length,
-                    drafts: DraftCounts::default(),
+                    reply: reply.clone(),
                 };
                 let events = ids.map(end).collect();
                 self.sequences.clear();

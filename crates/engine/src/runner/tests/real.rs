@@ -9,7 +9,6 @@ use paceline_tensor::PAGE;
 use proptest::prelude::*;
 
 use super::super::Runner;
-use super::super::worker::reply;
 use super::{PATIENCE, Replies, sink};
 use crate::engine::tests::requests::mixed;
 use crate::engine::tests::tiny::TinyModel;
@@ -35,7 +34,7 @@ fn alone(tiny: &TinyModel, request: &GenerationRequest) -> Vec<Reply> {
     let mut replies = Vec::new();
     while !engine.is_idle() {
         let events = engine.step().unwrap().into_iter();
-        replies.extend(events.map(|event| reply(event).1));
+        replies.extend(events.map(|event| event.reply));
     }
     alike(replies)
 }
