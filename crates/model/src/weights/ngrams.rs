@@ -93,8 +93,10 @@ impl ShardLoader<'_> {
         let (mut parts, mut first) = (Vec::new(), 0);
         while first < table.rows {
             let role = part(parts.len());
-            let tensor = source.weight(family, role)?;
-            let rows = tensor.shape.first().map_or(0, |rows| *rows);
+            let rows = match source.quantised(family, role)? {
+                Some(matrix) => matrix.rows,
+                None => *source.weight(family, role)?.shape.first().unwrap_or(&0),
+            };
             let rows = rows.clamp(1, table.rows - first);
             parts.push((first, self.names.as_stored(role, [rows, of.dim])?));
             first += rows;
