@@ -8,6 +8,8 @@
 //!
 //! Operands are given by strides, so that `X W^T`, `dY W` and `dY^T X` are one kernel.
 
+use std::cell::RefCell;
+
 use crate::Kernels;
 use crate::dispatch::InstructionSet;
 #[cfg(target_arch = "aarch64")]
@@ -151,7 +153,10 @@ impl Kernels {
             return;
         }
         let kernel = Kernel::of(self.instruction_set());
-        let packed = pack(a, m, k, kernel.rows);
+        let mut packed = PACKED.take();
+        packed.resize(m.next_multiple_of(kernel.rows) * k, 0.0);
+        // SAFETY: the instruction set was detected when `Kernels` was made.
+        unsafe { (kernel.pack)(a, (m, k), &mut packed) };
         let job = ChainProduct {
             sizes,
             a: &packed,
@@ -170,6 +175,9 @@ impl Kernels {
         } else {
             (0..panels).for_each(task);
         }
+        if packed.capacity() <= PACKED_KEPT {
+            PACKED.set(packed);
+        }
     }
 }
 
@@ -184,18 +192,82 @@ fn check(sizes: Sizes, a: Strided<'_>, b: Strided<'_>, c: &ProductOutput<'_>) {
     );
 }
 
-/// Panels of `rows` rows, each `(k, rows)`, rows behind the last being 0.
-fn pack(a: Strided<'_>, m: usize, k: usize, rows: usize) -> Vec<f32> {
-    let mut out = vec![0.0; m.div_ceil(rows) * rows * k];
-    for i in 0..m {
-        let panel = &mut out[i / rows * rows * k..];
-        let from = i * a.row;
-        for p in 0..k {
-            panel[p * rows + i % rows] = a.values[from + p * a.col];
+/// Rows of a matrix, turned: `W` lanes for each of the columns `ks`. Lanes behind the last row keep
+/// what they have.
+#[inline(always)]
+fn pack<const W: usize>(
+    x: Strided<'_>,
+    rows: std::ops::Range<usize>,
+    ks: std::ops::Range<usize>,
+    out: &mut [f32],
+) {
+    let n = rows.len();
+    if x.row == 1 {
+        for (out, k) in out.chunks_exact_mut(W).zip(ks) {
+            let from = &x.values[k * x.col + rows.start..][..n];
+            if n == W {
+                out.copy_from_slice(&from[..W]); // of a known length: no call
+            } else {
+                out[..n].copy_from_slice(from);
+            }
+        }
+        return;
+    }
+    let fours = if x.col == 1 { n / 4 * 4 } else { 0 };
+    for first in (0..fours).step_by(4) {
+        let start = (rows.start + first) * x.row + ks.start;
+        let line = |i: usize| &x.values[start + i * x.row..][..ks.len()];
+        turn([line(0), line(1), line(2), line(3)], &mut out[first..], W);
+    }
+    for lane in fours..n {
+        let from = (rows.start + lane) * x.row;
+        for (i, k) in ks.clone().enumerate() {
+            out[i * W + lane] = x.values[from + k * x.col];
         }
     }
-    out
 }
+
+/// Four lines as columns that are `width` apart, by squares of four, which the compiler turns in
+/// registers.
+#[inline(always)]
+fn turn(lines: [&[f32]; 4], out: &mut [f32], width: usize) {
+    let squares = lines.map(|line| line.as_chunks::<4>());
+    let [a, b, c, d] = squares.map(|(squares, _)| squares);
+    let whole = a.iter().zip(b).zip(c).zip(d);
+    for (at, (((a, b), c), d)) in whole.enumerate() {
+        for i in 0..4 {
+            let place = &mut out[(4 * at + i) * width..][..4];
+            place.copy_from_slice(&[a[i], b[i], c[i], d[i]]);
+        }
+    }
+    for (lane, (_, rest)) in squares.iter().enumerate() {
+        for (i, value) in rest.iter().enumerate() {
+            out[(4 * a.len() + i) * width + lane] = *value;
+        }
+    }
+}
+
+/// Panels of `ROWS` rows, each `(k, ROWS)`, rows behind the last being 0.
+#[inline(always)]
+fn pack_panels<const ROWS: usize>(a: Strided<'_>, (m, k): (usize, usize), out: &mut [f32]) {
+    let panels = out.chunks_exact_mut((ROWS * k).max(1));
+    for (panel, first) in panels.zip((0..m).step_by(ROWS)) {
+        let rows = first..m.min(first + ROWS);
+        if rows.len() < ROWS {
+            panel.fill(0.0);
+        }
+        pack::<ROWS>(a, rows, 0..k, panel);
+    }
+}
+
+thread_local! {
+    /// Packed operands of this thread's last product: each of a training step has one of the same
+    /// few sizes, and new memory costs a page fault for each 4 KiB.
+    static PACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Most floats that are kept there: 4 MiB, 1,024 rows of 1,024.
+const PACKED_KEPT: usize = 1 << 20;
 
 /// A product under way.
 struct ChainProduct<'a> {
@@ -217,6 +289,7 @@ struct Kernel {
     rows: usize,
     cols: usize,
     panel: unsafe fn(&ChainProduct<'_>, usize),
+    pack: unsafe fn(Strided<'_>, (usize, usize), &mut [f32]),
 }
 
 impl Kernel {
@@ -226,24 +299,28 @@ impl Kernel {
             InstructionSet::Avx512Vnni | InstructionSet::AmxInt8 => Self {
                 rows: 12,
                 cols: 2 * LANES,
-                panel: avx512,
+                panel: avx512::panel,
+                pack: avx512::pack,
             },
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 | InstructionSet::AvxVnni => Self {
                 rows: 6,
                 cols: LANES,
-                panel: avx2,
+                panel: avx2::panel,
+                pack: avx2::pack,
             },
             #[cfg(target_arch = "aarch64")]
             InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => Self {
                 rows: 6,
                 cols: LANES,
-                panel: neon,
+                panel: neon::panel,
+                pack: neon::pack,
             },
             _ => Self {
                 rows: 4,
                 cols: LANES,
-                panel: scalar,
+                panel: scalar::panel,
+                pack: scalar::pack,
             },
         }
     }
@@ -251,12 +328,24 @@ impl Kernel {
 
 macro_rules! entry {
     ($name:ident, [$($feature:literal)?], $isa:ty, $rows:literal, $lanes:literal) => {
-        /// # Safety
-        /// The CPU has the features; see [`panel`].
-        $(#[target_feature(enable = $feature)])?
-        unsafe fn $name(job: &ChainProduct<'_>, first: usize) {
-            // SAFETY: passed on.
-            unsafe { panel::<$isa, $rows, $lanes>(job, first) }
+        mod $name {
+            #[allow(clippy::wildcard_imports, reason = "a macro's module")]
+            use super::*;
+
+            /// # Safety
+            /// The CPU has the features; see [`super::panel`].
+            $(#[target_feature(enable = $feature)])?
+            pub(super) unsafe fn panel(job: &ChainProduct<'_>, first: usize) {
+                // SAFETY: passed on.
+                unsafe { super::panel::<$isa, $rows, $lanes>(job, first) }
+            }
+
+            /// # Safety
+            /// The CPU has the features.
+            $(#[target_feature(enable = $feature)])?
+            pub(super) unsafe fn pack(a: Strided<'_>, size: (usize, usize), out: &mut [f32]) {
+                pack_panels::<$rows>(a, size, out);
+            }
         }
     };
 }
@@ -291,13 +380,12 @@ unsafe fn panel<S: Isa, const ROWS: usize, const REGS: usize>(
     let mut start = 0;
     loop {
         let len = (k - start).min(BLOCK_K);
-        pack_columns(
-            job.b,
-            start..start + len,
-            first..first + cols,
-            width,
-            &mut b,
-        );
+        let (columns, ks) = (first..first + cols, start..start + len);
+        // An array's length cannot be computed from a parameter.
+        match REGS {
+            1 => pack::<LANES>(job.b.t(), columns, ks, &mut b),
+            _ => pack::<COLS_MAX>(job.b.t(), columns, ks, &mut b),
+        }
         let goes_on = job.goes_on || start > 0;
         let mut i = 0;
         while i < m {
@@ -323,31 +411,6 @@ unsafe fn panel<S: Isa, const ROWS: usize, const REGS: usize>(
         start += len;
         if start >= k {
             return;
-        }
-    }
-}
-
-/// Rows `ks` of the columns `cols`, `width` floats each.
-#[inline(always)]
-fn pack_columns(
-    b: Strided<'_>,
-    ks: std::ops::Range<usize>,
-    cols: std::ops::Range<usize>,
-    width: usize,
-    out: &mut [f32],
-) {
-    let n = cols.len();
-    if b.col == 1 {
-        for (out, p) in out.chunks_exact_mut(width).zip(ks) {
-            let from = p * b.row + cols.start;
-            out[..n].copy_from_slice(&b.values[from..from + n]);
-        }
-    } else {
-        for (j, col) in cols.enumerate() {
-            let from = col * b.col;
-            for (i, p) in ks.clone().enumerate() {
-                out[i * width + j] = b.values[from + p * b.row];
-            }
         }
     }
 }
