@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -50,6 +51,14 @@ pub(crate) unsafe fn set_gpu_wait(choice: SyncChoice) -> Option<&'static str> {
 /// The environment of workers: the needed part of this process's.
 pub(crate) fn worker_env() -> Vec<(OsString, OsString)> {
     for_workers(std::env::vars_os())
+}
+
+/// Executes `program` in place of this process, with the same arguments and one more variable;
+/// returns if that fails.
+pub(crate) fn execute(program: &Path, variable: Option<(&str, &str)>) -> io::Error {
+    let mut command = Command::new(program);
+    command.args(std::env::args_os().skip(1));
+    command.envs(variable).exec()
 }
 
 /// Starts `program` with `words` and `more` for a connection from another machine.

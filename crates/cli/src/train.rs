@@ -13,9 +13,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
-    Lora, Means, Method, OptimiserOptions, Post, Report, Rule, RunFigures, RunInfo, RunOptions,
-    Schedule, Sharding, StepReporter, TrainOn, Trained, TrainingClass, TrainingJob, TrainingRun,
-    TrainingWorkers, WorkerOptions, measured_flops, read_metrics, svg, targets,
+    HUGE_PAGES, Lora, Means, Method, OptimiserOptions, Post, Report, Rule, RunFigures, RunInfo,
+    RunOptions, Schedule, Sharding, StepReporter, TrainOn, Trained, TrainingClass, TrainingJob,
+    TrainingRun, TrainingWorkers, WorkerOptions, measured_flops, read_metrics, svg, targets,
 };
 use serde_json::json;
 
@@ -42,7 +42,6 @@ Examples:
 A line of FILE has messages, prompt and completion, text, conversations (ShareGPT), or instruction
 and output (Alpaca). Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
 
-/// Arguments of `paceline train`.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -328,8 +327,12 @@ impl Args {
     }
 }
 
-/// Trains.
+/// Trains. The process begins anew if the C library is not yet asked for huge pages.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
+    let huge = Some(HUGE_PAGES).filter(|(name, _)| std::env::var_os(name).is_none());
+    if let (Some(_), Ok(program)) = (huge, process::own_program()) {
+        process::execute(&program, huge); // if that fails, with small pages
+    }
     let with_config = args.from_mlx_lm.as_deref();
     let merged = with_config
         .map(|path| mlx_lm::merged(args, path))

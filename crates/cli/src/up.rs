@@ -4,9 +4,7 @@
 mod models;
 
 use std::net::IpAddr;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -62,7 +60,6 @@ next, in another terminal:
 /// Interval of shutdown checks.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Arguments of `paceline up`.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -198,17 +195,12 @@ pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     let restart = Arc::default();
     ended(signals.orderly(|cancel| serve(args, signals, (cancel, &restart))))?;
     match restart.load(Ordering::SeqCst) {
-        true => Err(execute(&program)),
+        true => {
+            let error = process::execute(&program, None);
+            Err(anyhow!(error).context(format!("cannot execute {}", program.display())))
+        }
         false => Ok(()),
     }
-}
-
-/// Executes `program` in place of this process, with the same arguments; returns if that fails.
-fn execute(program: &Path) -> anyhow::Error {
-    let error = Command::new(program)
-        .args(std::env::args_os().skip(1))
-        .exec();
-    anyhow!(error).context(format!("cannot execute {}", program.display()))
 }
 
 fn ended(outcome: anyhow::Result<()>) -> anyhow::Result<()> {

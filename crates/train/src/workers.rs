@@ -51,6 +51,12 @@ const GRACE: Duration = Duration::from_millis(300);
 /// since returned pages cost time when they are needed again.
 const RETURNED_FROM: (&str, &str) = ("MALLOC_MMAP_THRESHOLD_", "262144");
 
+/// Has glibc map memory in pages of 2 MiB, which it decides when a process starts; other libraries
+/// ignore it. A step needs new memory for activations and gradients, and each 4 KiB costs a page
+/// fault. A step of 30 million numbers has 201,000 of them without this and 5,000 with it, in 716
+/// and 720 MiB: it saves a tenth to a fifth of the processor time (November 2026).
+pub const HUGE_PAGES: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1");
+
 /// Poll interval of the parent while workers compute.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -150,9 +156,10 @@ impl TrainingWorkers {
         let args = processes.posts.iter().map(|post| post.args.clone());
         let mut spec = WorkerSpec::new(processes.program, args.collect());
         (spec.env, spec.env_alone) = (processes.env, true);
-        if sharding.is_some_and(Sharding::has_state) {
-            let (name, bytes) = RETURNED_FROM;
-            spec.env.push((name.into(), bytes.into()));
+        let returned = sharding.filter(|sharding| sharding.has_state());
+        let settings = [Some(HUGE_PAGES), returned.map(|_| RETURNED_FROM)];
+        for (name, value) in settings.into_iter().flatten() {
+            spec.env.push((name.into(), value.into()));
         }
         // A process that forwards to another machine starts `ssh`, which writes below the home.
         if processes.posts.iter().all(|post| post.place.is_empty()) {
