@@ -11,7 +11,7 @@
 //! [`FIRST_PAGES`] and grow before the first step that writes to later pages.
 //!
 //! Whole pages move between sequences by their numbers alone, as everywhere. Latent attention keeps
-//! one such array, a gated delta net arrays for each page ([`DeltaPages`]).
+//! one such array, a recurrent layer arrays for each page ([`RecurrentPages`]).
 
 use std::ops::Range;
 
@@ -19,15 +19,15 @@ use paceline_mlx::{Array, Dtype, Stream};
 use paceline_model::Error;
 use paceline_tensor::PAGE;
 
-mod delta;
 mod lanes;
 mod quantised;
+mod recurrent;
 mod spans;
 
-pub(super) use delta::{DeltaPages, DeltaSizes};
 use lanes::Lanes;
 pub(super) use lanes::{LaneLimits, Ring, RingRow, UNKNOWN_PAGE};
 pub(super) use quantised::{bits_of, check as check_kv};
+pub(super) use recurrent::{RecurrentPages, RecurrentSizes, StateSizes};
 use spans::runs;
 pub(super) use spans::{Span, SpanKind, View, row_of, seen};
 
@@ -60,14 +60,14 @@ pub(super) enum Kept {
     /// `(1, 1, rows, R + P + X)`: keys, whose first R numbers are the value and whose last X are an
     /// index key; R and X.
     Latent(Array, [i32; 2]),
-    Delta(DeltaPages),
+    Recurrent(RecurrentPages),
 }
 
 impl Kept {
     /// Arrays `(1, heads, rows, ..)`.
     const fn rows(&self) -> &[Array] {
         match self {
-            Self::Nothing | Self::Delta(_) => &[],
+            Self::Nothing | Self::Recurrent(_) => &[],
             Self::Rows(both) => both,
             Self::Quantised(parts, _) => parts.as_slice(),
             Self::Latent(keys, _) => std::slice::from_ref(keys),
@@ -77,7 +77,7 @@ impl Kept {
     /// As [`rows`](Self::rows).
     pub(super) const fn rows_mut(&mut self) -> &mut [Array] {
         match self {
-            Self::Nothing | Self::Delta(_) => &mut [],
+            Self::Nothing | Self::Recurrent(_) => &mut [],
             Self::Rows(both) => both,
             Self::Quantised(parts, _) => parts.as_mut_slice(),
             Self::Latent(keys, _) => std::slice::from_mut(keys),
@@ -111,8 +111,8 @@ pub(super) enum LayerSizes {
         value: usize,
         index: usize,
     },
-    /// The states of a gated delta net, in f32.
-    Delta(DeltaSizes),
+    /// Inputs of a convolution, and the states of a gated delta net, in f32.
+    Recurrent(RecurrentSizes),
 }
 
 /// Rows of an array of `pages` pages: with an unused page where these would be a multiple of
@@ -142,7 +142,7 @@ impl Shape {
                 (rows_of(pages) * heads * (row(key) + row(value))) as u64
             }
             LayerSizes::Latent { key, .. } => rows(pages) * key as u64,
-            LayerSizes::Delta(of) => pages as u64 * of.page_bytes(),
+            LayerSizes::Recurrent(of) => pages as u64 * of.page_bytes(),
         });
         bytes.sum()
     }
@@ -170,7 +170,9 @@ impl Cache {
                 LayerSizes::Latent { key, value, index } => {
                     Kept::Latent(zeros(1, key)?, [value as i32, index as i32])
                 }
-                LayerSizes::Delta(of) => Kept::Delta(DeltaPages::new(stream, pages, of)?),
+                LayerSizes::Recurrent(of) => {
+                    Kept::Recurrent(RecurrentPages::new(stream, pages, of)?)
+                }
             })
         });
         let cache = Self {
@@ -218,19 +220,19 @@ impl Cache {
     /// Starts a step.
     pub(super) fn begin(&mut self) {
         for layer in &mut self.layers {
-            if let Kept::Delta(pages) = layer {
+            if let Kept::Recurrent(pages) = layer {
                 pages.begin();
             }
         }
     }
 
-    /// Arrays that a step must have evaluated at its end: all, but those of delta nets' pages that
-    /// it did not write.
+    /// Arrays that a step must have evaluated at its end: all, but those of recurrent layers'
+    /// pages that it did not write.
     pub(super) fn arrays(&self) -> Vec<&Array> {
         let mut all: Vec<&Array> = self.lanes.arrays().collect();
         for layer in &self.layers {
             match layer {
-                Kept::Delta(pages) => all.extend(pages.written()),
+                Kept::Recurrent(pages) => all.extend(pages.written()),
                 layer => all.extend(layer.rows()),
             }
         }
@@ -360,19 +362,19 @@ impl Cache {
         Ok(stream.slice(&keys, &[0, 0, 0, stop[3] - dim as i32], &stop)?)
     }
 
-    /// The pages of a layer that is a gated delta net, to be written.
-    pub(super) fn delta(&mut self, layer: usize) -> &mut DeltaPages {
+    /// The pages of a recurrent layer, to be written.
+    pub(super) fn recurrent_mut(&mut self, layer: usize) -> &mut RecurrentPages {
         match &mut self.layers[layer] {
-            Kept::Delta(pages) => pages,
-            _ => unreachable!("layer {layer} is no delta net"),
+            Kept::Recurrent(pages) => pages,
+            _ => unreachable!("layer {layer} is not recurrent"),
         }
     }
 
     /// The same, to be read.
-    pub(super) fn delta_read(&self, layer: usize) -> &DeltaPages {
+    pub(super) fn recurrent(&self, layer: usize) -> &RecurrentPages {
         match &self.layers[layer] {
-            Kept::Delta(pages) => pages,
-            _ => unreachable!("layer {layer} is no delta net"),
+            Kept::Recurrent(pages) => pages,
+            _ => unreachable!("layer {layer} is not recurrent"),
         }
     }
 }

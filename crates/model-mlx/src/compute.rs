@@ -6,8 +6,7 @@ use std::sync::atomic::Ordering;
 
 use paceline_model::backend::{PersistentCache, StepPlan, depth, steps_max};
 use paceline_model::{
-    Batch, Compute, Error, FollowOutcome, LayerCache, LayerShape, PageStore, PersistedPage,
-    WindowPool,
+    Batch, Compute, Error, FollowOutcome, LayerShape, PageStore, PersistedPage, WindowPool,
 };
 
 use super::MlxModel;
@@ -136,9 +135,15 @@ impl Compute for OnMlx {
     }
 
     fn attach(&mut self, store: Box<dyn PageStore>) {
-        let is_state = |layer: &LayerShape| matches!(layer.cache, LayerCache::Delta(_));
         let is_plain = self.model.bits.is_none();
-        if is_plain && !self.model.config.layers.iter().any(is_state) {
+        if is_plain
+            && !self
+                .model
+                .config
+                .layers
+                .iter()
+                .any(LayerShape::is_recurrent)
+        {
             self.kept = PersistentCache::in_store(store);
         }
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use paceline_mlx::{Array, Dtype, Stream};
-use paceline_model::{Config, Error, Kinds, LayerCache, LayerCut, LayerShape, Shard};
+use paceline_model::{Config, Error, Kinds, LayerCut, LayerShape, Shard};
 
 use super::cache::SpanKind;
 use super::gates::Gates;
@@ -55,7 +55,7 @@ impl Constants {
 fn span_kinds(config: &Config, kinds: &Kinds) -> (Vec<SpanKind>, Vec<usize>) {
     let mut all = Vec::new();
     let of = config.layers.iter().enumerate().map(|(i, layer)| {
-        if matches!(layer.cache, LayerCache::Delta(_)) {
+        if layer.is_recurrent() {
             return 0;
         }
         let own = SpanKind {
@@ -86,8 +86,7 @@ fn groups_of(shape: &LayerShape, cut: &LayerCut) -> Vec<Range<i32>> {
         let end = ((kv + 1) * group).min(heads.end) - heads.start;
         start as i32..end as i32
     };
-    let is_net = matches!(shape.cache, LayerCache::Delta(_));
-    let kv_heads = cut.kv_heads.clone().filter(|_| !is_net);
+    let kv_heads = cut.kv_heads.clone().filter(|_| !shape.is_recurrent());
     let groups: Vec<Range<i32>> = kv_heads.map(of).collect();
     let even = groups.iter().all(|g| g.len() == groups[0].len());
     if even { Vec::new() } else { groups }

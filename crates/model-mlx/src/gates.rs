@@ -38,6 +38,8 @@ enum Function {
     Gelu(Gelu),
     /// The clamped gate of gpt-oss.
     Clamped(Clamped),
+    /// The square of what is above 0, of the gate alone.
+    ReluSquared,
 }
 
 impl Function {
@@ -46,6 +48,7 @@ impl Function {
             Self::Silu => "SwiGLU",
             Self::Gelu(_) => "GeGLU",
             Self::Clamped(_) => "clamped SwiGLU",
+            Self::ReluSquared => "squared ReLU",
         }
     }
 
@@ -54,6 +57,11 @@ impl Function {
             Self::Silu => stream.multiply(&silu(stream, gate)?, up),
             Self::Gelu(gelu) => stream.multiply(&gelu.apply(stream, gate)?, up),
             Self::Clamped(clamped) => clamped.apply(stream, gate, up),
+            Self::ReluSquared => {
+                let zero = stream.scalar(0.0, gate.dtype())?;
+                let above = stream.maximum(gate, &zero)?;
+                stream.multiply(&above, &above)
+            }
         }
     }
 }
@@ -193,8 +201,8 @@ impl Gates {
         let function = match config.activation {
             Activation::Silu => Function::Silu,
             Activation::GeluTanh => Function::Gelu(Gelu::new(stream, dtype)?),
-            Activation::ReluSquared => unreachable!("models with it have Mamba: refused at load"),
-            Activation::Situ { .. } => unreachable!("models with it have states: refused at load"),
+            Activation::ReluSquared => Function::ReluSquared,
+            Activation::Situ { .. } => unreachable!("models with it have streams: refused at load"),
         };
         let experts = config.experts();
         let limit = experts.and_then(|experts| experts.clamp);
@@ -220,23 +228,28 @@ impl Gates {
     pub(super) fn activated(&self, stream: &Stream, gate: &Array) -> Result<Array, Error> {
         Ok(match &self.gate.function {
             Function::Gelu(gelu) => gelu.apply(stream, gate)?,
-            Function::Silu | Function::Clamped(_) => silu(stream, gate)?,
+            _ => silu(stream, gate)?,
         })
     }
 
-    /// Input of a feed-forward's down projection.
-    pub(super) fn hidden(&self, stream: &Stream, gate: &Array, up: &Array) -> Result<Array, Error> {
-        Ok(self.gate.apply(stream, gate, up)?)
+    /// Input of a feed-forward's down projection; without `up` of a function of the gate alone.
+    pub(super) fn hidden(
+        &self,
+        stream: &Stream,
+        gate: &Array,
+        up: Option<&Array>,
+    ) -> Result<Array, Error> {
+        Ok(self.gate.apply(stream, gate, up.unwrap_or(gate))?)
     }
 
     pub(super) fn of_expert(
         &self,
         stream: &Stream,
         gate: &Array,
-        up: &Array,
+        up: Option<&Array>,
     ) -> Result<Array, Error> {
         let own = self.clamped.as_ref().unwrap_or(&self.gate);
-        Ok(own.apply(stream, gate, up)?)
+        Ok(own.apply(stream, gate, up.unwrap_or(gate))?)
     }
 }
 
@@ -318,6 +331,7 @@ mod tests {
         for dtype in [Dtype::F32, Dtype::BF16] {
             let functions = [
                 Function::Silu,
+                Function::ReluSquared,
                 Function::Gelu(Gelu::new(&stream, dtype).unwrap()),
                 Function::Clamped(Clamped::new(&stream, 7.0, dtype).unwrap()),
             ];

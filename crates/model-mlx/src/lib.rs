@@ -21,13 +21,12 @@
 //!   product is whole; each sum takes two gathers instead of one. It is there for dense models
 //!   whose layers are all alike.
 //!
-//! States of delta nets and routers are f32 in every class.
+//! States of recurrent layers and routers are f32 in every class.
 //!
 //! **Not computed.** Class `cpu` has these, and MLX refuses them by name:
 //!
 //! | asked for | error | why |
 //! |---|---|---|
-//! | recurrent layers, but gated delta nets | [`Error::Recurrence`] | MLX has no scan |
 //! | `mlx-exact` of layers that differ | [`Error::FamilyClass`] | experts' rows share a product |
 //! | an adapter that is not fused | [`Error::AdapterEngine`] | a fused model is as good |
 //! | packed weights on disk | [`Error::PackedEngine`] | MLX packs them itself |
@@ -38,8 +37,8 @@
 //!
 //! For other requests it takes what it has. Answers have no tokens forced at once, since the rows
 //! of a step change each other's bits. They have drafts only where a request to load says so. Keys
-//! and values have the type of activations, or 8 or 4 bits. Pages of delta nets and of quantised
-//! keys are computed again, not read from disk.
+//! and values have the type of activations, or 8 or 4 bits. Pages of recurrent layers and of
+//! quantised keys are computed again, not read from disk.
 //!
 //! **Memory.** What weights and the full cache will take is known from the file's header and
 //! compared with the device before anything is loaded. The cache begins small and grows with the
@@ -76,11 +75,10 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_mlx::{Dtype, LibraryPaths};
 use paceline_model::backend::PersistentCache;
 use paceline_model::{
-    BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, LayerCache, LayerShape, Links,
-    LoadedModel as Loaded, MemoryLimit, ModelSource, PackedFile, Rope, Shard, Split, StreamCounts,
-    WindowPool,
+    BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, Links, LoadedModel as Loaded,
+    MemoryLimit, ModelSource, PackedFile, Rope, Shard, Split, StreamCounts, WindowPool,
 };
-use paceline_tensor::{Kernels, KvType, PAGE, StateRule};
+use paceline_tensor::{Kernels, KvType, PAGE};
 
 use ahead::Ahead;
 use cache::{Cache, LaneLimits, LayerSizes, Ring, bits_of, check_kv};
@@ -110,7 +108,7 @@ pub struct MlxOptions {
     pub positions: usize,
     /// Rows of the largest step.
     pub rows: usize,
-    /// Sequences that are computed at the same time: what states of delta nets are counted for.
+    /// Sequences that are computed at the same time: what recurrent states are counted for.
     pub sequences: usize,
     /// Layers whose input steps capture: see
     /// [`Model::with_captures`](paceline_model::Model::with_captures).
@@ -352,18 +350,10 @@ fn test_stream(test: &str) -> Option<paceline_mlx::Stream> {
 
 /// Refuses what MLX does not compute, and what a class does not.
 fn refuse(config: &Config, class: KernelClass) -> Result<(), Error> {
-    let has_state = |layer: &LayerShape| match layer.cache {
-        LayerCache::State(_) | LayerCache::Conv(_) => true,
-        LayerCache::Delta(net) => net.rule != StateRule::Difference,
-        _ => false,
-    };
     let alike = config.is_uniform() && config.experts().is_none();
     if class == KernelClass::MlxExact && !alike {
         let family = config.family.name();
         return Err(Error::FamilyClass { family, class });
-    }
-    if config.layers.iter().any(has_state) {
-        return Err(Error::Recurrence { engine: "mlx" });
     }
     if config.dense_clamp.is_some() {
         return Err(Error::DenseClamp { engine: "mlx" });

@@ -5,7 +5,7 @@
 //! values (1, K, 64, E) ----------> (K, 64 E) --+--> (K, 64 (D + E)), in the type of the bytes
 //! ```
 //!
-//! So ranks on MLX and on the CPU give each other pages. Gated delta nets have pages of another
+//! So ranks on MLX and on the CPU give each other pages. Recurrent layers have pages of another
 //! layout, which are not given.
 
 use paceline_mlx::{Array, Dtype, Stream};
@@ -180,7 +180,7 @@ impl Cache {
         let turned = |keys: &Array| flat(&stream.transpose(&rows(keys)?, &[0, 1, 3, 2])?);
         let page = match self.kept(layer) {
             // Quantised rows are not given: see `OnMlx::attach`.
-            Kept::Nothing | Kept::Delta(_) | Kept::Quantised(..) => return Ok(None),
+            Kept::Nothing | Kept::Recurrent(_) | Kept::Quantised(..) => return Ok(None),
             Kept::Latent(keys, _) => turned(keys)?,
             Kept::Rows([keys, values]) => {
                 stream.concatenate(&[&turned(keys)?, &flat(&rows(values)?)?], 1)?

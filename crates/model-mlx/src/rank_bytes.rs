@@ -9,7 +9,7 @@ use paceline_model::{
 };
 use paceline_tensor::{KvType, PAGE};
 
-use super::cache::{self, DeltaSizes, LayerSizes, bits_of};
+use super::cache::{self, LayerSizes, RecurrentSizes, StateSizes, bits_of};
 use super::weights::{self, BLOCKS, RingPlan};
 
 /// The most positions, in whole pages and fewer than `positions`, for which `fits` holds; 0 if for
@@ -265,23 +265,23 @@ const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
         return LayerSizes::Nothing;
     }
     match (shape.cache, shape.latent) {
-        (
-            LayerCache::Of(_)
-            | LayerCache::State(_)
-            | LayerCache::Conv(_)
-            | LayerCache::Compressed(_),
-            _,
-        ) => LayerSizes::Nothing,
-        (LayerCache::Delta(_), _) => {
-            let of = DeltaSizes {
+        (LayerCache::Of(_) | LayerCache::State(_) | LayerCache::Compressed(_), _) => {
+            LayerSizes::Nothing
+        }
+        (LayerCache::Conv(_), _) => LayerSizes::Recurrent(RecurrentSizes {
+            channels: heads * value,
+            state: None,
+        }),
+        (LayerCache::Delta(net), _) => LayerSizes::Recurrent(RecurrentSizes {
+            channels: 2 * kv_heads * key + heads * value,
+            state: Some(StateSizes {
                 heads,
                 key_heads: kv_heads,
                 key,
                 value,
-                channels: 2 * kv_heads * key + heads * value,
-            };
-            LayerSizes::Delta(of)
-        }
+                decays: net.rule.decays(key),
+            }),
+        }),
         (LayerCache::Rows, Some(latent)) => {
             let index = latent.index_dim();
             LayerSizes::Latent {

@@ -6,7 +6,7 @@
 //! sequences go through the products together; attention is by sequence.
 
 use paceline_mlx::{Array, Dtype, Stream};
-use paceline_model::{Batch, Error, LayerCache, LayerCut, LayerShape, LeafCut, Links};
+use paceline_model::{Batch, Error, LayerCut, LayerShape, LeafCut, Links};
 
 use super::MlxModel;
 use super::cache::{Cache, Ring, RingRow, Span, SpanKind};
@@ -21,7 +21,9 @@ use super::weights::{self, Layer, Ring as LayerRing, Summed, Weights};
 
 mod attention;
 mod capped;
+mod convolution;
 mod delta_net;
+mod delta_page;
 mod experts;
 mod indexer;
 mod inputs;
@@ -34,7 +36,7 @@ mod results;
 mod tokens;
 
 use delta_net::NetRows;
-pub(super) use delta_net::Triangles;
+pub(super) use delta_page::Triangles;
 use inputs::{embed, tokens_of};
 pub(super) use inputs::{rows_after, rows_in_cache};
 use output_rows::OutputRows;
@@ -86,8 +88,8 @@ pub(super) struct Step<'a> {
     turned: Vec<(usize, Turned)>,
     /// `(T, H D)`
     attended: Option<Array>,
-    /// `(T, F)` each
-    gate_up: Option<[Array; 2]>,
+    /// `(T, F)` each; gates alone in families without a product of two.
+    gate_up: Option<(Array, Option<Array>)>,
     /// `(T, F)`
     hidden: Option<Array>,
     /// `(T, C)`
@@ -127,7 +129,7 @@ impl Parts<'_> {
         let is_alone = model.links.as_ref().is_none_or(is_alone);
         match model.config.layers.len().checked_sub(1) {
             Some(last) if self.weights.head.is_some() && is_alone && !model.captures_last() => {
-                let has_keys = !matches!(model.config.layers[last].cache, LayerCache::Delta(_));
+                let has_keys = !model.config.layers[last].is_recurrent();
                 let kind = has_keys.then(|| constants.span_kinds[constants.span_kind_of[last]]);
                 OutputRows::new(self.stream, batch, (lanes, kind))
             }

@@ -27,7 +27,7 @@ mod planned;
 mod ring;
 mod slots;
 
-pub(super) use delta_net::DeltaNet;
+pub(super) use delta_net::{DeltaNet, ShortConv, Taps};
 pub(super) use experts::{Experts, Routed, Shared, Stack};
 pub(super) use indexer::Indexer;
 pub(super) use latent::Latent;
@@ -75,6 +75,7 @@ pub(super) enum Mixer {
     Attention(Box<Attention>),
     Latent(Box<Latent>),
     Delta(Box<DeltaNet>),
+    Conv(Box<ShortConv>),
 }
 
 /// Attention over keys and values of each KV head, this rank's.
@@ -93,11 +94,11 @@ pub(super) struct Attention {
     pub(super) sinks: Option<Array>,
 }
 
-/// Gate, up and down.
+/// Gate, up and down; no up in families without gates.
 #[derive(Debug)]
 pub(super) struct Dense {
     /// None for a rank without columns of it.
-    pub(super) gate_up: Option<[Linear; 2]>,
+    pub(super) gate_up: Option<(Linear, Option<Linear>)>,
     pub(super) down: Summed,
 }
 
@@ -119,6 +120,7 @@ impl Mixer {
             Self::Attention(own) => own.arrays(),
             Self::Latent(own) => own.arrays(),
             Self::Delta(own) => own.arrays(),
+            Self::Conv(own) => own.arrays(),
         }
     }
 }
@@ -139,7 +141,8 @@ impl Attention {
 
 impl Dense {
     fn arrays(&self) -> impl Iterator<Item = &Array> {
-        let inputs = self.gate_up.iter().flatten();
+        let inputs = self.gate_up.iter();
+        let inputs = inputs.flat_map(|(gate, up)| [gate].into_iter().chain(up));
         inputs.flat_map(Linear::arrays).chain(self.down.arrays())
     }
 }
@@ -237,9 +240,9 @@ pub(super) fn activations(
 fn first_matrix(c: &Config) -> (Role, [usize; 2]) {
     let shape = &c.layers[0];
     let (part, shape) = match (shape.cache, shape.latent) {
-        (LayerCache::Delta(_), _) => {
-            let shape = [c.width, shape.heads * shape.value_dim];
-            (LayerRole::DeltaOutput, shape)
+        (LayerCache::Delta(_) | LayerCache::Conv(_), _) => {
+            let sizes = [c.width, shape.heads * shape.value_dim];
+            (shape.output_role(), sizes)
         }
         (_, Some(latent)) => (LayerRole::LatentDown, [latent.key_dim(), c.width]),
         _ => (LayerRole::Query, [query_rows(shape, shape.heads), c.width]),
@@ -356,10 +359,6 @@ impl Loader<'_> {
             c.family.norms_before_halves(),
             c.family.norms_after_halves(),
         ];
-        let output = match shape.cache {
-            LayerCache::Delta(_) => LayerRole::DeltaOutput,
-            _ => LayerRole::AttentionOutput,
-        };
         let outputs = shape.heads * shape.output_dim();
         let experts = shape.experts.map(|of| self.experts(i, of));
         let beside = || {
@@ -374,9 +373,9 @@ impl Loader<'_> {
         Ok(Layer {
             attention_norm: opt(before, LayerRole::AttentionNorm)?,
             mixer: self.mixer(i)?,
-            attention_output: self.summed(role(output), outputs, &cut.attention)?,
+            attention_output: self.summed(role(shape.output_role()), outputs, &cut.attention)?,
             post_attention_norm: opt(after, LayerRole::PostAttentionNorm)?,
-            ffn_norm: opt(before, LayerRole::FfnNorm)?,
+            ffn_norm: opt(before && shape.has_feed_forward(), LayerRole::FfnNorm)?,
             dense: shape.has_dense().then(|| self.dense(i)).transpose()?,
             experts: experts.transpose()?.map(Box::new),
             post_ffn_norm: opt(after, LayerRole::PostFfnNorm)?,
@@ -393,6 +392,7 @@ impl Loader<'_> {
         }
         Ok(match (shape.cache, shape.latent) {
             (LayerCache::Delta(net), _) => Mixer::Delta(Box::new(self.delta_net(i, net)?)),
+            (LayerCache::Conv(taps), _) => Mixer::Conv(Box::new(self.short_conv(i, taps)?)),
             (_, Some(latent)) => Mixer::Latent(Box::new(self.latent(i, latent)?)),
             _ => Mixer::Attention(Box::new(self.attention(i)?)),
         })
@@ -458,12 +458,18 @@ impl Loader<'_> {
         let (width, ffn) = (self.config.width, self.config.layers[i].ffn);
         let cut = self.shard.layer(i).dense();
         let rows = |part| self.rows(Role::Layer(i, part), [ffn, width], cut.columns());
-        let gate_up = || Ok::<_, Error>([rows(LayerRole::Gate)?, rows(LayerRole::Up)?]);
+        let up = || self.gated(|| rows(LayerRole::Up));
+        let gate_up = || Ok::<_, Error>((rows(LayerRole::Gate)?, up()?));
         let mine = !cut.columns().is_empty();
         Ok(Dense {
             gate_up: mine.then(gate_up).transpose()?,
             down: self.summed(Role::Layer(i, LayerRole::Down), ffn, cut)?,
         })
+    }
+
+    /// `up` of a feed-forward or expert, in families with gates.
+    fn gated(&self, up: impl FnOnce() -> Result<Linear, Error>) -> Result<Option<Linear>, Error> {
+        self.config.family.has_gates().then(up).transpose()
     }
 
     /// Notes a matrix of a type that MLX has no form for.

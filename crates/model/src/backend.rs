@@ -19,5 +19,6 @@ pub use crate::split::HeadRanges;
 pub use crate::step::PlanLimits;
 pub use crate::streaming::{LayerWriter, StreamedLayers};
 pub use crate::weights::{
-    DeltaRowLayout, MatrixRows, StoredTensor, WeightReader, read_rope_factors,
+    DeltaMatrices, DeltaRowLayout, DeltaVectors, MatrixRows, StoredTensor, WeightReader,
+    read_rope_factors,
 };

@@ -122,8 +122,6 @@ pub enum Error {
     /// The backend holds weights in a form of its own.
     #[error("engine {engine} keeps no packed weights on disk")]
     PackedEngine { engine: &'static str },
-    #[error("engine {engine} does not compute recurrent layers other than gated delta nets")]
-    Recurrence { engine: &'static str },
     /// An engine that does not clamp the gates of dense feed-forwards.
     #[error("engine {engine} does not compute dense feed-forwards with a clamp")]
     DenseClamp { engine: &'static str },

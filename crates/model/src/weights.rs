@@ -24,7 +24,7 @@ mod stored;
 mod streams;
 
 pub(crate) use delta_net::DeltaNet;
-pub use delta_net::{DeltaRowLayout, MatrixRows};
+pub use delta_net::{DeltaMatrices, DeltaRowLayout, DeltaVectors, MatrixRows};
 pub use reader::{WeightReader, read_rope_factors};
 pub use stored::StoredTensor;
 

@@ -211,24 +211,30 @@ fn a_cache_counts_its_bytes() {
         value: 32,
         index: 0,
     };
-    let of = DeltaSizes {
+    let of = StateSizes {
         heads: 4,
         key_heads: 2,
         key: 16,
         value: 32,
-        channels: 192,
+        decays: 16,
+    };
+    let recurrent = |state| {
+        let channels = 192;
+        LayerSizes::Recurrent(RecurrentSizes { channels, state })
     };
     let shape = Shape {
         layers: vec![
             (rows, 5),
             (LayerSizes::Nothing, 5),
             (latent, 2),
-            (LayerSizes::Delta(of), 3),
+            (recurrent(Some(of)), 3),
+            (recurrent(None), 2),
         ],
         dtype: Dtype::BF16,
         bits: None,
     };
     let positions = 64 * 2 * (5 * 2 * (16 + 32) + 2 * 48);
-    let net = 3 * 4 * (4 * 16 * 32 + 64 * (192 + 2 * 16 + 4 * 32 + 4));
-    assert_eq!(shape.bytes(), positions + net);
+    let net = 3 * 4 * (4 * 16 * 32 + 64 * (192 + 2 * 16 + 4 * 32 + 4 * 16));
+    let conv = 2 * 4 * 64 * 192;
+    assert_eq!(shape.bytes(), positions + net + conv);
 }

@@ -266,8 +266,8 @@ impl Step<'_> {
         chosen: (&Array, bool),
     ) -> Result<Array, Error> {
         let gate = self.stacked(&routed.gate, x, chosen)?;
-        let up = self.stacked(&routed.up, x, chosen)?;
-        let hidden = self.hidden_of(&gate, &up)?;
+        let up = routed.up.as_ref().map(|up| self.stacked(up, x, chosen));
+        let hidden = self.hidden_of(&gate, up.transpose()?)?;
         self.stacked(&routed.down, &hidden, chosen)
     }
 
@@ -284,17 +284,18 @@ impl Step<'_> {
     }
 
     /// Input of the down projection of an expert.
-    fn hidden_of(&self, gate: &Array, up: &Array) -> Result<Array, Error> {
+    fn hidden_of(&self, gate: &Array, up: Option<Array>) -> Result<Array, Error> {
         let (gates, stream) = (&self.parts.constants.gates, self.parts.stream);
-        gates.of_expert(stream, gate, up)
+        gates.of_expert(stream, gate, up.as_ref())
     }
 
     /// x (T, C) -> what the expert of every row gives, (T, C) in f32.
     fn shared(&self, own: &Shared) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let gate = own.gate.apply(stream, &self.x)?;
-        let up = own.up.apply(stream, &self.x)?;
-        let y = own.down.apply(stream, &self.hidden_of(&gate, &up)?)?;
+        let up = own.up.as_ref().map(|up| up.apply(stream, &self.x));
+        let hidden = self.hidden_of(&gate, up.transpose()?)?;
+        let y = own.down.apply(stream, &hidden)?;
         let y = stream.astype(&y, Dtype::F32)?;
         let Some(router) = &own.router else {
             return Ok(y);

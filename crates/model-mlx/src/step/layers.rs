@@ -21,6 +21,14 @@ impl LayerStep for Step<'_> {
         Ok(())
     }
 
+    fn mix_streams(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
+        self.norm(w, half)
+    }
+
+    fn add_to_streams(&mut self) -> Result<(), Error> {
+        self.add_delta()
+    }
+
     fn take_residual(&mut self) -> Result<(), Error> {
         self.x = self.residual.clone();
         Ok(())
@@ -196,6 +204,15 @@ impl LayerStep for Step<'_> {
         Ok(())
     }
 
+    fn is_short_conv(&self, _: &Layer) -> bool {
+        matches!(self.layer().0.cache, LayerCache::Conv(_))
+    }
+
+    fn short_conv(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+        self.short_convolution(w, index)?;
+        self.keep_output_rows()
+    }
+
     fn is_delta_net(&self, _: &Layer) -> bool {
         matches!(self.layer().0.cache, LayerCache::Delta(_))
     }
@@ -241,6 +258,10 @@ impl LayerStep for Step<'_> {
         Ok(())
     }
 
+    fn has_feed_forward(&self, _: &Layer) -> bool {
+        self.layer().0.has_feed_forward()
+    }
+
     fn has_experts(&self, w: &Layer) -> bool {
         w.experts.is_some()
     }
@@ -281,18 +302,21 @@ impl LayerStep for Step<'_> {
 
     fn project_gate_up(&mut self, w: &Layer) -> Result<(), Error> {
         self.gate_up = match &dense(w).gate_up {
-            Some([gate, up]) => Some([self.product(gate, &self.x)?, self.product(up, &self.x)?]),
+            Some((gate, up)) => {
+                let up = up.as_ref().map(|up| self.product(up, &self.x));
+                Some((self.product(gate, &self.x)?, up.transpose()?))
+            }
             None => None,
         };
         Ok(())
     }
 
     fn activate(&mut self) -> Result<(), Error> {
-        let Some([gate, up]) = self.gate_up.take() else {
+        let Some((gate, up)) = self.gate_up.take() else {
             return Ok(());
         };
         let (gates, stream) = (&self.parts.constants.gates, self.parts.stream);
-        self.hidden = Some(gates.hidden(stream, &gate, &up)?);
+        self.hidden = Some(gates.hidden(stream, &gate, up.as_ref())?);
         Ok(())
     }
 

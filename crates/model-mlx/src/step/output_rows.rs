@@ -8,7 +8,7 @@
 //! Nothing reads its other rows. Ranks that share a layer compute all of them.
 
 use paceline_mlx::{Array, Stream};
-use paceline_model::{Batch, Error, LayerCache};
+use paceline_model::{Batch, Error};
 
 use super::Step;
 use crate::cache::{SpanKind, View};
@@ -73,10 +73,10 @@ impl Step<'_> {
     }
 
     /// The rows that have queries in the layer, where these are not all. Decoding rows in lanes,
-    /// latent attention and delta nets have all.
+    /// latent attention and recurrent layers have all.
     fn query_rows(&self) -> Option<&OutputRows> {
         let shape = self.layer().0;
-        let is_plain = shape.latent.is_none() && !matches!(shape.cache, LayerCache::Delta(_));
+        let is_plain = shape.latent.is_none() && !shape.is_recurrent();
         let rows = self.output_rows().filter(|_| is_plain);
         rows.filter(|_| self.decoding().is_none())
     }

@@ -37,17 +37,19 @@ pub(crate) struct Experts {
 #[derive(Debug)]
 pub(crate) struct Routed {
     pub(crate) gate: Stack,
-    pub(crate) up: Stack,
+    /// None in families without gates.
+    pub(crate) up: Option<Stack>,
     pub(crate) down: Stack,
 }
 
 impl Routed {
-    pub(super) const fn stacks(&self) -> [&Stack; 3] {
-        [&self.gate, &self.up, &self.down]
+    pub(super) fn stacks(&self) -> impl Iterator<Item = &Stack> {
+        [&self.gate].into_iter().chain(&self.up).chain([&self.down])
     }
 
-    pub(super) const fn stacks_mut(&mut self) -> [&mut Stack; 3] {
-        [&mut self.gate, &mut self.up, &mut self.down]
+    pub(super) fn stacks_mut(&mut self) -> impl Iterator<Item = &mut Stack> {
+        let Self { gate, up, down } = self;
+        [gate].into_iter().chain(up).chain([down])
     }
 }
 
@@ -64,7 +66,8 @@ pub(crate) struct Shared {
     /// `(C, 1)`, in f32; none where its weight is 1.
     pub(crate) router: Option<Array>,
     pub(crate) gate: Linear,
-    pub(crate) up: Linear,
+    /// None in families without gates.
+    pub(crate) up: Option<Linear>,
     pub(crate) down: Linear,
 }
 
@@ -81,7 +84,8 @@ impl Experts {
         let stacks = stacks.flat_map(Routed::stacks);
         let shared = self.shared.iter();
         let shared = shared.flat_map(|own| {
-            let linears = [&own.gate, &own.up, &own.down].into_iter();
+            let linears = [&own.gate].into_iter().chain(&own.up);
+            let linears = linears.chain([&own.down]);
             linears.flat_map(Linear::arrays).chain(&own.router)
         });
         let router = self.router.arrays();
@@ -159,7 +163,7 @@ impl Loader<'_> {
         Ok(Shared {
             router: router.transpose()?,
             gate: linear(LayerRole::SharedGate, [ffn, width])?,
-            up: linear(LayerRole::SharedUp, [ffn, width])?,
+            up: self.gated(|| linear(LayerRole::SharedUp, [ffn, width]))?,
             down: linear(LayerRole::SharedDown, [width, ffn])?,
         })
     }
@@ -170,35 +174,37 @@ impl Loader<'_> {
         of: paceline_model::Experts,
         held: &Range<usize>,
     ) -> Result<Routed, Error> {
-        let [gate, up, down] = self.parts(of);
+        let (gate, up, down) = self.parts(of);
         let stack = |part| self.stack(layer, part, of.count, held);
         Ok(Routed {
             gate: stack(gate)?,
-            up: stack(up)?,
+            up: up.map(stack).transpose()?,
             down: stack(down)?,
         })
     }
 
     /// Gate, up and down of an expert, as stacks take them.
-    pub(super) fn expert(&self, layer: usize, index: usize) -> Result<[Matrix; 3], Error> {
+    pub(super) fn expert(&self, layer: usize, index: usize) -> Result<Vec<Matrix>, Error> {
         let of = self.config.layers[layer].experts;
         let of = of.expect("the layer has experts");
         let nth = Nth {
             index,
             of: of.count,
         };
-        let [gate, up, down] = self.parts(of).map(|part| self.of_expert(layer, part, nth));
-        Ok([gate?, up?, down?])
+        let (gate, up, down) = self.parts(of);
+        let parts = [gate].into_iter().chain(up).chain([down]);
+        parts.map(|part| self.of_expert(layer, part, nth)).collect()
     }
 
-    /// Roles and shapes of gate, up and down.
-    const fn parts(&self, of: paceline_model::Experts) -> [Part; 3] {
+    /// Roles and shapes of gate, up and down; no up in families without gates.
+    fn parts(&self, of: paceline_model::Experts) -> (Part, Option<Part>, Part) {
         let (width, ffn) = (self.config.width, of.width);
-        [
+        let up: Part = (LayerRole::ExpertUp, [ffn, width]);
+        (
             (LayerRole::ExpertGate, [ffn, width]),
-            (LayerRole::ExpertUp, [ffn, width]),
+            self.config.family.has_gates().then_some(up),
             (LayerRole::ExpertDown, [width, ffn]),
-        ]
+        )
     }
 
     fn of_expert(&self, layer: usize, (part, shape): Part, nth: Nth) -> Result<Matrix, Error> {

@@ -1,10 +1,12 @@
 //! Memory that a shard's weights will take, from the sizes in the file: told before anything is
 //! loaded.
 
+use std::ops::Range;
+
 use paceline_base::Bytes;
 use paceline_mlx::Dtype;
-use paceline_model::backend::WeightReader;
-use paceline_model::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Nth, Role, Shard};
+use paceline_model::backend::{DeltaRowLayout, MatrixRows, WeightReader};
+use paceline_model::{Error, LayerCache, LayerCut, LayerRole, Nth, Role, Shard};
 
 use super::super::stored::Stored;
 use super::query_rows;
@@ -44,8 +46,7 @@ pub(crate) fn planned(
         Ok::<_, Error>(Stored::bytes_of(&matrix, values as u64, dtype))
     };
     let layer = |(i, cut): (usize, &LayerCut)| {
-        let has = |part| names.source.has_any(c.family, Role::Layer(i, part));
-        let held = held(c.width, (&c.layers[i], cut), (c.per_layer, slots), has);
+        let held = held(names, (i, cut), slots);
         let held = held.into_iter();
         held.map(|(part, shape, values)| of(Role::Layer(i, part), shape, values))
             .sum::<Result<u64, Error>>()
@@ -79,22 +80,20 @@ pub(crate) fn planned(
     })
 }
 
-/// The matrices of a layer of a model of `width`; `per_layer` numbers of its own embeddings, up to
-/// `slots` experts.
-fn held(
-    width: usize,
-    (shape, cut): (&LayerShape, &LayerCut),
-    (per_layer, slots): (usize, usize),
-    has: impl Fn(LayerRole) -> bool,
-) -> Vec<Held> {
-    let mut all = mixer(width, (shape, cut), has);
-    let outputs = shape.heads * shape.output_dim();
-    let output = match shape.cache {
-        LayerCache::Delta(_) => LayerRole::DeltaOutput,
-        _ => LayerRole::AttentionOutput,
+/// The matrices of layer `i`, with up to `slots` experts.
+fn held(names: &WeightReader<'_>, (i, cut): (usize, &LayerCut), slots: usize) -> Vec<Held> {
+    let (width, per_layer) = (names.config.width, names.config.per_layer);
+    let shape = &names.config.layers[i];
+    let is_up = |part: &LayerRole| {
+        matches!(
+            part,
+            LayerRole::Up | LayerRole::ExpertUp(_) | LayerRole::SharedUp
+        )
     };
+    let mut all = mixer(names, (i, cut));
+    let outputs = shape.heads * shape.output_dim();
     let columns = cut.attention.columns().len();
-    all.push((output, [width, outputs], width * columns));
+    all.push((shape.output_role(), [width, outputs], width * columns));
     if shape.has_dense() {
         let (ffn, values) = (shape.ffn, width * cut.dense().columns().len());
         all.push((LayerRole::Gate, [ffn, width], values));
@@ -126,37 +125,27 @@ fn held(
         all.push((LayerRole::PerLayerGate, [per_layer, width], values));
         all.push((LayerRole::PerLayerOutput, [width, per_layer], values));
     }
+    all.retain(|(part, ..)| names.config.family.has_gates() || !is_up(part));
     all
 }
 
 /// The matrices that make queries, keys and values.
-fn mixer(
-    width: usize,
-    (shape, cut): (&LayerShape, &LayerCut),
-    has: impl Fn(LayerRole) -> bool,
-) -> Vec<Held> {
+fn mixer(names: &WeightReader<'_>, (i, cut): (usize, &LayerCut)) -> Vec<Held> {
+    let (shape, width) = (&names.config.layers[i], names.config.width);
     let (heads, kv_heads) = (cut.heads.len(), cut.kv_heads.len());
     if heads == 0 {
         return Vec::new();
     }
     let rows = |part, all: usize, mine: usize| (part, [all, width], mine * width);
     match (shape.cache, shape.latent) {
-        (LayerCache::Delta(_), _) => {
-            let keys = |n: usize| 2 * n * shape.head_dim;
-            let values = |n: usize| n * shape.value_dim;
-            let (k, v) = (keys(shape.kv_heads), values(shape.heads));
-            let mine = (keys(kv_heads), values(heads));
-            if has(LayerRole::DeltaQkvGate) {
-                return vec![rows(
-                    LayerRole::DeltaQkvGate,
-                    k + 2 * v,
-                    mine.0 + 2 * mine.1,
-                )];
-            }
-            vec![
-                rows(LayerRole::DeltaQkv, k + v, mine.0 + mine.1),
-                rows(LayerRole::DeltaGate, v, mine.1),
-            ]
+        (LayerCache::Delta(net), _) => {
+            let places = DeltaRowLayout::new(width, shape, cut);
+            let all = names.delta_matrices(i, places, net);
+            let own = |(part, shape, rows): &MatrixRows| {
+                let rows: usize = rows.iter().map(Range::len).sum();
+                (*part, *shape, rows * shape[1])
+            };
+            all.all().map(own).collect()
         }
         (_, Some(latent)) => {
             let (query, all) = (latent.query_dim() * heads, latent.query_dim() * shape.heads);
@@ -170,7 +159,8 @@ fn mixer(
                 None => held.push(rows(LayerRole::Query, all, query)),
             }
             let (keys, values) = (latent.plain, latent.value_dim);
-            if has(LayerRole::LatentUp) {
+            let joined = Role::Layer(i, LayerRole::LatentUp);
+            if names.source.has_any(names.config.family, joined) {
                 let all = [shape.heads * (keys + values), latent.rank];
                 let mine = heads * (keys + values) * latent.rank;
                 held.push((LayerRole::LatentUp, all, mine));
@@ -186,17 +176,15 @@ fn mixer(
             held
         }
         _ => {
+            let [query, key, value] = shape.input_roles();
             let query = rows(
-                LayerRole::Query,
+                query,
                 query_rows(shape, shape.heads),
                 query_rows(shape, heads),
             );
             let of_kv = |part, dim: usize| rows(part, shape.kv_heads * dim, kv_heads * dim);
-            let key = shape
-                .has_keys()
-                .then(|| of_kv(LayerRole::Key, shape.head_dim));
-            let value = shape.has_values();
-            let value = value.then(|| of_kv(LayerRole::Value, shape.value_dim));
+            let key = shape.has_keys().then(|| of_kv(key, shape.head_dim));
+            let value = shape.has_values().then(|| of_kv(value, shape.value_dim));
             [Some(query), key, value].into_iter().flatten().collect()
         }
     }

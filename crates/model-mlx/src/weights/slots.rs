@@ -93,10 +93,7 @@ impl Slots {
     }
 
     pub(super) fn arrays(&self) -> impl Iterator<Item = &Array> {
-        self.routed
-            .stacks()
-            .into_iter()
-            .flat_map(super::Stack::arrays)
+        self.routed.stacks().flat_map(super::Stack::arrays)
     }
 
     /// Reads those of `experts` that are missing, at most as many as there are slots. Returns how
@@ -122,8 +119,7 @@ impl Slots {
                 .expect("a layer has slots");
             self.held[oldest] = None; // a failed read leaves it empty
             let matrices = loader.expert(self.layer, self.first + expert)?;
-            let stacks = self.routed.stacks_mut().into_iter();
-            for (stack, matrix) in stacks.zip(matrices) {
+            for (stack, matrix) in self.routed.stacks_mut().zip(matrices) {
                 stack.matrices.put(stream, oldest as i32, &matrix)?;
                 loader.eval(stack.matrices.arrays())?;
             }

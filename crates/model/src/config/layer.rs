@@ -194,6 +194,14 @@ impl LayerShape {
         leaf
     }
 
+    /// Whether it keeps a state in place of keys and values: of any rule, or a convolution's.
+    pub const fn is_recurrent(&self) -> bool {
+        matches!(
+            self.cache,
+            LayerCache::State(_) | LayerCache::Delta(_) | LayerCache::Conv(_)
+        )
+    }
+
     /// The layer with the cache that layer `index`, this one, attends to.
     pub(super) const fn keeps_in(&self, index: usize) -> usize {
         match self.cache {

@@ -50,8 +50,8 @@ impl ModelFamily {
         names
     }
 
-    /// Engines that compute its models. MLX has no short convolutions, no Mamba, no Kimi delta
-    /// attention, no clamped feed-forward and no more than one residual stream yet.
+    /// Engines that compute its models. MLX has no clamped feed-forward and no more than one
+    /// residual stream yet.
     pub const fn engines(self) -> &'static [&'static str] {
         match self {
             Self::Gemma3n
@@ -59,10 +59,7 @@ impl ModelFamily {
             | Self::Qwen4Exp
             | Self::KimiLinear
             | Self::Glm5Next
-            | Self::MiniMaxM3
-            | Self::Lfm2
-            | Self::Lfm2Moe
-            | Self::NemotronH => &["cpu"],
+            | Self::MiniMaxM3 => &["cpu"],
             _ => &["cpu", "mlx"],
         }
     }

@@ -22,7 +22,7 @@ use paceline_tensor::{Activations, Kernels, Product, StateRule};
 
 use super::rows::activations;
 use crate::model::Model;
-use crate::weights::{DeltaNet, Linear};
+use crate::weights::{DeltaNet, DeltaVectors, Linear};
 use crate::{LayerCache, LayerCut, LayerShape};
 
 /// Values per call of the exponential kernel.
@@ -133,16 +133,14 @@ impl Mixer {
             let pairs = steps.iter_mut().zip(exp);
             pairs.for_each(|(step, e)| *step = 1.0 / (1.0 + *e));
         }
-        let (all, each) = (
-            net.bias.len(),
-            net.bias.len().checked_div(heads).unwrap_or(1),
-        );
+        let DeltaVectors { bias, scale, .. } = &net.vectors;
+        let (all, each) = (bias.len(), bias.len().checked_div(heads).unwrap_or(1));
         let decays = DisjointMut::new(&mut self.decays[..rows * all], all.max(1));
         kernels.for_rows(decays.len(), |t| {
             // SAFETY: each row is visited once.
             let row = unsafe { decays.part(t) };
-            for (i, (x, bias)) in row.iter_mut().zip(&net.bias).enumerate() {
-                let (sum, scale) = (*x + bias, net.scale[i / each]);
+            for (i, (x, bias)) in row.iter_mut().zip(bias).enumerate() {
+                let (sum, scale) = (*x + bias, scale[i / each]);
                 *x = match net.least_decay {
                     Some(least) => bounded(least, scale * sum),
                     None => scale * softplus(sum),
@@ -177,14 +175,15 @@ impl Mixer {
 
     /// Converts products to steps and decays of Mamba 2.
     fn finish_steps(&mut self, kernels: &Kernels, net: &DeltaNet, rows: usize) {
-        let heads = net.bias.len().max(1);
+        let DeltaVectors { bias, scale, .. } = &net.vectors;
+        let heads = bias.len().max(1);
         let [steps, decays] = [&mut self.steps, &mut self.decays]
-            .map(|all| DisjointMut::new(&mut all[..rows * net.bias.len()], heads));
+            .map(|all| DisjointMut::new(&mut all[..rows * bias.len()], heads));
         kernels.for_rows(steps.len(), |t| {
             // SAFETY: each row is visited once.
             let (steps, decays) = unsafe { (steps.part(t), decays.part(t)) };
             let both = steps.iter_mut().zip(decays);
-            for ((step, decay), (bias, scale)) in both.zip(net.bias.iter().zip(&net.scale)) {
+            for ((step, decay), (bias, scale)) in both.zip(bias.iter().zip(scale)) {
                 *step = softplus(*step + bias);
                 *decay = scale * *step;
             }
@@ -199,13 +198,14 @@ impl Mixer {
         group: usize,
         x: &mut [f32],
     ) {
-        let width = net.norm.len();
+        let norm = &net.vectors.norm;
+        let width = norm.len();
         let parts = DisjointMut::new(x, width);
         kernels.for_rows(parts.len(), |t| {
             // SAFETY: each row is visited once.
             let row = unsafe { parts.part(t) };
             let gates = self.wide[t * width..(t + 1) * width].chunks(group);
-            let groups = row.chunks_mut(group).zip(gates).zip(net.norm.chunks(group));
+            let groups = row.chunks_mut(group).zip(gates).zip(norm.chunks(group));
             for ((group, gates), norm) in groups {
                 for (x, gate) in group.chunks_mut(RUN).zip(gates.chunks(RUN)) {
                     let mut out = [0.0; RUN];
@@ -234,7 +234,7 @@ impl Mixer {
             let row = unsafe { parts.part(t) };
             let gates = self.wide[t * width..(t + 1) * width].chunks_exact(dim);
             for (head, gates) in row.chunks_exact_mut(dim).zip(gates) {
-                kernels.rms_norm_in_place(head, &net.norm, eps);
+                kernels.rms_norm_in_place(head, &net.vectors.norm, eps);
                 if by_sigmoid {
                     times_sigmoid(kernels, head, gates);
                     continue;

@@ -7,7 +7,7 @@ use paceline_weights::tensor::MappedBytes;
 
 use super::{Linear, ShardLoader, StoredTensor, WeightReader, pack_error, vector};
 use crate::config::{self, HeadOrder};
-use crate::{Error, LayerCache, LayerRole, LayerShape, Role};
+use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Role};
 
 /// Weights of a gated delta net besides queries, keys, values and output. H are this rank's value
 /// heads.
@@ -20,25 +20,53 @@ pub(crate) struct DeltaNet {
     /// `(H, C)`; `None` in Mamba 2, whose decays follow from the steps.
     pub(crate) decay: Option<PackedMatrix>,
     pub(crate) rule: StateRule,
-    /// `(taps, channels)`, channels of queries, keys and values.
-    pub(crate) conv: Vec<f32>,
-    /// `(channels,)`, in Mamba 2; otherwise empty.
-    pub(crate) conv_bias: Vec<f32>,
-    /// `(H,)`: factors of values in results of Mamba 2; otherwise empty.
-    pub(crate) skip: Vec<f32>,
     /// `(D, C)`: inputs of gates and of decays, whose matrices have D columns (Kimi); `None` where
     /// these have C.
     pub(crate) downs: [Option<PackedMatrix>; 2],
     /// As in the configuration.
     pub(crate) least_decay: Option<f32>,
-    /// `(H,)`; `(H D,)` where each element of a key has a decay.
-    pub(crate) bias: Vec<f32>,
-    /// `(H,)`, below 0.
-    pub(crate) scale: Vec<f32>,
-    /// `(E,)`; `(H E,)` in Mamba 2.
-    pub(crate) norm: Vec<f32>,
+    pub(crate) vectors: DeltaVectors,
     /// `(H,)`: key head of each value head, among this rank's.
     pub(crate) key_heads: Vec<usize>,
+}
+
+/// Vectors of a gated delta net, of this rank's H value heads and channels.
+#[derive(Debug)]
+pub struct DeltaVectors {
+    /// `(taps, channels)`, channels of queries, keys and values.
+    pub conv: Vec<f32>,
+    /// `(channels,)`, in Mamba 2; otherwise empty.
+    pub conv_bias: Vec<f32>,
+    /// `(H,)`: factors of values in results of Mamba 2; otherwise empty.
+    pub skip: Vec<f32>,
+    /// `(H,)`; `(H D,)` where each element of a key has a decay.
+    pub bias: Vec<f32>,
+    /// `(H,)`, below 0.
+    pub scale: Vec<f32>,
+    /// `(E,)`; `(H E,)` in Mamba 2.
+    pub norm: Vec<f32>,
+}
+
+/// Matrices of a gated delta net, with the rows of this rank's heads.
+#[derive(Clone, Debug)]
+pub struct DeltaMatrices {
+    /// Queries, keys and values.
+    pub inputs: [MatrixRows; 3],
+    pub gate: MatrixRows,
+    pub step: MatrixRows,
+    /// `None` in Mamba 2, whose decays follow from the steps.
+    pub decay: Option<MatrixRows>,
+    /// What makes the inputs of gates and of decays, whole on every rank; `None` where these are
+    /// normed rows.
+    pub downs: [Option<MatrixRows>; 2],
+}
+
+impl DeltaMatrices {
+    /// All of them.
+    pub fn all(&self) -> impl Iterator<Item = &MatrixRows> {
+        let plain = self.inputs.iter().chain([&self.gate, &self.step]);
+        plain.chain(&self.decay).chain(self.downs.iter().flatten())
+    }
 }
 
 impl DeltaNet {
@@ -62,79 +90,122 @@ impl DeltaNet {
 /// Consecutive row ranges.
 pub(crate) type RowRanges = Vec<Range<usize>>;
 
-/// A matrix, its total rows, and the rows to load.
-pub type MatrixRows = (LayerRole, usize, RowRanges);
+/// A matrix, its whole shape, and the rows to load.
+pub type MatrixRows = (LayerRole, [usize; 2], RowRanges);
 
 /// Row ranges of a rank's heads in the file's matrices. Letters as in [`LayerShape`].
 #[derive(Clone, Copy, Debug)]
 pub struct DeltaRowLayout<'a> {
-    pub shape: &'a LayerShape,
-    pub heads: &'a Range<usize>,
-    pub key_heads: &'a Range<usize>,
+    /// Of the model.
+    width: usize,
+    shape: &'a LayerShape,
+    heads: &'a Range<usize>,
+    key_heads: &'a Range<usize>,
 }
 
-impl DeltaRowLayout<'_> {
+impl<'a> DeltaRowLayout<'a> {
+    /// The layout of a layer in a model of `width`, of the heads in `cut`.
+    pub const fn new(width: usize, shape: &'a LayerShape, cut: &'a LayerCut) -> Self {
+        Self {
+            width,
+            shape,
+            heads: &cut.heads,
+            key_heads: &cut.kv_heads,
+        }
+    }
+
     /// Q, K, V and gate matrices in the file's layout: one matrix by key head if `has` reports it,
     /// else two.
-    pub fn inputs(&self, has: impl Fn(LayerRole) -> bool) -> [MatrixRows; 4] {
+    fn inputs(&self, has: impl Fn(LayerRole) -> bool) -> [MatrixRows; 4] {
         let (keys, values) = (self.all_keys(), self.all_values());
         if has(LayerRole::DeltaQkvGate) {
-            let all = 2 * (keys + values);
+            let all = [2 * (keys + values), self.width];
             return self
                 .by_key_head()
                 .map(|rows| (LayerRole::DeltaQkvGate, all, rows));
         }
         let [q, k, v] = self.in_qkv();
-        let of = |rows| (LayerRole::DeltaQkv, 2 * keys + values, rows);
+        let of = |rows| (LayerRole::DeltaQkv, [2 * keys + values, self.width], rows);
         let e = self.shape.value_dim;
         let own = self.heads.start * e..self.heads.end * e;
-        let gate = (LayerRole::DeltaGate, values, vec![own]);
+        let gate = (LayerRole::DeltaGate, [values, self.width], vec![own]);
         [of(q), of(k), of(v), gate]
     }
 
-    /// Q, K, V, gate and step rows of Mamba 2 in its one matrix of gates, values, keys, queries and
-    /// steps.
-    fn mamba(&self) -> [MatrixRows; 5] {
+    /// The matrices of Mamba 2: rows of one matrix of gates, values, keys, queries and steps.
+    fn mamba(&self) -> DeltaMatrices {
         let Self {
             shape,
             heads,
             key_heads,
+            width,
         } = self;
         let (d, e) = (shape.head_dim, shape.value_dim);
         let (keys, values) = (self.all_keys(), self.all_values());
-        let all = 2 * (keys + values) + shape.heads;
+        let all = [2 * (keys + values) + shape.heads, *width];
         let of = |from: usize, own: &Range<usize>, dim: usize| {
             let rows = from + own.start * dim..from + own.end * dim;
             (LayerRole::MambaInput, all, vec![rows])
         };
-        [
-            of(2 * values + keys, key_heads, d),
-            of(2 * values, key_heads, d),
-            of(values, heads, e),
-            of(0, heads, e),
-            of(2 * (values + keys), heads, 1),
-        ]
+        DeltaMatrices {
+            inputs: [
+                of(2 * values + keys, key_heads, d),
+                of(2 * values, key_heads, d),
+                of(values, heads, e),
+            ],
+            gate: of(0, heads, e),
+            step: of(2 * (values + keys), heads, 1),
+            decay: None,
+            downs: [None, None],
+        }
+    }
+
+    /// The matrices of Kimi delta attention; gates are a product of two if `low_rank_gates`.
+    fn kimi(&self, low_rank_gates: bool) -> DeltaMatrices {
+        let (d, e, c) = (self.shape.head_dim, self.shape.value_dim, self.width);
+        let (keys, values) = (self.all_keys(), self.all_values());
+        let of = |part, shape, dim: usize| {
+            let own = self.heads.start * dim..self.heads.end * dim;
+            (part, shape, vec![own])
+        };
+        let down = |part| (part, [d, c], vec![0..d]);
+        DeltaMatrices {
+            inputs: [
+                of(LayerRole::Query, [keys, c], d),
+                of(LayerRole::Key, [keys, c], d),
+                of(LayerRole::Value, [values, c], e),
+            ],
+            gate: match low_rank_gates {
+                true => of(LayerRole::DeltaGate, [values, d], e),
+                false => of(LayerRole::AttentionGate, [values, c], e),
+            },
+            step: of(LayerRole::DeltaStep, [self.shape.heads, c], 1),
+            decay: Some(of(LayerRole::DeltaDecay, [keys, d], d)),
+            downs: [
+                low_rank_gates.then(|| down(LayerRole::DeltaGateDown)),
+                Some(down(LayerRole::DeltaDecayDown)),
+            ],
+        }
     }
 
     /// This rank's channels of Mamba's convolution, in our order: its files have values first.
     fn mamba_channels(&self) -> Vec<usize> {
         let before = self.all_values();
         let of = |(_, _, rows): MatrixRows| rows.into_iter().flatten();
-        let [q, k, v, ..] = self.mamba();
-        let all = [q, k, v].into_iter().flat_map(of);
+        let all = self.mamba().inputs.into_iter().flat_map(of);
         all.map(|row| row - before).collect()
     }
 
     /// Step and decay matrices; one matrix if `joined`.
-    pub fn gates(&self, joined: bool) -> [MatrixRows; 2] {
-        let heads = self.shape.heads;
+    fn gates(&self, joined: bool) -> [MatrixRows; 2] {
+        let (heads, width) = (self.shape.heads, self.width);
         if joined {
             return self
                 .gates_by_key_head()
-                .map(|rows| (LayerRole::DeltaStepDecay, 2 * heads, rows));
+                .map(|rows| (LayerRole::DeltaStepDecay, [2 * heads, width], rows));
         }
         [LayerRole::DeltaStep, LayerRole::DeltaDecay]
-            .map(|part| (part, heads, vec![self.heads.clone()]))
+            .map(|part| (part, [heads, width], vec![self.heads.clone()]))
     }
 
     fn all_keys(&self) -> usize {
@@ -202,236 +273,56 @@ impl DeltaRowLayout<'_> {
 }
 
 impl ShardLoader<'_> {
-    /// Loads Q, K and V of a gated delta net, and its additional weights.
+    /// Loads Q, K and V of a gated delta net, and its additional weights. Steps and decays are in
+    /// f32 for every class: their errors accumulate over the life of a state.
     pub(super) fn delta_net(
         &self,
         layer: usize,
         net: config::DeltaNet,
     ) -> Result<([Linear; 3], DeltaNet), Error> {
         let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
-        let places = DeltaRowLayout {
-            shape,
-            heads: &cut.heads,
-            key_heads: &cut.kv_heads,
-        };
-        match net.rule {
-            StateRule::Sum => return self.mamba(layer, places, net),
-            StateRule::Channels => return self.kimi_net(layer, places, net),
-            StateRule::Difference => {}
-        }
-        let role = |part| Role::Layer(layer, part);
-        let has = |part| self.names.source.has_any(self.config.family, role(part));
-        let of = |(part, all, rows): &MatrixRows| self.gathered(role(*part), *all, rows, false);
-        let [q, k, v, gate] = &places.inputs(has);
-        let [q, k, v, gate] = [of(q)?, of(k)?, of(v)?, of(gate)?];
-        let [step, decay] = self.delta_gates(layer, places)?;
-        let linear = |matrix| Linear { matrix, bias: None };
-        let [bias, scale] = [LayerRole::DeltaBias, LayerRole::DeltaScale]
-            .map(|part| self.names.finite(role(part), shape.heads));
-        let of_heads = |all: Vec<f32>| all[cut.heads.clone()].to_vec();
-        let net = DeltaNet {
-            gate,
-            step,
-            decay: Some(decay),
-            rule: net.rule,
-            conv: self
-                .names
-                .conv(role(LayerRole::DeltaConv), places, net.taps)?,
-            conv_bias: Vec::new(),
-            skip: Vec::new(),
-            downs: [None, None],
-            least_decay: net.least_decay,
-            bias: of_heads(bias?),
-            scale: of_heads(self.names.decay_factors(scale?)),
-            norm: self.names.delta_norm(layer)?,
-            key_heads: places.key_heads(net.order),
-        };
-        Ok(([q, k, v].map(linear), net))
-    }
-
-    /// As [`delta_net`](Self::delta_net), for Mamba 2: values, keys and queries are what its papers
-    /// call x, B and C.
-    fn mamba(
-        &self,
-        layer: usize,
-        places: DeltaRowLayout<'_>,
-        net: config::DeltaNet,
-    ) -> Result<([Linear; 3], DeltaNet), Error> {
-        let (shape, heads) = (places.shape, places.heads);
-        let role = |part| Role::Layer(layer, part);
-        let of =
-            |(part, all, rows): &MatrixRows, as_f32| self.gathered(role(*part), *all, rows, as_f32);
-        let [q, k, v, gate, step] = &places.mamba();
-        let linear = |matrix| Linear { matrix, bias: None };
-        let qkv = [of(q, false)?, of(k, false)?, of(v, false)?].map(linear);
-        let channels = places.mamba_channels();
-        let all = 2 * places.all_keys() + places.all_values();
-        let conv = role(LayerRole::DeltaConv);
-        let bias = self.names.source.bias(self.config.family, conv)?;
-        let bias = vector(&bias, all)?;
-        let of_heads = |part| {
-            let all = self.names.finite_flat(role(part), [shape.heads, 1])?;
-            Ok::<_, Error>(all[heads.clone()].to_vec())
-        };
-        let e = shape.value_dim;
-        let groups = [shape.kv_heads, places.all_values() / shape.kv_heads];
-        let norm = self.names.finite_flat(role(LayerRole::DeltaNorm), groups)?;
-        let net = DeltaNet {
-            gate: of(gate, false)?,
-            step: of(step, true)?,
-            decay: None,
-            rule: net.rule,
-            conv: self.names.taps_of(conv, [all, net.taps], &channels)?,
-            conv_bias: channels.iter().map(|channel| bias[*channel]).collect(),
-            skip: of_heads(LayerRole::MambaSkip)?,
-            downs: [None, None],
-            least_decay: net.least_decay,
-            bias: of_heads(LayerRole::DeltaBias)?,
-            scale: self.names.decay_factors(of_heads(LayerRole::DeltaScale)?),
-            norm: norm[heads.start * e..heads.end * e].to_vec(),
-            key_heads: places.key_heads(net.order),
-        };
-        Ok((qkv, net))
-    }
-
-    /// As [`delta_net`](Self::delta_net), for Kimi delta attention.
-    fn kimi_net(
-        &self,
-        layer: usize,
-        places: DeltaRowLayout<'_>,
-        net: config::DeltaNet,
-    ) -> Result<([Linear; 3], DeltaNet), Error> {
-        let (d, e, c) = (
-            places.shape.head_dim,
-            places.shape.value_dim,
-            self.config.width,
-        );
-        let (heads, role) = (places.heads, |part| Role::Layer(layer, part));
-        let own = |dim: usize| heads.start * dim..heads.end * dim;
-        // Inputs of a state are in f32 for every class, as in other delta nets.
-        let matrix = |part, [all, cols]: [usize; 2], rows, as_f32| {
-            self.packed(
-                role(part),
-                [all, cols],
-                (rows, 0..cols),
-                |stored, mut options| {
-                    options.as_f32 |= as_f32;
-                    self.matrix(stored, 0..stored.cols, options)
-                },
-            )
-        };
-        let (keys, values) = (places.all_keys(), places.all_values());
-        let linear = |part, all, dim| {
-            let matrix = matrix(part, [all, c], own(dim), false)?;
+        let places = DeltaRowLayout::new(self.config.width, shape, cut);
+        let all = self.names.delta_matrices(layer, places, net);
+        let of = |own: &MatrixRows, as_f32| self.gathered(layer, own, as_f32);
+        let opt = |own: &Option<_>, as_f32| own.as_ref().map(|own| of(own, as_f32)).transpose();
+        let linear = |own| {
+            let matrix = of(own, false)?;
             Ok::<_, Error>(Linear { matrix, bias: None })
         };
-        let qkv = [
-            linear(LayerRole::Query, keys, d)?,
-            linear(LayerRole::Key, keys, d)?,
-            linear(LayerRole::Value, values, e)?,
-        ];
-        let gate_down = || matrix(LayerRole::DeltaGateDown, [d, c], 0..d, false);
-        let downs = [
-            net.low_rank_gates.then(gate_down).transpose()?,
-            Some(matrix(LayerRole::DeltaDecayDown, [d, c], 0..d, true)?),
-        ];
-        let (gate, gate_cols) = match net.low_rank_gates {
-            true => (LayerRole::DeltaGate, d),
-            false => (LayerRole::AttentionGate, c),
-        };
-        let flat = |part, n| self.names.finite_flat(role(part), [1, n]);
-        let scale = flat(LayerRole::DeltaScale, places.shape.heads)?;
+        let [q, k, v] = &all.inputs;
+        let qkv = [linear(q)?, linear(k)?, linear(v)?];
         let net = DeltaNet {
-            gate: matrix(gate, [values, gate_cols], own(e), false)?,
-            step: matrix(LayerRole::DeltaStep, [places.shape.heads, c], own(1), true)?,
-            decay: Some(matrix(LayerRole::DeltaDecay, [keys, d], own(d), true)?),
+            gate: of(&all.gate, false)?,
+            step: of(&all.step, true)?,
+            decay: opt(&all.decay, true)?,
             rule: net.rule,
-            conv: self.kimi_taps(layer, places, net.taps)?,
-            conv_bias: Vec::new(),
-            skip: Vec::new(),
-            downs,
+            downs: [opt(&all.downs[0], false)?, opt(&all.downs[1], true)?],
             least_decay: net.least_decay,
-            bias: flat(LayerRole::DeltaBias, keys)?[own(d)].to_vec(),
-            scale: self.names.decay_factors(scale)[heads.clone()].to_vec(),
-            norm: self.names.delta_norm(layer)?,
+            vectors: self.names.delta_vectors(layer, places, net)?,
             key_heads: places.key_heads(net.order),
         };
         Ok((qkv, net))
     }
 
-    /// Taps of the three convolutions of Kimi delta attention, `(taps, channels)`.
-    fn kimi_taps(
-        &self,
-        layer: usize,
-        places: DeltaRowLayout<'_>,
-        taps: usize,
-    ) -> Result<Vec<f32>, Error> {
-        let (d, e, heads) = (places.shape.head_dim, places.shape.value_dim, places.heads);
-        let of = |(part, all, dim): (LayerRole, usize, usize)| {
-            let own: Vec<usize> = (heads.start * dim..heads.end * dim).collect();
-            self.names
-                .taps_of(Role::Layer(layer, part), [all, taps], &own)
-        };
-        let parts = [
-            (LayerRole::DeltaQueryConv, places.all_keys(), d),
-            (LayerRole::DeltaKeyConv, places.all_keys(), d),
-            (LayerRole::DeltaValueConv, places.all_values(), e),
-        ];
-        let parts = parts.map(of).into_iter().collect::<Result<Vec<_>, _>>()?;
-        let of_tap = |tap: usize| {
-            let of =
-                |part: &Vec<f32>| part[part.len() / taps * tap..][..part.len() / taps].to_vec();
-            parts.iter().flat_map(of).collect::<Vec<_>>()
-        };
-        Ok((0..taps).flat_map(of_tap).collect())
-    }
-
-    /// Taps of a layer's short convolution, `(taps, channels of this rank)`; `None` without one.
-    pub(super) fn conv_taps(&self, layer: usize) -> Result<Option<Vec<f32>>, Error> {
-        let (shape, cut) = (&self.config.layers[layer], self.shard.layer(layer));
-        let LayerCache::Conv(taps) = shape.cache else {
-            return Ok(None);
-        };
-        let own = cut.heads.start * shape.head_dim..cut.heads.end * shape.head_dim;
-        let own: Vec<usize> = own.collect();
-        let role = Role::Layer(layer, LayerRole::ConvTaps);
-        let sizes = [shape.heads * shape.head_dim, taps];
-        self.names.taps_of(role, sizes, &own).map(Some)
-    }
-
-    /// Steps and decays, in f32 for every class: their errors accumulate over the life of a state.
-    fn delta_gates(
-        &self,
-        layer: usize,
-        places: DeltaRowLayout<'_>,
-    ) -> Result<[PackedMatrix; 2], Error> {
-        let of = |(part, all, rows): &MatrixRows| {
-            self.gathered(Role::Layer(layer, *part), *all, rows, true)
-        };
-        let [step, decay] = &places.gates(self.names.joins_delta_gates(layer));
-        Ok([of(step)?, of(decay)?])
-    }
-
-    /// Packs `rows` of a matrix with `all` rows; copies them if they are not contiguous.
+    /// Packs the rows of a matrix; copies them if they are not contiguous.
     fn gathered(
         &self,
-        role: Role,
-        all: usize,
-        rows: &[Range<usize>],
+        layer: usize,
+        (part, shape, rows): &MatrixRows,
         as_f32: bool,
     ) -> Result<PackedMatrix, Error> {
-        let shape = [all, self.config.width];
+        let (role, shape) = (Role::Layer(layer, *part), *shape);
         let pack = |stored: StoredMatrix<'_>, mut options: PackOptions| {
             options.as_f32 |= as_f32;
             self.matrix(stored, 0..stored.cols, options)
         };
-        if let [rows] = rows {
+        if let [rows] = &rows[..] {
             let part = (rows.clone(), 0..shape[1]);
             return self.packed(role, shape, part, pack);
         }
         let (name, block_type, bytes) = match self.names.located(role, shape)? {
             StoredTensor::Whole(tensor) => {
-                let row = tensor.bytes.len() / all;
+                let row = tensor.bytes.len() / shape[0];
                 let of = |rows: &Range<usize>| {
                     let own = tensor.bytes.slice(rows.start * row..rows.end * row);
                     let own = own.expect("the rows are of the matrix");
@@ -462,33 +353,145 @@ impl ShardLoader<'_> {
 }
 
 impl WeightReader<'_> {
+    /// The matrices of a layer that is a gated delta net.
+    pub fn delta_matrices(
+        &self,
+        layer: usize,
+        places: DeltaRowLayout<'_>,
+        net: config::DeltaNet,
+    ) -> DeltaMatrices {
+        match net.rule {
+            StateRule::Sum => places.mamba(),
+            StateRule::Channels => places.kimi(net.low_rank_gates),
+            StateRule::Difference => {
+                let has = |part| {
+                    self.source
+                        .has_any(self.config.family, Role::Layer(layer, part))
+                };
+                let [q, k, v, gate] = places.inputs(has);
+                let [step, decay] = places.gates(self.joins_delta_gates(layer));
+                DeltaMatrices {
+                    inputs: [q, k, v],
+                    gate,
+                    step,
+                    decay: Some(decay),
+                    downs: [None, None],
+                }
+            }
+        }
+    }
+
+    /// The vectors of a layer that is a gated delta net.
+    pub fn delta_vectors(
+        &self,
+        layer: usize,
+        places: DeltaRowLayout<'_>,
+        net: config::DeltaNet,
+    ) -> Result<DeltaVectors, Error> {
+        let (shape, heads) = (places.shape, places.heads);
+        let role = |part| Role::Layer(layer, part);
+        let part = |part, n: usize, own: Range<usize>| {
+            let all = self.finite_flat(role(part), [n, 1])?;
+            Ok::<_, Error>(all[own].to_vec())
+        };
+        let of_heads = |role| part(role, shape.heads, heads.clone());
+        let is_mamba = net.rule == StateRule::Sum;
+        let (d, e) = (shape.head_dim, shape.value_dim);
+        let conv = role(LayerRole::DeltaConv);
+        let all = 2 * places.all_keys() + places.all_values();
+        let channels = places.mamba_channels();
+        let conv_bias = || {
+            let bias = vector(&self.source.bias(self.config.family, conv)?, all)?;
+            Ok::<_, Error>(channels.iter().map(|channel| bias[*channel]).collect())
+        };
+        let norm = || {
+            let groups = [shape.kv_heads, places.all_values() / shape.kv_heads];
+            let all = self.finite_flat(role(LayerRole::DeltaNorm), groups)?;
+            Ok::<_, Error>(all[heads.start * e..heads.end * e].to_vec())
+        };
+        Ok(DeltaVectors {
+            conv: match net.rule {
+                StateRule::Sum => self.taps_of(conv, [all, net.taps], &channels)?,
+                StateRule::Channels => self.kimi_taps(layer, places, net.taps)?,
+                StateRule::Difference => self.conv(conv, places, net.taps)?,
+            },
+            conv_bias: is_mamba.then(conv_bias).transpose()?.unwrap_or_default(),
+            skip: match is_mamba {
+                true => of_heads(LayerRole::MambaSkip)?,
+                false => Vec::new(),
+            },
+            bias: match net.rule {
+                StateRule::Channels => {
+                    let own = heads.start * d..heads.end * d;
+                    part(LayerRole::DeltaBias, places.all_keys(), own)?
+                }
+                _ => of_heads(LayerRole::DeltaBias)?,
+            },
+            scale: self.decay_factors(of_heads(LayerRole::DeltaScale)?),
+            norm: match is_mamba {
+                true => norm()?,
+                false => self.delta_norm(layer)?,
+            },
+        })
+    }
+
     /// Whether a layer's steps and decays are one matrix. If the file has neither form, the error
     /// names the one in the family's newer files.
-    pub fn joins_delta_gates(&self, layer: usize) -> bool {
+    fn joins_delta_gates(&self, layer: usize) -> bool {
         let family = self.config.family;
         let has = |part| self.source.has_any(family, Role::Layer(layer, part));
         has(LayerRole::DeltaStepDecay) || family.joins_delta_gates() && !has(LayerRole::DeltaStep)
     }
 
-    /// As [`finite`](Self::finite), for vectors that files have in several dimensions.
+    /// As [`finite`](Self::finite), for `rows` by `cols` values that files have in one or several
+    /// dimensions, some of size 1.
     fn finite_flat(&self, role: Role, [rows, cols]: [usize; 2]) -> Result<Vec<f32>, Error> {
         let n = rows * cols;
         let mut tensor = self.source.weight(self.config.family, role)?;
-        if tensor.shape == [rows, cols] || tensor.shape == [1, rows, cols, 1] {
+        let sizes = |shape: &[usize]| -> Vec<usize> {
+            shape.iter().copied().filter(|size| *size != 1).collect()
+        };
+        if sizes(&tensor.shape) == sizes(&[rows, cols]) {
             tensor.shape = vec![n];
         }
         super::finite_vector(&tensor, n)
     }
 
     /// The norm of each head's result, `(E,)`.
-    pub fn delta_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
+    fn delta_norm(&self, layer: usize) -> Result<Vec<f32>, Error> {
         let role = Role::Layer(layer, LayerRole::DeltaNorm);
         let tensor = self.source.weight(self.config.family, role)?;
         vector(&tensor, self.config.layers[layer].value_dim)
     }
 
+    /// Taps of the three convolutions of Kimi delta attention, `(taps, channels)`.
+    fn kimi_taps(
+        &self,
+        layer: usize,
+        places: DeltaRowLayout<'_>,
+        taps: usize,
+    ) -> Result<Vec<f32>, Error> {
+        let (d, e, heads) = (places.shape.head_dim, places.shape.value_dim, places.heads);
+        let of = |(part, all, dim): (LayerRole, usize, usize)| {
+            let own: Vec<usize> = (heads.start * dim..heads.end * dim).collect();
+            self.taps_of(Role::Layer(layer, part), [all, taps], &own)
+        };
+        let parts = [
+            (LayerRole::DeltaQueryConv, places.all_keys(), d),
+            (LayerRole::DeltaKeyConv, places.all_keys(), d),
+            (LayerRole::DeltaValueConv, places.all_values(), e),
+        ];
+        let parts = parts.map(of).into_iter().collect::<Result<Vec<_>, _>>()?;
+        let of_tap = |tap: usize| {
+            let of =
+                |part: &Vec<f32>| part[part.len() / taps * tap..][..part.len() / taps].to_vec();
+            parts.iter().flat_map(of).collect::<Vec<_>>()
+        };
+        Ok((0..taps).flat_map(of_tap).collect())
+    }
+
     /// Factors of decays; folders store their logarithms.
-    pub fn decay_factors(&self, stored: Vec<f32>) -> Vec<f32> {
+    fn decay_factors(&self, stored: Vec<f32>) -> Vec<f32> {
         match self.source {
             crate::ModelSource::Gguf(_) => stored,
             crate::ModelSource::Hf(_) => {
@@ -499,15 +502,23 @@ impl WeightReader<'_> {
     }
 
     /// Convolution taps of a rank's channels, `(taps, channels)`.
-    pub fn conv(
-        &self,
-        role: Role,
-        places: DeltaRowLayout<'_>,
-        taps: usize,
-    ) -> Result<Vec<f32>, Error> {
+    fn conv(&self, role: Role, places: DeltaRowLayout<'_>, taps: usize) -> Result<Vec<f32>, Error> {
         let channels = 2 * places.all_keys() + places.all_values();
         let own: Vec<usize> = places.in_qkv().into_iter().flatten().flatten().collect();
         self.taps_of(role, [channels, taps], &own)
+    }
+
+    /// Taps of a layer's short convolution, `(taps, channels of this rank)`; `None` without one.
+    pub fn short_conv_taps(&self, layer: usize, cut: &LayerCut) -> Result<Option<Vec<f32>>, Error> {
+        let shape = &self.config.layers[layer];
+        let LayerCache::Conv(taps) = shape.cache else {
+            return Ok(None);
+        };
+        let own = cut.heads.start * shape.head_dim..cut.heads.end * shape.head_dim;
+        let own: Vec<usize> = own.collect();
+        let role = Role::Layer(layer, LayerRole::ConvTaps);
+        let sizes = [shape.heads * shape.head_dim, taps];
+        self.taps_of(role, sizes, &own).map(Some)
     }
 
     /// Taps of the channels `own` of `channels`, `(taps, own)`.

@@ -209,7 +209,7 @@ impl ShardLoader<'_> {
             compressed: self.compressed(i)?,
             pooled: self.pool_indexer(i)?.map(Box::new),
             delta_net,
-            conv_taps: self.conv_taps(i)?,
+            conv_taps: self.names.short_conv_taps(i, cut)?,
             attention_output: self.summed(role(shape.output_role()), out, &cut.attention)?,
             query_norm,
             key_norm,
