@@ -359,8 +359,8 @@ impl Config {
         }
     }
 
-    /// Values of a position that a stage sends the next one: its streams, `captures` captured inputs
-    /// of layers, and weights of streams for the half behind.
+    /// Values of a position that a stage sends the next one. They are its streams, `captures`
+    /// captured inputs of layers, and weights of streams for the next half.
     pub(crate) const fn sent_width(&self, captures: usize) -> usize {
         let late = match self.streams {
             Some(Streams {

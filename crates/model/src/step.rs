@@ -78,8 +78,8 @@ use sums::Sums;
 #[derive(Debug)]
 pub struct Workspace {
     size: BatchSize,
-    /// `(T, S, C)` of S streams, then `(captures so far, T, C)`, then `(T, S)` late weights; sent to
-    /// and received from other stages.
+    /// `(T, S, C)` of S streams, then `(captures so far, T, C)`, then `(T, S)` late weights; sent
+    /// to and received from other stages.
     residual: RegisteredMemory<f32>,
     /// `(T, captures, C)` of the last step, at the leader.
     captured: Vec<f32>,

@@ -25,8 +25,8 @@ pub trait LayerStep {
     /// residual (T, C) -> x (T, C), by the norm before a half
     fn norm(&mut self, w: &Self::Layer, half: Half) -> Result<(), Error>;
 
-    /// residual (T, S, C) += what the last tokens choose from a table, by a gate of each stream;
-    /// nothing in layers without a memory of n-grams. Never on a backend without several streams.
+    /// residual (T, S, C) += what the last tokens choose from a table, by a gate of each stream.
+    /// Nothing in layers without a memory of n-grams. Never on a backend without such memories.
     fn add_ngrams(&mut self, _: &Self::Layer, _: usize) -> Result<(), Error> {
         unreachable!("the model has no memory of n-grams")
     }

@@ -89,7 +89,7 @@ impl NgramRows {
         })
     }
 
-    /// Adds what the rows of a step read to `residual`, `(T, S, C)`. `tokens` are those of the step.
+    /// Adds what the rows of a step read to `residual`, `(T, S, C)`. The rows have `tokens`.
     pub(super) fn add<'t>(
         &mut self,
         place: &NgramInputs<'_, '_>,

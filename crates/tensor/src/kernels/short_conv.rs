@@ -1,5 +1,5 @@
-//! A short convolution of each channel over its last inputs (LFM2), or over every s-th of them, with
-//! the inputs in the cache.
+//! A short convolution of each channel over its last inputs (LFM2), or over every s-th of them.
+//! The inputs are in the cache.
 //!
 //! ```text
 //! out[t][c] = sum over i, in order: fma(taps[i][c], input[t - s (taps - 1 - i)][c], out[t][c])
