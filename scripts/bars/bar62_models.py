@@ -130,6 +130,9 @@ ROWS = {
                                                                            "compress_ratios": [128, 128, 4, 128, 0], "rope_scaling": None},
     "smollm3": golden("smollm3-bf16"), "granite": golden("granite-bf16"), "olmo2": golden("olmo2-bf16"),
     "olmo3": golden("olmo3-bf16"), "phi3 partial": golden("phi3-bf16"),
+    "lfm2": golden("lfm2-bf16"), "lfm2 five taps": golden("lfm2-bf16") | {"conv_L_cache": 5},
+    "lfm2_moe": golden("lfm2moe-bf16"), "nemotron_h": golden("nemotron-h-bf16"),
+    "nemotron_h one group": golden("nemotron-h-bf16") | {"n_groups": 1, "ssm_state_size": 64},
 }
 for name, base, pairs in [("llama", LLAMA, 8), ("qwen2", tiny.QWEN2 | {"sliding_window": None}, 8), ("qwen3", tiny.QWEN3, 16),
                           ("qwen3moe", tiny.QWEN3_MOE, 16), ("mixtral", tiny.MIXTRAL | {"head_dim": 16}, 8), ("qwen2moe", tiny.QWEN2_MOE, 8)]:
