@@ -39,8 +39,13 @@ struct TensorNames {
 }
 
 impl TensorNames {
-    /// Of layer `layer` of a file, if it is one of multi-token prediction.
-    fn find(source: &ModelSource, layer: usize) -> Option<Self> {
+    /// Of the layer behind the model's last, if it is one of multi-token prediction. Those of
+    /// several residual streams are not used.
+    fn find(source: &ModelSource, config: &Config) -> Option<Self> {
+        if config.streams.is_some() {
+            return None;
+        }
+        let layer = config.layers.len();
         let of = |mix: String, [token, feature, output_norm, output]: [&str; 4], stem: &str| Self {
             mix,
             token_norm: format!("{stem}{token}"),
@@ -100,7 +105,7 @@ pub struct NextTokenHead {
 impl NextTokenHead {
     /// Whether the files of a model have such a layer.
     pub fn is_in(source: &ModelSource, config: &Config) -> bool {
-        TensorNames::find(source, config.layers.len()).is_some()
+        TensorNames::find(source, config).is_some()
     }
 
     /// Loads the layer from the model's files; `None` if they have none.
@@ -114,7 +119,7 @@ impl NextTokenHead {
     ) -> Result<Option<Self>, Error> {
         let mut config = Config::read(source)?;
         let at = config.layers.len();
-        let Some(names) = TensorNames::find(source, at) else {
+        let Some(names) = TensorNames::find(source, &config) else {
             return Ok(None);
         };
         weights::read_rope_factors(source, &mut config)?;
