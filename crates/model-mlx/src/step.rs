@@ -375,7 +375,7 @@ impl<'a> Step<'a> {
         let Some(links) = links.filter(|links| links.stage.size() > 1) else {
             return Ok(stream.astype(mine, dtype)?);
         };
-        let columns = vec![self.parts.model.config.width; links.stage.size() as usize];
+        let columns = vec![mine.shape()[1] as usize; links.stage.size() as usize];
         let parts = self.gather_columns(links, Some(mine), &columns, dtype)?;
         let mut sum = stream.astype(&parts[0], Dtype::F32)?;
         for part in &parts[1..] {

@@ -361,6 +361,7 @@ impl Loader<'_> {
         ];
         let outputs = shape.heads * shape.output_dim();
         let experts = shape.experts.map(|of| self.experts(i, of));
+        let is_compressed = shape.experts.is_some_and(|of| of.compressed.is_some());
         let beside = || {
             Ok::<_, Error>(Beside {
                 dense: norm(LayerRole::DenseNorm)?,
@@ -379,7 +380,9 @@ impl Loader<'_> {
             dense: shape.has_dense().then(|| self.dense(i)).transpose()?,
             experts: experts.transpose()?.map(Box::new),
             post_ffn_norm: opt(after, LayerRole::PostFfnNorm)?,
-            beside: shape.dense_beside.then(beside).transpose()?,
+            beside: (shape.dense_beside && !is_compressed)
+                .then(beside)
+                .transpose()?,
             per_layer: self.per_layer(i)?,
             output_scale: scale.transpose()?,
         })
@@ -458,12 +461,12 @@ impl Loader<'_> {
         let (width, ffn) = (self.config.width, self.config.layers[i].ffn);
         let cut = self.shard.layer(i).dense();
         let rows = |part| self.rows(Role::Layer(i, part), [ffn, width], cut.columns());
-        let up = || self.gated(|| rows(LayerRole::Up));
-        let gate_up = || Ok::<_, Error>((rows(LayerRole::Gate)?, up()?));
+        let [gate, up, down] = self.config.layers[i].dense_roles();
+        let gate_up = || Ok::<_, Error>((rows(gate)?, self.gated(|| rows(up))?));
         let mine = !cut.columns().is_empty();
         Ok(Dense {
             gate_up: mine.then(gate_up).transpose()?,
-            down: self.summed(Role::Layer(i, LayerRole::Down), ffn, cut)?,
+            down: self.summed(Role::Layer(i, down), ffn, cut)?,
         })
     }
 

@@ -25,17 +25,35 @@ const ORDERED_FROM: usize = 64;
 const CLOSED: f32 = 3e38;
 
 impl Step<'_> {
-    /// x (T, C) -> this rank's part of the sum over experts, (T, C) in f32.
+    /// x (T, C) -> this rank's part of the sum over experts, (T, C) in f32; (T, L) of experts that
+    /// write compressed rows.
     pub(super) fn expert_part(&self, own: &Experts) -> Result<Array, Error> {
         let holds = own.routed.is_some() || own.slots.is_some();
-        let routed = holds.then(|| self.routed(own));
+        let x = match &own.compression {
+            Some(around) => around.down.apply(self.parts.stream, &self.x)?,
+            None => self.x.clone(),
+        };
+        let routed = holds.then(|| self.routed(own, &x));
         let shared = own.shared.as_ref().map(|shared| self.shared(shared));
         let stream = self.parts.stream;
         Ok(match (routed.transpose()?, shared.transpose()?) {
             (Some(a), Some(b)) => stream.add(&a, &b)?,
             (Some(one), None) | (None, Some(one)) => one,
-            (None, None) => stream.zeros(&self.residual.shape(), Dtype::F32)?,
+            (None, None) => stream.zeros(&x.shape(), Dtype::F32)?,
         })
+    }
+
+    /// The sum over experts of all ranks -> delta (T, C).
+    pub(super) fn expanded(&self, own: &Experts, sum: Array) -> Result<Array, Error> {
+        let Some(around) = &own.compression else {
+            return Ok(sum);
+        };
+        let (stream, eps) = (self.parts.stream, self.parts.model.config.norm_eps);
+        let sum = match &around.norm {
+            Some(norm) => stream.rms_norm(&sum, norm, eps)?,
+            None => sum,
+        };
+        around.up.apply(stream, &sum)
     }
 
     /// The experts of the layer, as the configuration has them.
@@ -124,16 +142,16 @@ impl Step<'_> {
         Ok(weights)
     }
 
-    /// x (T, C) -> the weighed sum over the chosen experts that this rank holds, (T, C).
-    fn routed(&self, own: &Experts) -> Result<Array, Error> {
+    /// Rows `x` that experts read -> the weighed sum over the chosen experts that this rank holds.
+    fn routed(&self, own: &Experts, x: &Array) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let [chosen, weights] = self.choices(own)?;
         let [chosen, weights] = self.held_choices(own, chosen, weights)?;
         let sizes = chosen.shape();
         let (rows, each) = (sizes[0], sizes[1]);
         let y = match (&own.routed, &own.slots) {
-            (_, Some(slots)) => self.by_slot(&mut slots.borrow_mut(), &chosen)?,
-            (Some(routed), None) => self.chosen_rows(routed, &chosen)?,
+            (_, Some(slots)) => self.by_slot(&mut slots.borrow_mut(), x, &chosen)?,
+            (Some(routed), None) => self.chosen_rows(routed, x, &chosen)?,
             (None, None) => unreachable!("the caller looked"),
         };
         let weights = stream.reshape(&weights, &[rows, each, 1])?;
@@ -142,13 +160,13 @@ impl Step<'_> {
     }
 
     /// x (T, C) -> the rows of the `chosen (T, k)` matrices of stacks, (T, k, C) in f32.
-    fn chosen_rows(&self, routed: &Routed, chosen: &Array) -> Result<Array, Error> {
+    fn chosen_rows(&self, routed: &Routed, x: &Array, chosen: &Array) -> Result<Array, Error> {
         let (stream, sizes) = (self.parts.stream, chosen.shape());
         let (rows, each) = (sizes[0], sizes[1]);
         let y = match (rows * each) as usize >= ORDERED_FROM {
-            true => self.by_expert(routed, &stream.reshape(chosen, &[-1])?, each as u32)?,
+            true => self.by_expert(routed, (x, each as u32), &stream.reshape(chosen, &[-1])?)?,
             false => {
-                let x = stream.reshape(&self.x, &[rows, 1, 1, -1])?;
+                let x = stream.reshape(x, &[rows, 1, 1, -1])?;
                 self.expert_rows(routed, &x, (chosen, false))?
             }
         };
@@ -158,7 +176,7 @@ impl Step<'_> {
 
     /// As [`chosen_rows`](Self::chosen_rows), of experts in slots. Waits for the choice, and reads
     /// each missing expert once. More experts than slots take turns, each with its own choices.
-    fn by_slot(&self, slots: &mut Slots, chosen: &Array) -> Result<Array, Error> {
+    fn by_slot(&self, slots: &mut Slots, x: &Array, chosen: &Array) -> Result<Array, Error> {
         let (stream, sizes) = (self.parts.stream, chosen.shape());
         let numbers = self.numbers(chosen)?;
         let mut experts = numbers.clone();
@@ -176,14 +194,14 @@ impl Step<'_> {
             let mut own: Vec<(u32, usize)> = own.collect();
             if turn.len() == experts.len() {
                 let all: Vec<u32> = own.iter().map(|(slot, _)| *slot).collect();
-                return self.chosen_rows(&slots.routed, &stream.array_u32(&all, &sizes)?);
+                return self.chosen_rows(&slots.routed, x, &stream.array_u32(&all, &sizes)?);
             }
             own.sort_unstable();
             for (_, at) in &own {
                 places[*at] = done;
                 done += 1;
             }
-            parts.push(self.turn_rows(&slots.routed, &own, sizes[1] as usize)?);
+            parts.push(self.turn_rows(&slots.routed, &own, (x, sizes[1] as usize))?);
         }
         let all = stream.concatenate(&parts.iter().collect::<Vec<_>>(), 0)?;
         let places = stream.array_u32(&places, &[places.len() as i32])?;
@@ -207,12 +225,12 @@ impl Step<'_> {
         &self,
         routed: &Routed,
         choices: &[(u32, usize)],
-        each: usize,
+        (x, each): (&Array, usize),
     ) -> Result<Array, Error> {
         let (stream, n) = (self.parts.stream, choices.len() as i32);
         let rows: Vec<u32> = choices.iter().map(|(_, at)| (at / each) as u32).collect();
         let slots: Vec<u32> = choices.iter().map(|(slot, _)| *slot).collect();
-        let x = stream.take(&self.x, &stream.array_u32(&rows, &[n])?, 0)?;
+        let x = stream.take(x, &stream.array_u32(&rows, &[n])?, 0)?;
         let x = stream.reshape(&x, &[n, 1, -1])?;
         let y = self.expert_rows(routed, &x, (&stream.array_u32(&slots, &[n])?, true))?;
         let y = stream.astype(&stream.reshape(&y, &[n, -1])?, Dtype::F32)?;
@@ -245,13 +263,18 @@ impl Step<'_> {
 
     /// The rows of x, each by `each` of the `chosen (T k,)` experts: (T k, 1, C). The products are
     /// in the order of experts.
-    fn by_expert(&self, routed: &Routed, chosen: &Array, each: u32) -> Result<Array, Error> {
+    fn by_expert(
+        &self,
+        routed: &Routed,
+        (x, each): (&Array, u32),
+        chosen: &Array,
+    ) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let n = chosen.shape()[0];
         let rows: Vec<u32> = (0..n as u32).map(|i| i / each).collect();
         let rows = stream.array_u32(&rows, &[n])?;
         let order = stream.argsort(chosen, 0)?;
-        let x = stream.take(&self.x, &stream.take(&rows, &order, 0)?, 0)?;
+        let x = stream.take(x, &stream.take(&rows, &order, 0)?, 0)?;
         let x = stream.reshape(&x, &[n, 1, -1])?;
         let sorted = stream.take(chosen, &order, 0)?;
         let y = self.expert_rows(routed, &x, (&sorted, true))?;

@@ -114,6 +114,10 @@ impl Step<'_> {
         let parts = latent.iter().enumerate().map(expand);
         let parts = parts.collect::<Result<Vec<_>, Error>>()?;
         self.attended = self.as_rows(&parts)?;
+        if let (Some(gate), Some(attended)) = (&own.gate, &self.attended) {
+            let gates = stream.sigmoid(&self.product(gate, &self.x)?)?;
+            self.attended = Some(stream.multiply(attended, &gates)?);
+        }
         Ok(())
     }
 }

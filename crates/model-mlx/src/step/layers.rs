@@ -262,6 +262,10 @@ impl LayerStep for Step<'_> {
         self.layer().0.has_feed_forward()
     }
 
+    fn has_dense_beside(&self, _: &Layer) -> bool {
+        self.layer().0.dense_beside
+    }
+
     fn has_experts(&self, w: &Layer) -> bool {
         w.experts.is_some()
     }
@@ -272,13 +276,17 @@ impl LayerStep for Step<'_> {
             self.settle()?; // the choice is evaluated within the step
         }
         let part = self.expert_part(own)?;
-        self.delta = self.sum_parts(&part)?;
+        let sum = self.sum_parts(&part)?;
+        self.delta = self.expanded(own, sum)?;
         Ok(())
     }
 
     fn set_aside(&mut self, w: &Layer) -> Result<(), Error> {
-        let (weight, eps) = (&beside(w).dense, self.parts.model.config.norm_eps);
-        self.aside = Some(self.parts.stream.rms_norm(&self.delta, weight, eps)?);
+        let (stream, eps) = (self.parts.stream, self.parts.model.config.norm_eps);
+        self.aside = Some(match &w.beside {
+            Some(norms) => stream.rms_norm(&self.delta, &norms.dense, eps)?,
+            None => self.delta.clone(),
+        });
         Ok(())
     }
 

@@ -31,6 +31,19 @@ pub(crate) struct Experts {
     pub(crate) slots: Option<RefCell<Slots>>,
     /// Where this rank has it.
     pub(crate) shared: Option<Shared>,
+    /// Where experts read and write compressed rows.
+    pub(crate) compression: Option<Compression>,
+}
+
+/// Matrices around experts of compressed rows, whole on every rank. L elements of such a row.
+#[derive(Debug)]
+pub(crate) struct Compression {
+    /// `(L, C)`
+    pub(crate) down: Linear,
+    /// `(L,)`: the norm of the sum over experts.
+    pub(crate) norm: Option<Array>,
+    /// `(C, L)`
+    pub(crate) up: Linear,
 }
 
 /// Experts that are chosen from, as stacks of N matrices.
@@ -88,7 +101,11 @@ impl Experts {
             let linears = linears.chain([&own.down]);
             linears.flat_map(Linear::arrays).chain(&own.router)
         });
-        let router = self.router.arrays();
+        let around = self.compression.iter().flat_map(|own| {
+            let linears = [&own.down, &own.up].into_iter();
+            linears.flat_map(Linear::arrays).chain(&own.norm)
+        });
+        let router = self.router.arrays().chain(around);
         let all = router.chain(vectors.into_iter().flatten());
         all.chain(stacks.flat_map(Stack::arrays))
             .chain(shared)
@@ -144,7 +161,26 @@ impl Loader<'_> {
             slots,
             held,
             shared: shared.transpose()?,
+            compression: self.compression(layer, of)?,
         })
+    }
+
+    fn compression(
+        &self,
+        layer: usize,
+        of: paceline_model::Experts,
+    ) -> Result<Option<Compression>, Error> {
+        let Some(compressed) = of.compressed else {
+            return Ok(None);
+        };
+        let (width, row) = (self.config.width, compressed.width);
+        let role = |part| Role::Layer(layer, part);
+        let norm = || self.norm(role(LayerRole::ExpertsNorm), row);
+        Ok(Some(Compression {
+            down: self.rows(role(LayerRole::ExpertsDown), [row, width], 0..row)?,
+            norm: compressed.normed.then(norm).transpose()?,
+            up: self.rows(role(LayerRole::ExpertsUp), [width, row], 0..width)?,
+        }))
     }
 
     /// A router's `rows` rows across, in f32 as on the CPU.
@@ -198,7 +234,7 @@ impl Loader<'_> {
 
     /// Roles and shapes of gate, up and down; no up in families without gates.
     fn parts(&self, of: paceline_model::Experts) -> (Part, Option<Part>, Part) {
-        let (width, ffn) = (self.config.width, of.width);
+        let (width, ffn) = (of.row_width(self.config.width), of.width);
         let up: Part = (LayerRole::ExpertUp, [ffn, width]);
         (
             (LayerRole::ExpertGate, [ffn, width]),

@@ -19,6 +19,8 @@ pub(crate) struct Latent {
     pub(crate) keys: Matrix,
     /// A stack of H matrices `(V, R)`.
     pub(crate) values: Matrix,
+    /// `(H V, C)`: gates of the attention output, where it has some.
+    pub(crate) gate: Option<Linear>,
     /// Where the layer has one of its own.
     pub(crate) indexer: Option<Indexer>,
 }
@@ -30,6 +32,7 @@ impl Latent {
             Some(&self.query),
             Some(&self.down),
             down.map(|(down, _)| down),
+            self.gate.as_ref(),
         ];
         let linears = linears.into_iter().flatten().flat_map(Linear::arrays);
         let norms = [Some(&self.norm), down.map(|(_, norm)| norm)];
@@ -57,15 +60,24 @@ impl Loader<'_> {
         };
         let heads = self.shard.layer(layer).heads.clone();
         let (all, dim) = (self.config.layers[layer].heads, of.query_dim());
-        let queries = heads.start * dim..heads.end * dim;
+        let of_heads = |dim: usize| heads.start * dim..heads.end * dim;
+        let gate = || {
+            let shape = [all * of.value_dim, width];
+            self.rows(
+                role(LayerRole::AttentionGate),
+                shape,
+                of_heads(of.value_dim),
+            )
+        };
         let [keys, values] = self.expansions(layer, of)?;
         Ok(Latent {
             query_down: query_down.transpose()?,
-            query: self.rows(role(part), [all * dim, cols], queries)?,
+            query: self.rows(role(part), [all * dim, cols], of_heads(dim))?,
             down: rows(LayerRole::LatentDown, of.key_dim())?,
             norm: norm(LayerRole::LatentNorm, of.rank)?,
             keys,
             values,
+            gate: of.gated.then(gate).transpose()?,
             indexer: self.indexer(layer, of)?,
         })
     }

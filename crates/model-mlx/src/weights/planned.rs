@@ -96,9 +96,10 @@ fn held(names: &WeightReader<'_>, (i, cut): (usize, &LayerCut), slots: usize) ->
     all.push((shape.output_role(), [width, outputs], width * columns));
     if shape.has_dense() {
         let (ffn, values) = (shape.ffn, width * cut.dense().columns().len());
-        all.push((LayerRole::Gate, [ffn, width], values));
-        all.push((LayerRole::Up, [ffn, width], values));
-        all.push((LayerRole::Down, [width, ffn], values));
+        let [gate, up, down] = shape.dense_roles();
+        all.push((gate, [ffn, width], values));
+        all.push((up, [ffn, width], values));
+        all.push((down, [width, ffn], values));
     }
     if let Some(experts) = shape.experts {
         let mine = cut.ffn();
@@ -109,10 +110,15 @@ fn held(names: &WeightReader<'_>, (i, cut): (usize, &LayerCut), slots: usize) ->
             of,
         };
         let own = mine.end.min(of).saturating_sub(mine.start);
-        let values = own.min(slots) * width * ffn;
-        all.push((LayerRole::ExpertGate(first), [ffn, width], values));
-        all.push((LayerRole::ExpertUp(first), [ffn, width], values));
-        all.push((LayerRole::ExpertDown(first), [width, ffn], values));
+        let row = experts.row_width(width);
+        let values = own.min(slots) * row * ffn;
+        all.push((LayerRole::ExpertGate(first), [ffn, row], values));
+        all.push((LayerRole::ExpertUp(first), [ffn, row], values));
+        all.push((LayerRole::ExpertDown(first), [row, ffn], values));
+        if experts.compressed.is_some() {
+            all.push((LayerRole::ExpertsDown, [row, width], row * width));
+            all.push((LayerRole::ExpertsUp, [width, row], row * width));
+        }
         if mine.end > of {
             let (ffn, values) = (experts.shared, experts.shared * width);
             all.push((LayerRole::SharedGate, [ffn, width], values));
@@ -159,6 +165,14 @@ fn mixer(names: &WeightReader<'_>, (i, cut): (usize, &LayerCut)) -> Vec<Held> {
                 None => held.push(rows(LayerRole::Query, all, query)),
             }
             let (keys, values) = (latent.plain, latent.value_dim);
+            if latent.gated {
+                let gates = rows(
+                    LayerRole::AttentionGate,
+                    shape.heads * values,
+                    heads * values,
+                );
+                held.push(gates);
+            }
             let joined = Role::Layer(i, LayerRole::LatentUp);
             if names.source.has_any(names.config.family, joined) {
                 let all = [shape.heads * (keys + values), latent.rank];
