@@ -7,7 +7,7 @@ use paceline_weights::tensor::MappedBytes;
 
 use super::{Linear, ShardLoader, StoredTensor, WeightReader, pack_error, vector};
 use crate::config::{self, HeadOrder};
-use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, Role};
+use crate::{Error, LayerCache, LayerCut, LayerRole, LayerShape, ModelFamily, Role};
 
 /// Weights of a gated delta net besides queries, keys, values and output. H are this rank's value
 /// heads.
@@ -453,6 +453,14 @@ impl WeightReader<'_> {
         };
         if sizes(&tensor.shape) == sizes(&[rows, cols]) {
             tensor.shape = vec![n];
+        }
+        // Kimi K3 has 128 decays for 96 heads; mlx-lm reads the first.
+        if let (Role::Layer(_, LayerRole::DeltaScale), &[more]) = (role, &tensor.shape[..])
+            && let Some(first) = tensor.bytes.slice(0..n * tensor.block_type.bytes())
+            && more > n
+            && self.config.family == ModelFamily::KimiLinear
+        {
+            (tensor.bytes, tensor.shape) = (first, vec![n]);
         }
         super::finite_vector(&tensor, n)
     }

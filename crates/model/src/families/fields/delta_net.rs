@@ -190,9 +190,9 @@ impl ConfigFields<'_> {
                 let kinds = list.ok_or_else(wrong)?.iter();
                 let kinds = kinds.map(|kind| match kind.as_str() {
                     Some("linear_attention") => Ok(true),
-                    Some(
-                        "full_attention" | "indexed_attention" | "deepseek_sparse_attention",
-                    ) => Ok(false),
+                    Some("full_attention" | "indexed_attention" | "deepseek_sparse_attention") => {
+                        Ok(false)
+                    }
                     _ => Err(wrong()),
                 });
                 kinds.collect::<Result<_, _>>().map(Some)
