@@ -28,7 +28,6 @@ pub(crate) enum Command {
     Fuse(FuseArgs),
 }
 
-/// Arguments of `paceline adapter show`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ShowArgs {
     /// Folder of an adapter, or its file of weights
@@ -38,7 +37,6 @@ pub(crate) struct ShowArgs {
     json: bool,
 }
 
-/// Arguments of `paceline adapter convert`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ConvertArgs {
     /// Folder of an adapter, or its file of weights
@@ -54,7 +52,6 @@ pub(crate) struct ConvertArgs {
     output: PathBuf,
 }
 
-/// Arguments of `paceline adapter fuse`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct FuseArgs {
     /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`

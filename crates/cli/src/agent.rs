@@ -35,7 +35,6 @@ SSL_CERT_FILE.";
 /// Timeout of the server's responses, which need no model.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Arguments of `paceline agent`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

@@ -24,7 +24,6 @@ const ROUNDS: u32 = 8;
 
 const LONG_ROUNDS: u32 = 200;
 
-/// Arguments of `paceline chaos`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

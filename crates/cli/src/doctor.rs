@@ -16,7 +16,6 @@ use crate::{home, member};
 /// Read timeout of a node's tests: each takes a few seconds.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Arguments of `paceline doctor`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Print one JSON object

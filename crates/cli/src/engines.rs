@@ -21,7 +21,6 @@ use crate::member;
 use crate::output::{print, print_err};
 use crate::progress::on_stderr;
 
-/// Arguments of `paceline engines`.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {

@@ -184,7 +184,6 @@ fn count_or_names<S: Serializer>(
     choice.serialize(serializer)
 }
 
-/// Arguments of `paceline unload`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct UnloadArgs {
     /// Name of the model, or id of the instance
@@ -195,7 +194,6 @@ pub(crate) struct UnloadArgs {
     replica: Option<u16>,
 }
 
-/// Arguments of `paceline ps`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PsArgs {
     /// Print one JSON array

@@ -24,7 +24,6 @@ Examples:
   paceline join 123-456                          on this machine
   paceline key cluster show | ssh host paceline join --token-file -";
 
-/// Arguments of `paceline join`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

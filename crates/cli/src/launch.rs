@@ -41,7 +41,6 @@ Hosts are reached by `ssh`, which must not ask for a password; those of --nodes 
 where `paceline up --allow-programs` runs. Each line has its rank before it.
 The first rank that fails ends the others, and its exit code is that of the launch.";
 
-/// Arguments of `paceline launch`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

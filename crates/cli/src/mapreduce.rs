@@ -90,7 +90,6 @@ pub(crate) struct ColumnArgs {
     steps: u32,
 }
 
-/// Arguments of `paceline mapreduce reduce`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ReduceArgs {
     /// sum, mean, min, max, var, std, dot (of two files) or count
@@ -102,7 +101,6 @@ pub(crate) struct ReduceArgs {
     job: ArrayJobArgs,
 }
 
-/// Arguments of `paceline mapreduce hist`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct HistArgs {
     #[command(flatten)]
@@ -119,7 +117,6 @@ pub(crate) struct HistArgs {
     job: ArrayJobArgs,
 }
 
-/// Arguments of `paceline mapreduce topk`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct TopkArgs {
     #[command(flatten)]
@@ -135,7 +132,6 @@ pub(crate) struct TopkArgs {
     job: ArrayJobArgs,
 }
 
-/// Arguments of `paceline mapreduce sort`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct SortArgs {
     /// A .npy file; of floats -0 comes before 0, and NaN last, or first with a negative sign
@@ -151,7 +147,6 @@ pub(crate) struct SortArgs {
     job: ArrayJobArgs,
 }
 
-/// Arguments of `paceline mapreduce groupby`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct GroupbyArgs {
     /// sum, mean, min, max or count
@@ -167,7 +162,6 @@ pub(crate) struct GroupbyArgs {
     job: ArrayJobArgs,
 }
 
-/// Arguments of `paceline mapreduce join`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct JoinArgs {
     /// sum, mean, min, max or count, of all pairs of rows with a key
@@ -189,7 +183,6 @@ pub(crate) struct JoinArgs {
     job: ArrayJobArgs,
 }
 
-/// Arguments of `paceline mapreduce kmeans`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct KmeansArgs {
     /// A .npy file of rows, its first axis, of finite numbers
@@ -216,7 +209,6 @@ pub(crate) struct KmeansArgs {
     job: ArrayJobArgs,
 }
 
-/// Arguments of `paceline mapreduce montecarlo`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct MontecarloArgs {
     /// An expression of x, y, z and w, which are random from 0 to 1
@@ -233,7 +225,6 @@ pub(crate) struct MontecarloArgs {
     job: ArrayJobArgs,
 }
 
-/// Arguments of `paceline mapreduce map`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct MapArgs {
     #[command(flatten)]
@@ -245,7 +236,6 @@ pub(crate) struct MapArgs {
     job: ArrayJobArgs,
 }
 
-/// Arguments of `paceline mapreduce matmul`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct MatmulArgs {
     /// A .npy file of the first matrix: rows by depth

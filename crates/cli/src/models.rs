@@ -12,7 +12,6 @@ use crate::error::failed;
 use crate::output::{print, print_err};
 use crate::{families, fits, home, member, stores};
 
-/// Arguments of `paceline models`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ListArgs {
     /// Also show the catalogue's models that are not here yet
@@ -35,7 +34,6 @@ pub(crate) struct ListArgs {
     json: bool,
 }
 
-/// Arguments of `paceline rm`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RmArgs {
     /// A name that `paceline models` shows

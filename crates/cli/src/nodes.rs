@@ -6,7 +6,6 @@ use serde_json::{Value, json};
 use crate::member;
 use crate::output::{print, print_err};
 
-/// Arguments of `paceline nodes`.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct Args {

@@ -95,7 +95,6 @@ pub(crate) fn preview(model: &str, chosen: Option<&[String]>, as_json: bool) -> 
     one(&question, false, as_json)
 }
 
-/// Arguments of `paceline plan`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// A model of the catalogue, a GGUF file, or a folder with config.json

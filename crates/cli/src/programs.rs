@@ -26,7 +26,6 @@ const CODE_LOST: i32 = 255;
 /// Most connections that a forwarder has at a time: a Dask worker has some with each other one.
 const FORWARDED_MAX: usize = 1024;
 
-/// Arguments of `paceline programs`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// The id of the machine's node

@@ -22,7 +22,6 @@ use crate::progress::on_stderr;
 use crate::stores::SILENCE;
 use crate::{home, member, show, stores};
 
-/// Arguments of `paceline pull`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Alias (`smollm2`), GGUF file, folder of safetensors, or hub id `owner/name[:quantisation]`

@@ -36,7 +36,6 @@ Examples:
   paceline run smollm2 --nodes 2 \"Why is the sky blue?\"  over two nodes, the same answer
 Ctrl-C ends at once; in a chat it stops the answer. Exit codes: 0 ok, 1 failed or interrupted, 2 wrong usage.";
 
-/// Arguments of `paceline run`.
 #[derive(Clone, Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

@@ -69,7 +69,6 @@ Examples:
   paceline selftest --engine mlx --model qwen3:8b
   paceline selftest --cluster --quick";
 
-/// Arguments of `paceline selftest`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

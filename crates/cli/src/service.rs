@@ -17,7 +17,6 @@ Examples:
   sudo paceline service install --system         from the machine's start on
   paceline service status";
 
-/// Arguments of `paceline service`.
 #[derive(Debug, clap::Subcommand)]
 #[command(after_help = EXAMPLES)]
 pub(crate) enum Command {

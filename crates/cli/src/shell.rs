@@ -18,7 +18,6 @@ Where shells look for it:
   elvish      paceline completions elvish > ~/.config/elvish/lib/paceline.elv
   powershell  paceline completions powershell >> $PROFILE";
 
-/// Arguments of `paceline completions`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = PLACES)]
 pub(crate) struct CompletionArgs {
@@ -27,7 +26,6 @@ pub(crate) struct CompletionArgs {
     shell: Shell,
 }
 
-/// Arguments of `paceline man`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ManArgs {
     /// Folder for a page of every command, instead of printing paceline(1)

@@ -15,7 +15,6 @@ use crate::{home, member};
 /// Time for the other machines' inventories. A node that answers takes milliseconds.
 const INVENTORY_LIMIT: Duration = Duration::from_secs(3);
 
-/// Arguments of `paceline show`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Alias (`smollm2`), usual name (`qwen3:8b`), GGUF file, folder of safetensors, or hub id

@@ -51,7 +51,6 @@ const UPDATES_MAX: usize = 64;
 /// Columns and rows of `--once` without a terminal.
 const PLAIN: (u16, u16) = (100, 40);
 
-/// Arguments of `paceline top`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

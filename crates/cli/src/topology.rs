@@ -28,7 +28,6 @@ Examples:
 The commands that the cables need are shown, and run only with --auto-setup. The hostfile goes to
 standard output unless --output names a file; everything else goes to standard error.";
 
-/// Arguments of `paceline topology`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

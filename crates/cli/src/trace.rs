@@ -30,7 +30,6 @@ Every moment of the answer is in one column of each row:
   plan      the leader decides steps, replies    way       between this command and the leader
   rest      what was not recorded";
 
-/// Arguments of `paceline trace`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 #[group(skip)] // `run` has a group of this name

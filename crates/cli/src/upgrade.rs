@@ -30,7 +30,6 @@ Examples:
 Each machine drains, gets the new program, and restarts; the next one follows when all models answer
 again. A machine checks the release's signature by the key of its own installation.";
 
-/// Arguments of `paceline upgrade`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

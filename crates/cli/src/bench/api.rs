@@ -27,7 +27,6 @@ one token; the table has the tokens that the server counted.";
 /// Timeout of queries about the server.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Arguments of `paceline bench api`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

@@ -63,7 +63,6 @@ enum PeerLibrary {
     Mpi,
 }
 
-/// Arguments of `bench comm`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Number of ranks

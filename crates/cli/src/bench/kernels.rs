@@ -10,7 +10,6 @@ use crate::compute::ComputeArgs;
 use crate::load;
 use crate::output::{draw, print};
 
-/// Arguments of `paceline bench kernels`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]

@@ -17,7 +17,6 @@ use crate::local_model::{LocalModel, ReadyModel, SplitArgs, subject};
 use crate::output::{draw, print};
 use crate::{home, load, pull};
 
-/// Arguments of `paceline bench model`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// Alias, GGUF file, folder of safetensors, or hub id

@@ -16,7 +16,6 @@ use crate::pull;
 
 const PROMPT: u32 = 4;
 
-/// Arguments of `paceline bench plan`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     /// Alias, GGUF file, folder of safetensors, or hub id

@@ -22,7 +22,6 @@ use crate::home;
 use crate::output::{print, print_err, show_formatted};
 use command::exists;
 
-/// Arguments of `paceline kb`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
