@@ -181,6 +181,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+    use crate::testing::on_threads;
 
     fn listener() -> Listener {
         Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap()
@@ -226,19 +227,16 @@ mod tests {
 
     fn works(backend: Backend) {
         let by = Deadline::at(Instant::now() + Duration::from_secs(60));
-        let threads = three(backend, &[]).into_iter().map(|group| {
-            thread::spawn(move || {
-                let group = group.unwrap();
-                let tuning = group.tuning();
-                let mut all = [0_u8; 3];
-                let own = [u8::try_from(group.rank().0).unwrap()];
-                group.all_gather(&own, &mut all, by).unwrap();
-                group.barrier(by).unwrap();
-                (all, tuning)
-            })
+        let got = on_threads(three(backend, &[]), move |group| {
+            let group = group.unwrap();
+            let tuning = group.tuning();
+            let mut all = [0_u8; 3];
+            let own = [u8::try_from(group.rank().0).unwrap()];
+            group.all_gather(&own, &mut all, by).unwrap();
+            group.barrier(by).unwrap();
+            (all, tuning)
         });
-        let threads: Vec<_> = threads.collect();
-        let mut got = threads.into_iter().map(|thread| thread.join().unwrap());
+        let mut got = got.into_iter();
         let first = got.next().unwrap();
         assert_eq!(first.0, [0, 1, 2], "{backend:?}");
         assert!(got.all(|own| own == first), "all choose by {:?}", first.1);

@@ -168,7 +168,6 @@ impl Group for Local {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -208,17 +207,13 @@ mod tests {
         let expected = (((parts[0] + parts[1]) + parts[2]) + parts[3]) + parts[4];
         let deadline = Deadline::at(Instant::now() + Duration::from_secs(60));
         for length in [3, 100_000] {
-            let sums = ranks(5).into_iter().zip(parts).map(|(rank, part)| {
-                thread::spawn(move || {
-                    let mut data = vec![part; length];
-                    (&rank as &dyn Group)
-                        .all_reduce(&mut data, Reduce::Sum, deadline)
-                        .map(|()| data)
-                })
+            let ranks = ranks(5).into_iter().zip(parts).collect();
+            let sums = testing::on_threads(ranks, move |(rank, part)| {
+                let mut data = vec![part; length];
+                let done = (&rank as &dyn Group).all_reduce(&mut data, Reduce::Sum, deadline);
+                done.map(|()| data)
             });
-            for sum in sums.collect::<Vec<_>>() {
-                assert_eq!(sum.join().unwrap(), Ok(vec![expected; length]));
-            }
+            assert_eq!(sums, vec![Ok(vec![expected; length]); 5]);
         }
     }
 }

@@ -128,35 +128,31 @@ mod tests {
     use paceline_base::Rank;
 
     use super::*;
-    use crate::{Deadline, local};
+    use crate::{Deadline, local, testing};
 
     #[test]
     fn receives_may_be_started_before_sends_in_any_order() {
         let by = Deadline::at(Instant::now() + Duration::from_secs(60));
-        let threads = local::ranks(2).into_iter().map(|group| {
-            thread::spawn(move || {
-                let ahead = NonblockingCalls::new(Arc::new(group));
-                let peer = Rank(1 - ahead.group().rank().0);
-                let receives = [5, 4, 3].map(|tag| {
-                    ahead.start_message(move |group| group.recv_like(&[0_u32; 2], peer, tag, by))
-                });
-                let barrier = ahead.start(move |group| group.barrier(by));
-                let sends = [3, 4, 5].map(|tag| {
-                    ahead.start_message(move |group| group.send(&[tag, tag], peer, tag, by))
-                });
-                sends.into_iter().for_each(|send| send.wait().unwrap());
-                let got = receives.map(|receive| receive.wait().unwrap());
-                barrier.wait().unwrap();
-                let mut last = ahead.start(move |group| group.barrier(by));
-                while !last.is_done() {
-                    thread::yield_now();
-                }
-                last.wait().unwrap();
-                got
-            })
+        let got = testing::on_threads(local::ranks(2), move |group| {
+            let ahead = NonblockingCalls::new(Arc::new(group));
+            let peer = Rank(1 - ahead.group().rank().0);
+            let receives = [5, 4, 3].map(|tag| {
+                ahead.start_message(move |group| group.recv_like(&[0_u32; 2], peer, tag, by))
+            });
+            let barrier = ahead.start(move |group| group.barrier(by));
+            let sends = [3, 4, 5].map(|tag| {
+                ahead.start_message(move |group| group.send(&[tag, tag], peer, tag, by))
+            });
+            sends.into_iter().for_each(|send| send.wait().unwrap());
+            let got = receives.map(|receive| receive.wait().unwrap());
+            barrier.wait().unwrap();
+            let mut last = ahead.start(move |group| group.barrier(by));
+            while !last.is_done() {
+                thread::yield_now();
+            }
+            last.wait().unwrap();
+            got
         });
-        for thread in threads.collect::<Vec<_>>() {
-            assert_eq!(thread.join().unwrap(), [vec![5, 5], vec![4, 4], vec![3, 3]]);
-        }
+        assert_eq!(got, vec![[vec![5, 5], vec![4, 4], vec![3, 3]]; 2]);
     }
 }

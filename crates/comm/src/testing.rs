@@ -169,8 +169,12 @@ impl CaseContext<'_> {
     }
 }
 
-/// Runs a thread for each of `seats`; propagates the first panic.
-fn on_threads<S: Send + 'static, R: Send + 'static>(
+/// Runs `work` on a thread for each of `seats`; returns the results in this order, and propagates
+/// the first panic.
+///
+/// # Panics
+/// If a thread is not done after 90 s.
+pub fn on_threads<S: Send + 'static, R: Send + 'static>(
     seats: Vec<S>,
     work: impl Fn(S) -> R + Send + Sync + 'static,
 ) -> Vec<R> {

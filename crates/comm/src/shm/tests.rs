@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::testing::{self, NEVER_SILENT};
+use crate::testing::{self, NEVER_SILENT, on_threads};
 use crate::{Reduce, RegisteredMemory, tcp};
 use worker::WorkerProcess;
 
@@ -43,17 +43,11 @@ fn make_with(size: u32, force: Option<crate::Algorithm>) -> testing::Ranks {
     let listeners: Vec<Listener> = (0..size).map(|_| listen()).collect();
     let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
     let id = GroupId::random();
-    let threads: Vec<_> = (0..)
-        .zip(listeners)
-        .map(|(rank, listener)| {
-            let (addrs, config) = (addrs.clone(), config.clone());
-            thread::spawn(move || {
-                join_with(listener, Rank(rank), &addrs, id, config, soon(60)).unwrap()
-            })
-        })
-        .collect();
-    let join = |thread: thread::JoinHandle<Shm>| Box::new(thread.join().unwrap()) as Box<dyn Group>;
-    threads.into_iter().map(join).collect()
+    on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
+        let config = config.clone();
+        let group = join_with(listener, Rank(rank), &addrs, id, config, soon(60));
+        Box::new(group.unwrap()) as Box<dyn Group>
+    })
 }
 
 #[test]
@@ -69,21 +63,17 @@ fn conforms_with_all_buffers_in_memory_that_peers_map() {
 
 /// Increments of the copy counts of each of `size` ranks by `call`: bytes in place, bytes copied.
 #[cfg(target_os = "linux")]
-fn copies_of(size: u32, call: impl Fn(&dyn Group) + Copy + Send + 'static) -> Vec<(u64, u64)> {
-    let ranks = make_two_shot(size).into_iter().map(|group| {
-        thread::spawn(move || {
-            let before = group.copies();
-            call(&*group);
-            let after = group.copies();
-            group.barrier(soon(60)).unwrap();
-            (
-                after.in_place.0 - before.in_place.0,
-                after.staged.0 - before.staged.0,
-            )
-        })
-    });
-    let ranks: Vec<_> = ranks.collect();
-    ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+fn copies_of(size: u32, call: impl Fn(&dyn Group) + Send + Sync + 'static) -> Vec<(u64, u64)> {
+    on_threads(make_two_shot(size), move |group| {
+        let before = group.copies();
+        call(&*group);
+        let after = group.copies();
+        group.barrier(soon(60)).unwrap();
+        (
+            after.in_place.0 - before.in_place.0,
+            after.staged.0 - before.staged.0,
+        )
+    })
 }
 
 #[cfg(target_os = "linux")]
@@ -261,11 +251,9 @@ fn a_late_twin_is_told_why_and_so_is_the_group() {
     for late in [Rank(0), Rank(1)] {
         let (listeners, id) = ([listen(), listen()], GroupId::random());
         let addrs = listeners.each_ref().map(Listener::addr);
-        let ranks = (0..).zip(listeners).map(|(rank, listener)| {
-            thread::spawn(move || join(listener, Rank(rank), &addrs, id, soon(60)).unwrap())
+        let ranks = on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
+            join(listener, Rank(rank), &addrs, id, soon(60)).unwrap()
         });
-        let ranks: Vec<_> = ranks.collect();
-        let ranks: Vec<Shm> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
         let error = join(listen(), late, &addrs, id, soon(60)).unwrap_err();
         let duplicate = tcp::Refusal::Duplicate(late);
         let why = match error {
@@ -280,30 +268,21 @@ fn a_late_twin_is_told_why_and_so_is_the_group() {
         }
         let told: Vec<_> = ranks.iter().filter_map(Shm::turned_away).collect();
         assert!(told.iter().all(|why| *why == duplicate), "{told:?}");
-        let calls = ranks
-            .into_iter()
-            .map(|rank| thread::spawn(move || (&rank as &dyn Group).barrier(soon(60))));
-        let calls: Vec<_> = calls.collect();
-        assert!(calls.into_iter().all(|call| call.join().unwrap().is_ok()));
+        let calls = on_threads(ranks, |rank| (&rank as &dyn Group).barrier(soon(60)));
+        assert!(calls.iter().all(Result::is_ok), "{calls:?}");
     }
 }
 
 #[test]
 fn a_rank_that_leaves_when_it_has_all_is_not_missed() {
     for round in 0..60 {
-        let ranks: Vec<_> = make(3)
-            .into_iter()
-            .map(|group| {
-                thread::spawn(move || {
-                    let mut data = vec![1_u8; 3 * crate::single_copy::LOAN_BYTES];
-                    let done = group.all_reduce(&mut data, Reduce::Sum, soon(60));
-                    drop(group);
-                    done.map(|()| data)
-                })
-            })
-            .collect();
-        for rank in ranks {
-            let data = rank.join().unwrap();
+        let all = on_threads(make(3), |group| {
+            let mut data = vec![1_u8; 3 * crate::single_copy::LOAN_BYTES];
+            let done = group.all_reduce(&mut data, Reduce::Sum, soon(60));
+            drop(group);
+            done.map(|()| data)
+        });
+        for data in all {
             assert!(data.unwrap().iter().all(|sum| *sum == 3), "round {round}");
         }
     }

@@ -13,7 +13,8 @@ use paceline_base::Bytes;
 use paceline_base::testing::Stopwatch;
 
 use super::*;
-use crate::{Reduce, testing};
+use crate::Reduce;
+use crate::testing::{self, on_threads};
 
 /// Distant deadline, in seconds, for events that occur long before it.
 const FAR: u64 = 90;
@@ -40,15 +41,9 @@ fn never_silent() -> Config {
 fn join_all(size: u32) -> Vec<Tcp> {
     let (listeners, addrs) = listeners(size);
     let id = GroupId::random();
-    let threads: Vec<_> = (0..)
-        .zip(listeners)
-        .map(|(rank, listener)| {
-            let (addrs, config) = (addrs.clone(), never_silent());
-            let join = move || join_with(listener, Rank(rank), &addrs, id, config, soon(FAR));
-            thread::spawn(move || join().unwrap())
-        })
-        .collect();
-    threads.into_iter().map(|t| t.join().unwrap()).collect()
+    on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
+        join_with(listener, Rank(rank), &addrs, id, never_silent(), soon(FAR)).unwrap()
+    })
 }
 
 fn make(size: u32) -> testing::Ranks {
@@ -85,22 +80,18 @@ fn join_late(
     let (listeners, addrs) = listeners(size);
     let id = GroupId::random();
     let start = Stopwatch::start();
-    let threads: Vec<_> = (0..)
-        .zip(listeners)
-        .map(|(rank, listener)| {
-            let (addrs, config) = (addrs.clone(), never_silent());
-            let mut told = GroupFacts { addrs, id, config };
-            change(rank, &mut told);
-            let late = late(rank);
-            thread::spawn(move || {
-                thread::sleep(late);
-                let GroupFacts { addrs, id, config } = told;
-                let result = join_with(listener, Rank(rank), &addrs, id, config, soon(20));
-                (result, start.elapsed())
-            })
-        })
-        .collect();
-    threads.into_iter().map(|t| t.join().unwrap()).collect()
+    let seats = (0..).zip(listeners).map(|(rank, listener)| {
+        let (addrs, config) = (addrs.clone(), never_silent());
+        let mut told = GroupFacts { addrs, id, config };
+        change(rank, &mut told);
+        (rank, listener, told, late(rank))
+    });
+    on_threads(seats.collect(), move |(rank, listener, told, late)| {
+        thread::sleep(late);
+        let GroupFacts { addrs, id, config } = told;
+        let result = join_with(listener, Rank(rank), &addrs, id, config, soon(20));
+        (result, start.elapsed())
+    })
 }
 
 fn key(byte: u8) -> Protection {
@@ -290,32 +281,23 @@ fn overheard(protection: &Protection) -> Vec<u8> {
     // So rank 0 finds that the list points elsewhere, dials that address, and reaches itself.
     addrs[0] = relay(addrs[0], &seen);
     let id = GroupId::random();
-    let ranks = (0..).zip(listeners).map(|(rank, listener)| {
-        let (addrs, protection) = (addrs.clone(), protection.clone());
-        let config = Config {
-            protection,
-            ..Config::default()
-        };
-        thread::spawn(move || {
-            let group = join_with(listener, Rank(rank), &addrs, id, config, soon(FAR)).unwrap();
-            let (group, peer): (&dyn Group, _) = (&group, Rank(1 - rank));
-            group.send(b"a secret message", peer, 0, soon(FAR)).unwrap();
-            let got = group
-                .recv_like(b"................", peer, 0, soon(FAR))
-                .unwrap();
-            assert_eq!(&got, b"a secret message");
-            let mut all = [0; 26];
-            group
-                .all_gather(b"a secret call", &mut all, soon(FAR))
-                .unwrap();
-            assert_eq!(&all, b"a secret calla secret call");
-            group.barrier(soon(FAR)).unwrap();
-        })
+    let config = Config {
+        protection: protection.clone(),
+        ..Config::default()
+    };
+    on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
+        let config = config.clone();
+        let group = join_with(listener, Rank(rank), &addrs, id, config, soon(FAR)).unwrap();
+        let (group, peer): (&dyn Group, _) = (&group, Rank(1 - rank));
+        group.send(b"a secret message", peer, 0, soon(FAR)).unwrap();
+        let got = group.recv_like(b"................", peer, 0, soon(FAR));
+        assert_eq!(&got.unwrap(), b"a secret message");
+        let mut all = [0; 26];
+        let gathered = group.all_gather(b"a secret call", &mut all, soon(FAR));
+        gathered.unwrap();
+        assert_eq!(&all, b"a secret calla secret call");
+        group.barrier(soon(FAR)).unwrap();
     });
-    ranks
-        .collect::<Vec<_>>()
-        .into_iter()
-        .for_each(|t| t.join().unwrap());
     Arc::clone(&seen).lock().unwrap().clone()
 }
 
@@ -350,43 +332,28 @@ fn stripes_keep_order_whatever_is_sent() {
     let results = join_each(2, |_, told| {
         told.config.streams = NonZeroU8::new(3).unwrap()
     });
-    let threads = results.into_iter().map(|(group, _)| {
-        thread::spawn(move || {
-            let group: &dyn Group = &group.unwrap();
-            let peer = Rank(1 - group.rank().0);
-            // Some megabytes together: every stripe boundary is at another position of a message.
-            for length in [
-                0,
-                1,
-                100_000,
-                131_072 - 60,
-                131_072,
-                131_073,
-                777,
-                1 << 20,
-                3 << 20,
-            ] {
-                let sent: Vec<u8> = (0..length)
-                    .map(|i: usize| (i * 7 + i / 256).to_le_bytes()[0])
-                    .collect();
-                let mut got = vec![0; length];
-                group.send(&sent, peer, 3, soon(FAR)).unwrap();
-                group.recv(&mut got, peer, 3, soon(FAR)).unwrap();
-                assert!(got == sent, "a message of {length}");
-                let mut all = vec![0; 2 * length];
-                group.all_gather(&sent, &mut all, soon(FAR)).unwrap();
-                assert!(
-                    all[..length] == sent && all[length..] == sent,
-                    "a gather of {length}"
-                );
-            }
-            group.barrier(soon(FAR)).unwrap();
-        })
+    on_threads(results, |(group, _)| {
+        let group: &dyn Group = &group.unwrap();
+        let peer = Rank(1 - group.rank().0);
+        // Some megabytes together: every stripe boundary is at another position of a message.
+        let stripes = [131_072 - 60, 131_072, 131_073];
+        for length in [0, 1, 100_000]
+            .into_iter()
+            .chain(stripes)
+            .chain([777, 1 << 20, 3 << 20])
+        {
+            let byte = |i: usize| (i * 7 + i / 256).to_le_bytes()[0];
+            let sent: Vec<u8> = (0..length).map(byte).collect();
+            let mut got = vec![0; length];
+            group.send(&sent, peer, 3, soon(FAR)).unwrap();
+            group.recv(&mut got, peer, 3, soon(FAR)).unwrap();
+            assert!(got == sent, "a message of {length}");
+            let mut all = vec![0; 2 * length];
+            group.all_gather(&sent, &mut all, soon(FAR)).unwrap();
+            assert!(all == sent.repeat(2), "a gather of {length}");
+        }
+        group.barrier(soon(FAR)).unwrap();
     });
-    threads
-        .collect::<Vec<_>>()
-        .into_iter()
-        .for_each(|t| t.join().unwrap());
 }
 
 /// Ranks with two addresses each; with `dead`, one address of each leads nowhere.
@@ -401,18 +368,13 @@ fn join_over_two(dead: bool) -> Vec<Tcp> {
         addrs[0][1] = Listener::bind(both[1]).unwrap().addr();
     }
     let id = GroupId::random();
-    let threads = (0..).zip(listeners).map(|(rank, listener)| {
-        let addrs = addrs.clone();
+    on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
         let config = Config {
             streams: NonZeroU8::new(2).unwrap(),
             ..Config::default()
         };
-        thread::spawn(move || {
-            join_with(listener, Rank(rank), &addrs, id, config, soon(FAR)).unwrap()
-        })
-    });
-    let threads = threads.collect::<Vec<_>>().into_iter();
-    threads.map(|thread| thread.join().unwrap()).collect()
+        join_with(listener, Rank(rank), &addrs, id, config, soon(FAR)).unwrap()
+    })
 }
 
 #[test]
@@ -430,17 +392,11 @@ fn streams_go_to_all_addresses_or_to_those_that_answer() {
             [["127.0.0.1", second], ["127.0.0.1", second]],
             "dead: {dead}"
         );
-        let threads = groups.into_iter().map(|group| {
-            thread::spawn(move || {
-                let (group, mut data): (&dyn Group, _) = (&group, vec![1.5_f32; 300_000]);
-                group.all_reduce(&mut data, Reduce::Sum, soon(FAR)).unwrap();
-                assert!(data.iter().all(|sum| *sum == 3.0));
-            })
+        on_threads(groups, |group| {
+            let (group, mut data): (&dyn Group, _) = (&group, vec![1.5_f32; 300_000]);
+            group.all_reduce(&mut data, Reduce::Sum, soon(FAR)).unwrap();
+            assert!(data.iter().all(|sum| *sum == 3.0));
         });
-        threads
-            .collect::<Vec<_>>()
-            .into_iter()
-            .for_each(|t| t.join().unwrap());
     }
 }
 
@@ -452,30 +408,24 @@ fn a_stream_that_dies_ends_the_group() {
             (told.config.streams, told.config.protection) =
                 (NonZeroU8::new(3).unwrap(), protection.clone());
         });
-        let threads = results.into_iter().map(|(group, _)| {
-            thread::spawn(move || {
-                let tcp = group.unwrap();
-                let group: &dyn Group = &tcp;
-                group.barrier(soon(FAR)).unwrap();
-                let mut data = vec![1.0_f32; 1 << 20];
-                if group.rank() == Rank(1) {
-                    let [calls, _] = tcp.0.linked.transport().streams(0);
-                    calls[1].shut_down();
+        on_threads(results, |(group, _)| {
+            let tcp = group.unwrap();
+            let group: &dyn Group = &tcp;
+            group.barrier(soon(FAR)).unwrap();
+            let mut data = vec![1.0_f32; 1 << 20];
+            if group.rank() == Rank(1) {
+                let [calls, _] = tcp.0.linked.transport().streams(0);
+                calls[1].shut_down();
+            }
+            let started = Stopwatch::start();
+            let error = loop {
+                if let Err(error) = group.all_reduce(&mut data, Reduce::Sum, soon(FAR)) {
+                    break error;
                 }
-                let started = Stopwatch::start();
-                let error = loop {
-                    if let Err(error) = group.all_reduce(&mut data, Reduce::Sum, soon(FAR)) {
-                        break error;
-                    }
-                };
-                assert!(started.elapsed() < Duration::from_secs(2), "{error}");
-                assert!(matches!(error, Error::PeerLost { .. }), "{error}");
-            })
+            };
+            assert!(started.elapsed() < Duration::from_secs(2), "{error}");
+            assert!(matches!(error, Error::PeerLost { .. }), "{error}");
         });
-        threads
-            .collect::<Vec<_>>()
-            .into_iter()
-            .for_each(|t| t.join().unwrap());
     }
 }
 
@@ -541,26 +491,17 @@ fn records_that_are_changed_on_the_way_are_garbled_by_name() {
         }
     });
     let id = GroupId::random();
-    let ranks = (0..).zip(listeners).map(|(rank, listener)| {
+    let errors = on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
         let config = Config {
             protection: key(3),
             ..Config::default()
         };
-        let addrs = addrs.clone();
-        thread::spawn(move || {
-            let group = join_with(listener, Rank(rank), &addrs, id, config, soon(FAR)).unwrap();
-            let mut data = vec![1.0_f32; 1 << 20];
-            let group: &dyn Group = &group;
-            group
-                .all_reduce(&mut data, Reduce::Sum, soon(FAR))
-                .unwrap_err()
-        })
+        let group = join_with(listener, Rank(rank), &addrs, id, config, soon(FAR)).unwrap();
+        let (group, mut data): (&dyn Group, _) = (&group, vec![1.0_f32; 1 << 20]);
+        let ended = group.all_reduce(&mut data, Reduce::Sum, soon(FAR));
+        ended.unwrap_err()
     });
-    for error in ranks
-        .collect::<Vec<_>>()
-        .into_iter()
-        .map(|t| t.join().unwrap())
-    {
+    for error in errors {
         assert!(
             matches!(error, Error::Garbled { rank: Rank(1), .. }),
             "{error}"
@@ -644,15 +585,10 @@ fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
             protection,
             ..Config::default()
         };
-        let ranks = (0..).zip(listeners).map(|(rank, listener)| {
-            let (addrs, config) = (addrs.clone(), config.clone());
-            thread::spawn(move || join_with(listener, Rank(rank), &addrs, id, config, soon(FAR)))
+        let (all, same) = (addrs.clone(), config.clone());
+        let ranks = on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
+            join_with(listener, Rank(rank), &all, id, same.clone(), soon(FAR)).unwrap()
         });
-        let ranks: Vec<_> = ranks.collect();
-        let ranks: Vec<Tcp> = ranks
-            .into_iter()
-            .map(|t| t.join().unwrap().unwrap())
-            .collect();
         assert_eq!(ranks[0].turned_away(), None);
 
         let mut told = GroupFacts { addrs, id, config };
@@ -665,11 +601,8 @@ fn who_comes_too_late_is_told_why_and_the_group_goes_on() {
             "{expected}: {error}"
         );
         assert_eq!(wait_for(|| ranks[0].turned_away()), expected);
-        let calls = ranks
-            .into_iter()
-            .map(|rank| thread::spawn(move || (&rank as &dyn Group).barrier(soon(FAR))));
-        for call in calls.collect::<Vec<_>>() {
-            assert_eq!(call.join().unwrap(), Ok(()), "{expected}");
+        for ended in on_threads(ranks, |rank| (&rank as &dyn Group).barrier(soon(FAR))) {
+            assert_eq!(ended, Ok(()), "{expected}");
         }
     }
 }
@@ -712,20 +645,15 @@ fn a_hello_without_proof_does_not_end_a_join() {
 /// polls the listener.
 #[test]
 fn a_door_lets_through_who_means_another_group() {
-    let late = join_all(2).into_iter().map(|group| {
-        thread::spawn(move || {
-            let group: &dyn Group = &group;
-            if group.rank() == Rank(0) {
-                // The heartbeat thread has polled several times when this rank joins.
-                thread::sleep(Duration::from_millis(400));
-            }
-            let part = group.split(0, 0, soon(FAR)).unwrap();
-            part.barrier(soon(FAR)).unwrap();
-        })
+    on_threads(join_all(2), |group| {
+        let group: &dyn Group = &group;
+        if group.rank() == Rank(0) {
+            // The heartbeat thread has polled several times when this rank joins.
+            thread::sleep(Duration::from_millis(400));
+        }
+        let part = group.split(0, 0, soon(FAR)).unwrap();
+        part.barrier(soon(FAR)).unwrap();
     });
-    late.collect::<Vec<_>>()
-        .into_iter()
-        .for_each(|t| t.join().unwrap());
 }
 
 #[test]
@@ -788,19 +716,13 @@ fn strangers_neither_end_nor_starve_a_join() {
     let floods = [flood(1), flood(2)];
     thread::sleep(Duration::from_millis(100));
     let started = Stopwatch::start();
-    let threads: Vec<_> = (0..)
-        .zip(listeners)
-        .map(|(rank, listener)| {
-            let addrs = addrs.clone();
-            thread::spawn(move || {
-                let group = join(listener, Rank(rank), &addrs, id, soon(FAR)).unwrap();
-                for _ in 0..100 {
-                    (&group as &dyn Group).barrier(soon(FAR)).unwrap();
-                }
-            })
-        })
-        .collect();
-    threads.into_iter().for_each(|t| t.join().unwrap());
+    let all = addrs.clone();
+    on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
+        let group = join(listener, Rank(rank), &all, id, soon(FAR)).unwrap();
+        for _ in 0..100 {
+            (&group as &dyn Group).barrier(soon(FAR)).unwrap();
+        }
+    });
     stop.store(true, Ordering::Relaxed);
     let connections: u32 = floods.into_iter().map(|f| f.join().unwrap()).sum();
     assert!(connections > 0, "nobody flooded");
@@ -813,18 +735,13 @@ fn strangers_neither_end_nor_starve_a_join() {
 
 #[test]
 fn traffic_counts_payload_and_frames() {
-    let threads = join_all(2).into_iter().map(|group| {
-        thread::spawn(move || {
-            let mut output = [0_u8; 2000];
-            let group: &dyn Group = &group;
-            group
-                .all_gather(&[7_u8; 1000], &mut output, soon(FAR))
-                .unwrap();
-            group.traffic()
-        })
+    let all = on_threads(join_all(2), |group| {
+        let (group, mut output): (&dyn Group, _) = (&group, [0_u8; 2000]);
+        let gathered = group.all_gather(&[7_u8; 1000], &mut output, soon(FAR));
+        gathered.unwrap();
+        group.traffic()
     });
-    for thread in threads.collect::<Vec<_>>() {
-        let traffic = thread.join().unwrap();
+    for traffic in all {
         assert_eq!(traffic.sent, Bytes(1060));
         assert_eq!(traffic.received, Bytes(1060));
     }
