@@ -175,6 +175,16 @@ impl Stream {
         subtract(a: &Array, b: &Array) = "mlx_subtract" subtract(a.handle, b.handle);
         /// `a / b`, sizes of 1 repeated.
         divide(a: &Array, b: &Array) = "mlx_divide" divide(a.handle, b.handle);
+        /// The magnitude.
+        abs(a: &Array) = "mlx_abs" abs(a.handle);
+        /// The next whole number above.
+        ceil(a: &Array) = "mlx_ceil" ceil(a.handle);
+        /// The next whole number below.
+        floor(a: &Array) = "mlx_floor" floor(a.handle);
+        /// The logarithm of base 2.
+        log2(a: &Array) = "mlx_log2" log2(a.handle);
+        /// The nearest whole number, the even one of two.
+        round(a: &Array) = "mlx_round" round(a.handle, 0);
         /// The larger of each two values, sizes of 1 repeated.
         maximum(a: &Array, b: &Array) = "mlx_maximum" maximum(a.handle, b.handle);
         /// The smaller of each two values, sizes of 1 repeated.
@@ -196,6 +206,8 @@ impl Stream {
             = "mlx_logsumexp_axis" logsumexp_axis(a.handle, axis, true);
         /// The sum along `axis`, which stays with size 1.
         sum_along(a: &Array, axis: i32) = "mlx_sum_axis" sum_axis(a.handle, axis, true);
+        /// The largest value along `axis`, which stays with size 1.
+        max_along(a: &Array, axis: i32) = "mlx_max_axis" max_axis(a.handle, axis, true);
         /// Sums of the values up to each along `axis`, itself included.
         running_sum(a: &Array, axis: i32)
             = "mlx_cumsum_axis" cumsum_axis(

@@ -163,11 +163,13 @@ table! {
     compile: fn(Out, ObjectHandle, bool) -> c_int;
 
     // ops.h
+    abs: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
     add: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     argmax_axis: fn(Out, ObjectHandle, c_int, bool, ObjectHandle) -> c_int;
     argpartition_axis: fn(Out, ObjectHandle, c_int, c_int, ObjectHandle) -> c_int;
     argsort_axis: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
     astype: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
+    ceil: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
     concatenate_axis: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
     contiguous: fn(Out, ObjectHandle, bool, ObjectHandle) -> c_int;
     cumsum_axis: fn(Out, ObjectHandle, c_int, bool, bool, OptionalDtype, ObjectHandle) -> c_int;
@@ -178,6 +180,7 @@ table! {
     ) -> c_int;
     divide: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     exp: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
+    floor: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
     gather_mm: fn(
         Out, ObjectHandle, ObjectHandle, ObjectHandle, ObjectHandle, bool, ObjectHandle
     ) -> c_int;
@@ -187,9 +190,11 @@ table! {
         *const c_char, bool, ObjectHandle
     ) -> c_int;
     less: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    log2: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
     logaddexp: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     logsumexp_axis: fn(Out, ObjectHandle, c_int, bool, ObjectHandle) -> c_int;
     matmul: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
+    max_axis: fn(Out, ObjectHandle, c_int, bool, ObjectHandle) -> c_int;
     maximum: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     minimum: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
     multiply: fn(Out, ObjectHandle, ObjectHandle, ObjectHandle) -> c_int;
@@ -206,6 +211,7 @@ table! {
         *const c_char, ObjectHandle
     ) -> c_int;
     reshape: fn(Out, ObjectHandle, Ints, usize, ObjectHandle) -> c_int;
+    round: fn(Out, ObjectHandle, c_int, ObjectHandle) -> c_int;
     rsqrt: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
     sigmoid: fn(Out, ObjectHandle, ObjectHandle) -> c_int;
     slice: fn(Out, ObjectHandle, Ints, usize, Ints, usize, Ints, usize, ObjectHandle) -> c_int;

@@ -20,12 +20,14 @@ use paceline_model::Error;
 use paceline_tensor::PAGE;
 
 mod lanes;
+mod pooled;
 mod quantised;
 mod recurrent;
 mod spans;
 
 use lanes::Lanes;
 pub(super) use lanes::{LaneLimits, Ring, RingRow, UNKNOWN_PAGE};
+pub(super) use pooled::{PooledRows, PooledSizes};
 pub(super) use quantised::{bits_of, check as check_kv};
 pub(super) use recurrent::{RecurrentPages, RecurrentSizes, StateSizes};
 use spans::runs;
@@ -61,6 +63,9 @@ pub(super) enum Kept {
     /// index key; R and X.
     Latent(Array, [i32; 2]),
     Recurrent(RecurrentPages),
+    Pooled(PooledRows),
+    /// `(1, 1, rows, W)` in f32: rows or entries of attention to compressed keys.
+    Wide(Array),
 }
 
 impl Kept {
@@ -70,7 +75,8 @@ impl Kept {
             Self::Nothing | Self::Recurrent(_) => &[],
             Self::Rows(both) => both,
             Self::Quantised(parts, _) => parts.as_slice(),
-            Self::Latent(keys, _) => std::slice::from_ref(keys),
+            Self::Latent(keys, _) | Self::Wide(keys) => std::slice::from_ref(keys),
+            Self::Pooled(own) => own.arrays.as_slice(),
         }
     }
 
@@ -80,7 +86,8 @@ impl Kept {
             Self::Nothing | Self::Recurrent(_) => &mut [],
             Self::Rows(both) => both,
             Self::Quantised(parts, _) => parts.as_mut_slice(),
-            Self::Latent(keys, _) => std::slice::from_mut(keys),
+            Self::Latent(keys, _) | Self::Wide(keys) => std::slice::from_mut(keys),
+            Self::Pooled(own) => own.arrays.as_mut_slice(),
         }
     }
 }
@@ -113,6 +120,10 @@ pub(super) enum LayerSizes {
     },
     /// Inputs of a convolution, and the states of a gated delta net, in f32.
     Recurrent(RecurrentSizes),
+    /// Rows or latent keys, with the rows of an indexer of pools or blocks.
+    Pooled(PooledSizes),
+    /// Elements in f32 of a position.
+    Wide(usize),
 }
 
 /// Rows of an array of `pages` pages: with an unused page where these would be a multiple of
@@ -143,6 +154,8 @@ impl Shape {
             }
             LayerSizes::Latent { key, .. } => rows(pages) * key as u64,
             LayerSizes::Recurrent(of) => pages as u64 * of.page_bytes(),
+            LayerSizes::Pooled(of) => rows_of(pages) as u64 * of.row_bytes(self.dtype),
+            LayerSizes::Wide(width) => (4 * rows_of(pages) * width) as u64,
         });
         bytes.sum()
     }
@@ -172,6 +185,13 @@ impl Cache {
                 }
                 LayerSizes::Recurrent(of) => {
                     Kept::Recurrent(RecurrentPages::new(stream, pages, of)?)
+                }
+                LayerSizes::Wide(width) => {
+                    let sizes = [1, 1, rows, width as i32];
+                    Kept::Wide(stream.zeros(&sizes, Dtype::F32)?)
+                }
+                LayerSizes::Pooled(of) => {
+                    Kept::Pooled(PooledRows::new(stream, rows, (of, shape.dtype))?)
                 }
             })
         });
@@ -279,11 +299,8 @@ impl Cache {
         rows: &Array,
         new: [&Array; 2],
     ) -> Result<(), Error> {
-        for (held, new) in self.layers[layer].rows_mut().iter_mut().zip(new) {
-            // The old handle goes away here, so that the update is done in place.
-            *held = stream.put_along(held, rows, new, 2)?;
-        }
-        Ok(())
+        let new = self.as_kept(stream, layer, new)?;
+        put_rows(stream, self.layers[layer].rows_mut(), rows, &new)
     }
 
     /// Arrays of a layer, `(1, heads, rows, ..)`, or those of its lanes.
@@ -302,7 +319,7 @@ impl Cache {
         span: &Span,
         new: &Array,
     ) -> Result<(), Error> {
-        let [held] = self.arrays_mut(layer, span.view.lane) else {
+        let ([held] | [held, _]) = self.arrays_mut(layer, span.view.lane) else {
             unreachable!("layer {layer} keeps no latent rows");
         };
         put(stream, held, span.place(), new)
@@ -315,24 +332,33 @@ impl Cache {
         layer: usize,
         view: &View,
     ) -> Result<[Array; 2], Error> {
-        let kept = &self.layers[layer];
         let arrays = match view.lane {
             Some(_) => self.lanes.of_layer(layer),
-            None => kept.rows(),
+            None => self.layers[layer].rows(),
         };
-        match (kept, arrays) {
-            (Kept::Rows(_), [keys, values]) => {
-                Ok([view.of(stream, keys)?, view.of(stream, values)?])
+        self.values(stream, (layer, arrays), |held| view.of(stream, held))
+    }
+
+    /// Keys and values in the rows that `seen` takes of `arrays`, the pages or lanes of a layer.
+    fn values(
+        &self,
+        stream: &Stream,
+        (layer, arrays): (usize, &[Array]),
+        seen: impl Fn(&Array) -> Result<Array, Error>,
+    ) -> Result<[Array; 2], Error> {
+        match (&self.layers[layer], arrays) {
+            (Kept::Rows(_), [keys, values]) | (Kept::Pooled(_), [keys, values, _]) => {
+                Ok([seen(keys)?, seen(values)?])
             }
             (Kept::Quantised(_, bits), [a, b, c, d, e, f]) => {
                 let of = |[a, b, c]: [&Array; 3]| {
-                    let seen = |part| view.of(stream, part);
                     quantised::values(stream, [seen(a)?, seen(b)?, seen(c)?], *bits)
                 };
                 Ok([of([a, b, c])?, of([d, e, f])?])
             }
-            (Kept::Latent(_, [value, _]), [held]) => {
-                let keys = view.of(stream, held)?;
+            (Kept::Latent(_, [value, _]), [held])
+            | (Kept::Pooled(PooledRows { value, .. }), [held, _]) => {
+                let keys = seen(held)?;
                 let mut stop = keys.shape();
                 stop[3] = *value;
                 let values = stream.slice(&keys, &[0; 4], &stop)?;
@@ -395,6 +421,20 @@ fn copied(stream: &Stream, held: &Array, pages: usize) -> Result<Array, Error> {
     drop(zeros); // the copy is made in its memory
     stream.eval([&copy])?;
     Ok(copy)
+}
+
+/// Writes a row of each of B sequences, `(1, heads, B, D)` of each array, to its place in `rows`.
+fn put_rows(
+    stream: &Stream,
+    held: &mut [Array],
+    rows: &Array,
+    new: &[Array],
+) -> Result<(), Error> {
+    for (held, new) in held.iter_mut().zip(new) {
+        // The old handle goes away here, so that the update is done in place.
+        *held = stream.put_along(held, rows, new, 2)?;
+    }
+    Ok(())
 }
 
 /// Writes `new (1, heads, rows, D)` to the rows `runs` of lane `lane` in `held`. A page has one

@@ -12,6 +12,7 @@ use paceline_model::{
 use super::MlxModel;
 use super::device::Device;
 use super::pages::DevicePages;
+use super::rank_bytes::compressed_of;
 use super::step::RankStep;
 
 /// A model on MLX with a cache.
@@ -136,14 +137,8 @@ impl Compute for OnMlx {
 
     fn attach(&mut self, store: Box<dyn PageStore>) {
         let is_plain = self.model.bits.is_none();
-        if is_plain
-            && !self
-                .model
-                .config
-                .layers
-                .iter()
-                .any(LayerShape::is_recurrent)
-        {
+        let has_own = |layer: &LayerShape| layer.is_recurrent() || compressed_of(layer).is_some();
+        if is_plain && !self.model.config.layers.iter().any(has_own) {
             self.kept = PersistentCache::in_store(store);
         }
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use paceline_mlx::{Array, Dtype, Stream};
-use paceline_model::{Config, Error, Kinds, LayerCut, LayerShape, Shard};
+use paceline_model::{Config, Error, Kinds, LayerCache, LayerCut, LayerShape, Shard};
 
 use super::cache::SpanKind;
 use super::gates::Gates;
@@ -18,6 +18,8 @@ pub(super) struct Constants {
     pub(super) span_kinds: Vec<SpanKind>,
     /// Which of them a layer of the whole model has; unused where it has no keys.
     pub(super) span_kind_of: Vec<usize>,
+    /// Which of them compressed keys have; unused without these.
+    pub(super) entries_kind: usize,
     /// Of each layer held, the query heads of each KV head that this rank holds; empty when all
     /// have as many.
     pub(super) groups: Vec<Vec<Range<i32>>>,
@@ -37,12 +39,19 @@ impl Constants {
     ) -> Result<(Self, Vec<String>), Error> {
         let (gates, notes) = Gates::new(stream, config, dtype)?;
         let kinds = Kinds::new(config);
-        let (span_kinds, span_kind_of) = span_kinds(config, &kinds);
+        let (mut span_kinds, span_kind_of) = span_kinds(config, &kinds);
+        let entries_kind = span_kinds.len();
+        let mut layers = config.layers.iter();
+        if layers.any(|layer| matches!(layer.cache, LayerCache::Compressed(_))) {
+            let (kind, window) = (0, None);
+            span_kinds.push(SpanKind { kind, window });
+        }
         let constants = Self {
             gates,
             embedding_scale: stream.scalar(config.embedding_scale, dtype)?,
             span_kinds,
             span_kind_of,
+            entries_kind,
             groups: groups(config, shard),
             kinds,
             triangles: Triangles::new(stream)?,

@@ -36,8 +36,10 @@ enum Function {
     Silu,
     /// `gelu(gate) * up`
     Gelu(Gelu),
-    /// The clamped gate of gpt-oss.
+    /// A gate with a limit.
     Clamped(Clamped),
+    /// The bounded gate of Kimi K3.
+    Situ(Situ),
     /// The square of what is above 0, of the gate alone.
     ReluSquared,
 }
@@ -48,6 +50,7 @@ impl Function {
             Self::Silu => "SwiGLU",
             Self::Gelu(_) => "GeGLU",
             Self::Clamped(_) => "clamped SwiGLU",
+            Self::Situ(_) => "bounded SwiGLU",
             Self::ReluSquared => "squared ReLU",
         }
     }
@@ -57,6 +60,7 @@ impl Function {
             Self::Silu => stream.multiply(&silu(stream, gate)?, up),
             Self::Gelu(gelu) => stream.multiply(&gelu.apply(stream, gate)?, up),
             Self::Clamped(clamped) => clamped.apply(stream, gate, up),
+            Self::Situ(situ) => situ.apply(stream, gate, up),
             Self::ReluSquared => {
                 let zero = stream.scalar(0.0, gate.dtype())?;
                 let above = stream.maximum(gate, &zero)?;
@@ -198,16 +202,20 @@ impl Gates {
         config: &Config,
         dtype: Dtype,
     ) -> Result<(Self, Vec<String>), Error> {
+        let clamped = |limit: Option<f32>| {
+            let of_silu = config.family.clamps_silu();
+            let clamped = limit.map(|limit| Clamped::new(stream, (limit, of_silu), dtype));
+            Ok::<_, Error>(clamped.transpose()?.map(Function::Clamped))
+        };
         let function = match config.activation {
             Activation::Silu => Function::Silu,
             Activation::GeluTanh => Function::Gelu(Gelu::new(stream, dtype)?),
+            Activation::Situ { gate, up } => Function::Situ(Situ::new(stream, (gate, up), dtype)?),
             Activation::ReluSquared => Function::ReluSquared,
-            Activation::Situ { .. } => unreachable!("models with it have streams: refused at load"),
         };
         let experts = config.experts();
-        let limit = experts.and_then(|experts| experts.clamp);
-        let clamped = limit.map(|limit| Clamped::new(stream, limit, dtype));
-        let clamped = clamped.transpose()?.map(Function::Clamped);
+        let of_experts = clamped(experts.and_then(|experts| experts.clamp))?;
+        let function = clamped(config.dense_clamp)?.unwrap_or(function);
         let dense = config.layers.iter().map(|layer| layer.ffn).max();
         let width = dense.unwrap_or(0).max(experts.map_or(1, |of| of.width));
         let mut notes = Vec::new();
@@ -220,7 +228,7 @@ impl Gates {
             notes.push(note);
             gate
         };
-        let (gate, clamped) = (form(function), clamped.map(form));
+        let (gate, clamped) = (form(function), of_experts.map(form));
         Ok((Self { gate, clamped }, notes))
     }
 
@@ -258,32 +266,72 @@ pub(super) fn silu(stream: &Stream, gate: &Array) -> Made {
     stream.multiply(gate, &stream.sigmoid(gate)?)
 }
 
-/// The gate of gpt-oss: `min(gate, limit)` by its own sigmoid, times `clamp(up) + 1`.
+/// The gate of gpt-oss: `min(gate, limit)` by its own sigmoid, times `clamp(up) + 1`. Of silu
+/// (DeepSeek V4): `silu(min(gate, limit)) * clamp(up)`.
 #[derive(Clone, Debug)]
 struct Clamped {
     most: Array,
     least: Array,
-    slope: Array,
-    one: Array,
+    /// Of gpt-oss.
+    slope_and_one: Option<[Array; 2]>,
 }
 
 impl Clamped {
-    fn new(stream: &Stream, limit: f32, dtype: Dtype) -> Result<Self, Error> {
+    fn new(
+        stream: &Stream,
+        (limit, of_silu): (f32, bool),
+        dtype: Dtype,
+    ) -> Result<Self, paceline_mlx::Error> {
         let number = |value| stream.scalar(value, dtype);
+        let own = || Ok::<_, paceline_mlx::Error>([number(CLAMP_SLOPE)?, number(1.0)?]);
         Ok(Self {
             most: number(limit)?,
             least: number(-limit)?,
-            slope: number(CLAMP_SLOPE)?,
-            one: number(1.0)?,
+            slope_and_one: (!of_silu).then(own).transpose()?,
         })
     }
 
     fn apply(&self, stream: &Stream, gate: &Array, up: &Array) -> Made {
         let gate = stream.minimum(gate, &self.most)?;
         let up = stream.maximum(&stream.minimum(up, &self.most)?, &self.least)?;
-        let slope = stream.sigmoid(&stream.multiply(&gate, &self.slope)?)?;
+        let Some([slope, one]) = &self.slope_and_one else {
+            return stream.multiply(&silu(stream, &gate)?, &up);
+        };
+        let slope = stream.sigmoid(&stream.multiply(&gate, slope)?)?;
         let gate = stream.multiply(&gate, &slope)?;
-        stream.multiply(&gate, &stream.add(&up, &self.one)?)
+        stream.multiply(&gate, &stream.add(&up, one)?)
+    }
+}
+
+/// `sigmoid(gate) * bounded(gate) * bounded(up)`, where a value bounded by b is `b tanh(x / b)`;
+/// up itself without a bound.
+#[derive(Clone, Debug)]
+struct Situ {
+    gate: Array,
+    up: Option<Array>,
+}
+
+impl Situ {
+    fn new(
+        stream: &Stream,
+        (gate, up): (f32, Option<f32>),
+        dtype: Dtype,
+    ) -> Result<Self, paceline_mlx::Error> {
+        Ok(Self {
+            gate: stream.scalar(gate, dtype)?,
+            up: up.map(|up| stream.scalar(up, dtype)).transpose()?,
+        })
+    }
+
+    fn apply(&self, stream: &Stream, gate: &Array, up: &Array) -> Made {
+        let bounded = |x: &Array, bound: &Array| {
+            stream.multiply(&stream.tanh(&stream.divide(x, bound)?)?, bound)
+        };
+        let own = stream.multiply(&stream.sigmoid(gate)?, &bounded(gate, &self.gate)?)?;
+        match &self.up {
+            Some(bound) => stream.multiply(&own, &bounded(up, bound)?),
+            None => stream.multiply(&own, up),
+        }
     }
 }
 
@@ -333,7 +381,7 @@ mod tests {
                 Function::Silu,
                 Function::ReluSquared,
                 Function::Gelu(Gelu::new(&stream, dtype).unwrap()),
-                Function::Clamped(Clamped::new(&stream, 7.0, dtype).unwrap()),
+                Function::Clamped(Clamped::new(&stream, (7.0, false), dtype).unwrap()),
             ];
             for function in functions {
                 let name = function.name();

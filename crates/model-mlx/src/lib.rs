@@ -75,8 +75,9 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_mlx::{Dtype, LibraryPaths};
 use paceline_model::backend::PersistentCache;
 use paceline_model::{
-    BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, Links, LoadedModel as Loaded,
-    MemoryLimit, ModelSource, PackedFile, Rope, Shard, Split, StreamCounts, WindowPool,
+    BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, Links,
+    LoadedModel as Loaded, MemoryLimit, ModelSource, PackedFile, Rope, Shard, Split, StreamCounts,
+    WindowPool,
 };
 use paceline_tensor::{Kernels, KvType, PAGE};
 
@@ -282,7 +283,10 @@ impl MlxModel {
         let kinds = Kinds::new(&self.config);
         let layers = || self.shard.layers.clone().zip(&shape.layers);
         let has_rows = |(i, (sizes, _)): (usize, &(LayerSizes, usize))| {
-            let is_row = matches!(sizes, LayerSizes::Rows { .. } | LayerSizes::Latent { .. });
+            let is_row = matches!(
+                sizes,
+                LayerSizes::Rows { .. } | LayerSizes::Latent { .. } | LayerSizes::Pooled(_)
+            );
             is_row && kinds.of(i) == 0
         };
         // Latent attention reads the pages that it shares with other layers by sequence.
@@ -294,10 +298,13 @@ impl MlxModel {
             let has_ring = matches!(sizes, LayerSizes::Rows { .. }) && !is_latent;
             has_ring.then_some(Ring { kind, back })
         };
+        // Compressed keys are by sequence, in pages.
+        let mut all = self.config.layers.iter();
+        let has_entries = all.any(|layer| rank_bytes::compressed_of(layer).is_some());
         LaneLimits {
             layers: layers().map(has_rows).collect(),
             rings: layers().map(ring).collect(),
-            lanes: match self.is_exact() || self.bits.is_some() {
+            lanes: match self.is_exact() || has_entries {
                 true => 0,
                 false => size.sequences,
             },
@@ -355,10 +362,7 @@ fn refuse(config: &Config, class: KernelClass) -> Result<(), Error> {
         let family = config.family.name();
         return Err(Error::FamilyClass { family, class });
     }
-    if config.dense_clamp.is_some() {
-        return Err(Error::DenseClamp { engine: "mlx" });
-    }
-    if config.streams.is_some() {
+    if config.ngrams.is_some() {
         return Err(Error::Streams { engine: "mlx" });
     }
     Ok(())

@@ -123,8 +123,8 @@ impl Device {
         }
         let arrays = layers
             .iter()
-            .filter_map(|(layer, _)| cache.page(&self.stream, *layer, page, dtype).transpose());
-        let arrays = arrays.collect::<Result<Vec<_>, _>>()?;
+            .map(|(layer, _)| cache.page(&self.stream, *layer, page, dtype));
+        let arrays = arrays.collect::<Result<Vec<_>, _>>()?.concat();
         self.stream.eval(&arrays)?;
         let mut bytes = Vec::new();
         for array in &arrays {
@@ -161,14 +161,15 @@ impl Device {
 }
 
 impl Cache {
-    /// A page of a layer, `(K, 64 (D + E))`; `None` where nothing is kept.
+    /// A page of a layer, `(K, 64 (D + E))`, and its index rows `(1, 64 X)` in f32 where it has
+    /// some; nothing where nothing is kept.
     fn page(
         &self,
         stream: &Stream,
         layer: usize,
         page: u32,
         dtype: Dtype,
-    ) -> Result<Option<Array>, Error> {
+    ) -> Result<Vec<Array>, Error> {
         let rows = |held: &Array| {
             let (start, stop) = bounds(held, page);
             stream.slice(held, &start, &stop)
@@ -180,13 +181,27 @@ impl Cache {
         let turned = |keys: &Array| flat(&stream.transpose(&rows(keys)?, &[0, 1, 3, 2])?);
         let page = match self.kept(layer) {
             // Quantised rows are not given: see `OnMlx::attach`.
-            Kept::Nothing | Kept::Recurrent(_) | Kept::Quantised(..) => return Ok(None),
+            Kept::Nothing | Kept::Recurrent(_) | Kept::Quantised(..) | Kept::Wide(_) => {
+                return Ok(Vec::new());
+            }
             Kept::Latent(keys, _) => turned(keys)?,
             Kept::Rows([keys, values]) => {
                 stream.concatenate(&[&turned(keys)?, &flat(&rows(values)?)?], 1)?
             }
+            Kept::Pooled(own) => {
+                let [keys, values @ .., index] = own.arrays() else {
+                    unreachable!("keys and index rows");
+                };
+                let values = values.iter().map(|values| flat(&rows(values)?));
+                let values = values.collect::<Result<Vec<_>, _>>()?;
+                let keys = turned(keys)?;
+                let all: Vec<&Array> = [&keys].into_iter().chain(&values).collect();
+                let page = stream.astype(&stream.concatenate(&all, 1)?, dtype)?;
+                let index = stream.contiguous(&turned(index)?)?;
+                return Ok(vec![stream.contiguous(&page)?, index]);
+            }
         };
-        Ok(Some(stream.contiguous(&stream.astype(&page, dtype)?)?))
+        Ok(vec![stream.contiguous(&stream.astype(&page, dtype)?)?])
     }
 
     /// Sets a page of a layer to `bytes` of [`page`](Self::page).
@@ -197,7 +212,25 @@ impl Cache {
         (page, dtype): (u32, Dtype),
         bytes: &[u8],
     ) -> Result<(), Error> {
-        let mut arrays = self.kept_mut(layer).rows_mut().iter_mut();
+        let kept = self.kept_mut(layer);
+        let is_pooled = matches!(kept, Kept::Pooled(_));
+        let arrays = kept.rows_mut();
+        let (arrays, bytes) = match arrays.split_last_mut() {
+            Some((index, others)) if is_pooled => {
+                let dim = index.shape()[3];
+                let (own, behind) = bytes.split_at(bytes.len() - 4 * PAGE * dim as usize);
+                let rows = stream.array(behind, &[1, 1, dim, PAGE as i32], Dtype::F32)?;
+                put_page(
+                    stream,
+                    index,
+                    page,
+                    &stream.transpose(&rows, &[0, 1, 3, 2])?,
+                )?;
+                (others, own)
+            }
+            _ => (kept.rows_mut(), bytes),
+        };
+        let mut arrays = arrays.iter_mut();
         let Some(keys) = arrays.next() else {
             return Ok(());
         };

@@ -4,12 +4,13 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_mlx::Dtype;
 use paceline_model::backend::WeightReader;
 use paceline_model::{
-    BatchSize, Config, Error, Experts, Kinds, LayerCache, LayerCut, LayerShape, ModelSource, Shard,
+    BatchSize, Compressed, Config, Error, Experts, Kinds, LayerCache, LayerCut, LayerShape, ModelSource, Shard,
     Split,
 };
 use paceline_tensor::{KvType, PAGE};
 
-use super::cache::{self, LayerSizes, RecurrentSizes, StateSizes, bits_of};
+use super::step::entry_rows;
+use super::cache::{self, LayerSizes, PooledSizes, RecurrentSizes, StateSizes, bits_of};
 use super::weights::{self, BLOCKS, RingPlan};
 
 /// The most positions, in whole pages and fewer than `positions`, for which `fits` holds; 0 if for
@@ -57,8 +58,13 @@ pub(super) fn cache_shape(
     let pages = kinds.pages(size, positions);
     let layers = shard.layers.clone().zip(shard.each_layer());
     let layers = layers.map(|(i, cut)| (layer_sizes(&c.layers[i], cut), pages[kinds.of(i)]));
+    // Compressed keys of all layers follow, in pages that keep all positions.
+    let has_entries = c.layers.iter().any(|layer| compressed_of(layer).is_some());
+    let entries = shard.layers.clone().zip(shard.each_layer());
+    let entries = entries.filter(|_| has_entries);
+    let entries = entries.map(|(i, cut)| (entry_sizes(&c.layers[i], cut), pages[0]));
     cache::Shape {
-        layers: layers.collect(),
+        layers: layers.chain(entries).collect(),
         dtype,
         bits,
     }
@@ -254,8 +260,25 @@ pub fn mlx_page_bytes(config: &Config, class: KernelClass, kv: Option<KvType>) -
     ((bytes(2 * MANY) - bytes(MANY)) / (MANY / PAGE) as u64) as usize
 }
 
+/// Attention to compressed keys, if the layer has it.
+pub(super) const fn compressed_of(shape: &LayerShape) -> Option<Compressed> {
+    match shape.cache {
+        LayerCache::Compressed(of) => Some(of),
+        _ => None,
+    }
+}
+
+/// Sizes of a layer's compressed keys, spread over the positions of their runs.
+fn entry_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
+    let of = compressed_of(shape).filter(|of| !cut.heads.is_empty() && !of.uses_earlier());
+    let runs = of.and_then(|of| of.runs(shape.head_dim));
+    runs.map_or(LayerSizes::Nothing, |runs| {
+        LayerSizes::Wide(entry_rows(runs.len, runs.dim + runs.index_dim).1)
+    })
+}
+
 /// Sizes of one layer's cache.
-const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
+fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
     let (heads, kv_heads) = (
         cut.heads.end - cut.heads.start,
         cut.kv_heads.end - cut.kv_heads.start,
@@ -265,9 +288,8 @@ const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
         return LayerSizes::Nothing;
     }
     match (shape.cache, shape.latent) {
-        (LayerCache::Of(_) | LayerCache::State(_) | LayerCache::Compressed(_), _) => {
-            LayerSizes::Nothing
-        }
+        (LayerCache::Of(_) | LayerCache::State(_), _) => LayerSizes::Nothing,
+        (LayerCache::Compressed(of), _) => LayerSizes::Wide(of.row(key)),
         (LayerCache::Conv(_), _) => LayerSizes::Recurrent(RecurrentSizes {
             channels: heads * value,
             state: None,
@@ -282,6 +304,13 @@ const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
                 decays: net.rule.decays(key),
             }),
         }),
+        (LayerCache::Rows, Some(latent)) if latent.has_pools() => LayerSizes::Pooled(PooledSizes {
+            heads: 1,
+            key,
+            value,
+            is_latent: true,
+            index: latent.index_dim(),
+        }),
         (LayerCache::Rows, Some(latent)) => {
             let index = latent.index_dim();
             LayerSizes::Latent {
@@ -290,10 +319,19 @@ const fn layer_sizes(shape: &LayerShape, cut: &LayerCut) -> LayerSizes {
                 index,
             }
         }
-        (LayerCache::Rows, None) => LayerSizes::Rows {
-            heads: kv_heads,
-            key,
-            value,
+        (LayerCache::Rows, None) => match shape.pooled {
+            Some(indexer) => LayerSizes::Pooled(PooledSizes {
+                heads: kv_heads,
+                key,
+                value,
+                is_latent: false,
+                index: indexer.dim,
+            }),
+            None => LayerSizes::Rows {
+                heads: kv_heads,
+                key,
+                value,
+            },
         },
     }
 }

@@ -19,9 +19,12 @@ use super::logits::StepLogits;
 use super::matrix::Linear;
 use super::weights::{self, Layer, Ring as LayerRing, Summed, Weights};
 
+mod alternating;
 mod attention;
 mod capped;
+mod compressed;
 mod convolution;
+mod cutoff;
 mod delta_net;
 mod delta_page;
 mod experts;
@@ -31,8 +34,11 @@ mod latent;
 mod layers;
 mod output_rows;
 mod per_layer;
+mod pooled;
 mod projections;
 mod results;
+mod rounded;
+mod streams;
 mod tokens;
 
 use delta_net::NetRows;
@@ -41,7 +47,9 @@ use inputs::{embed, tokens_of};
 pub(super) use inputs::{rows_after, rows_in_cache};
 use output_rows::OutputRows;
 use projections::joined;
+pub(super) use compressed::entry_rows;
 pub(super) use results::RankStep;
+use streams::StreamState;
 
 /// Queries of one sequence, `(1, heads, rows, D)`, if it has some. Its keys and values, where the
 /// layer has its own.
@@ -63,8 +71,9 @@ pub(super) struct Step<'a> {
     decoding: Option<Decoding>,
     /// Rows that the last layer computes, where these are not all.
     output_rows: Option<OutputRows>,
-    /// `(T, C)`
+    /// `(T, C)`; `(T, S, C)` of several streams.
     pub(super) residual: Array,
+    streams: StreamState,
     /// `(T, C)`
     x: Array,
     /// `(T, H, D)`; none for a rank without heads.
@@ -137,13 +146,13 @@ impl Parts<'_> {
         }
     }
 
-    /// The residual `(n, width)` from the stage before, and the rows captured there. They arrive
+    /// The residual of `n` rows from the stage before, and the rows captured there. They arrive
     /// when the step [settles](Step::settle). So this stage makes its graph while that one
     /// computes.
     fn residual_to_come(&mut self, links: &Links, n: usize) -> Result<(Array, Vec<Array>), Error> {
         let (model, stream) = (self.model, self.stream);
         let captures = model.captures_before(model.shard.layers.start);
-        let (n, width) = (n as i32, model.config.width as i32);
+        let (n, width) = (n as i32, model.config.residual_width() as i32);
         let shape = [(1 + captures) * n as usize, width as usize];
         let rows = self.receive.residual((stream, links), shape)?;
         let part = |nth| {
@@ -151,7 +160,14 @@ impl Parts<'_> {
             Ok::<_, Error>(stream.astype(&part, model.dtype)?)
         };
         let captured = (1..=captures as i32).map(part).collect::<Result<_, _>>()?;
-        Ok((part(0)?, captured))
+        let residual = match model.config.streams {
+            None => part(0)?,
+            Some(of) => {
+                let shape = [n, of.count as i32, model.config.width as i32];
+                stream.reshape(&part(0)?, &shape)?
+            }
+        };
+        Ok((residual, captured))
     }
 }
 
@@ -190,7 +206,8 @@ impl<'a> Step<'a> {
         let spans = batch.sequences.iter().enumerate().map(spans);
         let spans = spans.collect::<Result<Vec<Vec<Span>>, Error>>()?;
         let kinds = &constants.span_kind_of[model.shard.layers.clone()];
-        let end = |layer: usize| spans.iter().map(|of| of[kinds[layer]].end()).max();
+        let kind = |layer| kinds.get(layer).unwrap_or(&constants.entries_kind);
+        let end = |layer: usize| spans.iter().map(|of| of[*kind(layer)].end()).max();
         let growth = parts.cache.growth(|layer| end(layer).unwrap_or(0));
         if !growth.is_empty() {
             let grow = || parts.cache.grow(stream, &growth);
@@ -208,6 +225,7 @@ impl<'a> Step<'a> {
             x: residual.clone(),
             delta: residual.clone(),
             residual,
+            streams: StreamState::default(),
             query: None,
             key_value: None,
             gates: None,
@@ -231,6 +249,9 @@ impl<'a> Step<'a> {
             decoding,
             output_rows,
         };
+        if model.shard.embeds() {
+            step.begin_streams(&step.residual.clone())?;
+        }
         step.per_layer = step.per_layer_inputs()?;
         Ok(step)
     }
@@ -249,9 +270,10 @@ impl<'a> Step<'a> {
         layer - self.parts.model.shard.layers.start
     }
 
-    /// Output of a dense feed-forward that has parallel experts, until it is added.
-    pub(super) const fn aside(&self) -> Option<&Array> {
-        self.aside.as_ref()
+    /// Arrays that a layer still adds: the output of a dense feed-forward that has parallel experts,
+    /// and those of residual streams.
+    pub(super) fn aside(&self) -> impl Iterator<Item = &Array> {
+        self.aside.iter().chain(self.streams.arrays())
     }
 
     /// Captured rows so far.
@@ -292,7 +314,7 @@ impl<'a> Step<'a> {
         let captured = self.captured.clone();
         let own = [self.residual.clone()]
             .into_iter()
-            .chain(self.aside.clone());
+            .chain(self.aside().cloned());
         let own: Vec<Array> = own.chain(captured).collect();
         self.eval(&own.iter().collect::<Vec<_>>())?;
         ring.empty(self.parts.stream, layer)
@@ -360,11 +382,16 @@ impl<'a> Step<'a> {
 
     /// This rank's part of a sum: zeros where it has none.
     fn part(&self, x: Option<&Array>, w: &Summed) -> Result<Array, Error> {
-        let stream = self.parts.stream;
         match (x, &w.mine) {
             (Some(x), Some(mine)) => self.product(mine, x),
-            _ => Ok(stream.zeros(&self.residual.shape(), self.parts.model.dtype)?),
+            _ => self.zero_rows(self.parts.model.dtype),
         }
+    }
+
+    /// Zeros (T, C).
+    fn zero_rows(&self, dtype: Dtype) -> Result<Array, Error> {
+        let shape = [self.residual.shape()[0], self.parts.model.config.width as i32];
+        Ok(self.parts.stream.zeros(&shape, dtype)?)
     }
 
     /// Adds the parts (T, C) of all ranks of the stage, in their order, in f32. With one rank it is

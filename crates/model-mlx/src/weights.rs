@@ -11,30 +11,36 @@ use paceline_mlx::{Array, DeviceKind, Dtype, Stream};
 use paceline_model::backend::{StoredTensor, WeightReader};
 use paceline_model::{
     Config, Error, LayerCache, LayerRole, LayerShape, LeafCut, ModelFamily, ModelSource, Role,
-    Shard,
+    Shard, StreamRule,
 };
 use paceline_weights::tensor::MappedBytes;
 
 use super::matrix::{Linear, Matrix};
 use super::stored::{Stored, float, floats, nearest};
 
+mod compressed;
 mod delta_net;
 mod experts;
 mod indexer;
 mod latent;
 mod per_layer;
 mod planned;
+mod pooled;
 mod ring;
 mod slots;
+mod streams;
 
+pub(super) use compressed::{Compressed, KeySeries};
 pub(super) use delta_net::{DeltaNet, ShortConv, Taps};
 pub(super) use experts::{Experts, Routed, Shared, Stack};
 pub(super) use indexer::Indexer;
 pub(super) use latent::Latent;
 pub(super) use per_layer::{PerLayer, PerLayerInputs};
 pub(super) use planned::planned;
+pub(super) use pooled::PoolIndexer;
 pub(super) use ring::{BLOCKS, Ring, RingPlan, RingWriter};
 pub(super) use slots::{ShardFiles, Slots};
+pub(super) use streams::{Alternation, ConstrainedMix, HeadStreams, LayerStreams, StreamMix};
 
 /// A matrix that the ranks of a stage share by its input dimension, or by its outputs: see
 /// [`Loader::by_outputs`].
@@ -49,6 +55,8 @@ pub(super) struct Summed {
 /// A rank's weights of one layer; whole shapes in [`Part`].
 #[derive(Debug)]
 pub(super) struct Layer {
+    /// Where there are several.
+    pub(super) streams: Option<LayerStreams>,
     pub(super) attention_norm: Option<Array>,
     pub(super) mixer: Mixer,
     pub(super) attention_output: Summed,
@@ -74,6 +82,7 @@ pub(super) enum Mixer {
     Nothing,
     Attention(Box<Attention>),
     Latent(Box<Latent>),
+    Compressed(Box<Compressed>),
     Delta(Box<DeltaNet>),
     Conv(Box<ShortConv>),
 }
@@ -92,6 +101,8 @@ pub(super) struct Attention {
     pub(super) value_norm: Option<Array>,
     /// `(H,)`
     pub(super) sinks: Option<Array>,
+    /// Where its rows attend to chosen pools or blocks.
+    pub(super) pooled: Option<PoolIndexer>,
 }
 
 /// Gate, up and down; no up in families without gates.
@@ -119,6 +130,7 @@ impl Mixer {
             Self::Nothing => Vec::new(),
             Self::Attention(own) => own.arrays(),
             Self::Latent(own) => own.arrays(),
+            Self::Compressed(own) => own.arrays(),
             Self::Delta(own) => own.arrays(),
             Self::Conv(own) => own.arrays(),
         }
@@ -135,7 +147,9 @@ impl Attention {
             &self.sinks,
         ];
         let linears = linears.into_iter().flatten().flat_map(Linear::arrays);
-        linears.chain(vectors.into_iter().flatten()).collect()
+        let pooled = self.pooled.iter().flat_map(PoolIndexer::arrays);
+        let vectors = vectors.into_iter().flatten();
+        linears.chain(vectors).chain(pooled).collect()
     }
 }
 
@@ -165,6 +179,7 @@ impl Layer {
         ];
         let beside = self.beside.iter();
         let mut all = self.mixer.arrays();
+        all.extend(self.streams.iter().flat_map(LayerStreams::arrays));
         all.extend(norms.into_iter().flatten());
         all.extend(self.attention_output.arrays());
         all.extend(self.dense.iter().flat_map(Dense::arrays));
@@ -187,9 +202,19 @@ pub(super) struct Weights {
     pub(super) ring: Option<Ring>,
     /// Norm and this rank's rows of the output head, in the last stage.
     pub(super) head: Option<(Array, Linear)>,
+    /// From the embedding to each residual stream but the first; empty where all begin alike.
+    pub(super) first_streams: Vec<Linear>,
+    /// From several residual streams to the output head.
+    pub(super) head_streams: Option<HeadStreams>,
 }
 
 impl Weights {
+    /// The weights of residual streams at the ends of the model.
+    fn stream_ends(&self) -> impl Iterator<Item = &Array> {
+        let first = self.first_streams.iter().flat_map(Linear::arrays);
+        first.chain(self.head_streams.iter().flat_map(HeadStreams::arrays))
+    }
+
     /// Every array once, but the head's where it is the embedding.
     fn bytes(&self, tied: bool) -> Bytes {
         let head = self
@@ -200,6 +225,7 @@ impl Weights {
         let tables = self.embedding.iter().chain(head.map(|(_, head)| head));
         let all = arrays.chain(tables.flat_map(Linear::arrays));
         let all = all.chain(self.per_layer.iter().flat_map(PerLayerInputs::arrays));
+        let all = all.chain(self.stream_ends());
         let slots = self.layers.iter().flat_map(|layer| &layer.experts);
         let slots: u64 = slots.map(|experts| experts.slot_bytes()).sum();
         Bytes(all.map(Array::n_bytes).sum::<u64>() + slots)
@@ -244,6 +270,7 @@ fn first_matrix(c: &Config) -> (Role, [usize; 2]) {
             let sizes = [c.width, shape.heads * shape.value_dim];
             (shape.output_role(), sizes)
         }
+        (LayerCache::Compressed(_), _) => (LayerRole::Key, [shape.head_dim, c.width]),
         (_, Some(latent)) => (LayerRole::LatentDown, [latent.key_dim(), c.width]),
         _ => (LayerRole::Query, [query_rows(shape, shape.heads), c.width]),
     };
@@ -329,7 +356,13 @@ impl Loader<'_> {
                 _ if tied => table(Role::TokenEmbedding, shard.vocab())?,
                 _ => table(Role::Output, shard.vocab())?,
             };
-            Ok::<_, Error>((self.norm(Role::OutputNorm, c.width)?, output))
+            // The mix of gated streams has norms.
+            let is_normed = c.streams.is_some_and(|of| of.rule == StreamRule::Gated);
+            let norm = match is_normed {
+                true => self.floats(&vec![1.0; c.width])?,
+                false => self.norm(Role::OutputNorm, c.width)?,
+            };
+            Ok::<_, Error>((norm, output))
         };
         let head = shard.has_head().then(head).transpose()?;
         let weights = Weights {
@@ -338,12 +371,15 @@ impl Loader<'_> {
             layers,
             ring: ring.map(RingWriter::finish).transpose()?,
             head,
+            first_streams: self.first_streams()?,
+            head_streams: self.head_streams()?,
         };
         let tables = weights
             .embedding
             .iter()
             .chain(weights.head.iter().map(|(_, head)| head));
         let own = weights.per_layer.iter().flat_map(PerLayerInputs::arrays);
+        let own = own.chain(weights.stream_ends());
         self.eval(tables.flat_map(Linear::arrays).chain(own))?;
         progress(n + 1, n + 1);
         let bytes = weights.bytes(tied && shard.vocab() == (0..c.vocab));
@@ -372,6 +408,7 @@ impl Loader<'_> {
         let scale = self.names.output_scale(i)?;
         let scale = scale.map(|scale| self.stream.scalar(scale, self.dtype));
         Ok(Layer {
+            streams: self.layer_streams(i)?,
             attention_norm: opt(before, LayerRole::AttentionNorm)?,
             mixer: self.mixer(i)?,
             attention_output: self.summed(role(shape.output_role()), outputs, &cut.attention)?,
@@ -396,6 +433,7 @@ impl Loader<'_> {
         Ok(match (shape.cache, shape.latent) {
             (LayerCache::Delta(net), _) => Mixer::Delta(Box::new(self.delta_net(i, net)?)),
             (LayerCache::Conv(taps), _) => Mixer::Conv(Box::new(self.short_conv(i, taps)?)),
+            (LayerCache::Compressed(of), _) => Mixer::Compressed(Box::new(self.compressed(i, of)?)),
             (_, Some(latent)) => Mixer::Latent(Box::new(self.latent(i, latent)?)),
             _ => Mixer::Attention(Box::new(self.attention(i)?)),
         })
@@ -420,6 +458,7 @@ impl Loader<'_> {
             key_norm,
             value_norm: shape.value_norm.then(ones).transpose()?,
             sinks: self.sinks(i)?,
+            pooled: self.pool_indexer(i)?,
         })
     }
 
@@ -447,7 +486,7 @@ impl Loader<'_> {
 
     /// The sinks of this rank's heads.
     fn sinks(&self, i: usize) -> Result<Option<Array>, Error> {
-        if !self.config.family.has_sinks_and_biases() {
+        if !self.config.family.has_sinks() {
             return Ok(None);
         }
         let heads = self.shard.layer(i).heads.clone();

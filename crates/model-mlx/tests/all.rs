@@ -15,6 +15,7 @@ mod interrupted;
 mod kv;
 mod lanes;
 mod pages;
+mod quarter;
 mod refused;
 mod shares;
 mod slots;
@@ -134,16 +135,7 @@ fn distance(name: &str, rows: &[Vec<f32>], tolerance: f64) -> f64 {
 }
 
 /// Folders of several residual streams, of compressed keys, or of dense feed-forwards with a clamp.
-const NOT_ON_MLX: [&str; 8] = [
-    "glm5-next-bf16",
-    "kimi-k3-bf16",
-    "deepseek-v41-bf16",
-    "deepseek-v4-bf16",
-    "gemma3n-bf16",
-    "minimax-m3-blocks-bf16",
-    "qwen4-bf16",
-    "minimax-m3-bf16",
-];
+const NOT_ON_MLX: [&str; 2] = ["deepseek-v41-ngrams-bf16", "qwen4-ngrams-bf16"];
 
 /// The folders that MLX computes.
 fn computed<const N: usize>(folders: [&'static str; N]) -> impl Iterator<Item = &'static str> {
@@ -606,10 +598,18 @@ fn sequences_share_pages_and_steps() {
     }
 }
 
+/// Layers whose input ranks capture: before and behind a stage. None of several residual streams.
+fn captures_of(config: &Config) -> Vec<usize> {
+    match config.streams {
+        Some(_) => Vec::new(),
+        None => vec![1, config.layers.len()],
+    }
+}
+
 /// A rank on the CPU or on MLX, as its place says. It captures rows before and behind a stage.
 fn rank(place: Place, path: &Path, class: KernelClass, library: &Path) -> Arc<dyn LoadedModel> {
     let source = ModelSource::open(path).unwrap();
-    let captures = [1, Config::read(&source).unwrap().layers.len()];
+    let captures = captures_of(&Config::read(&source).unwrap());
     if class.is_mlx() {
         return mlx_rank(place, path, &captures, options(library, class));
     }
@@ -648,7 +648,7 @@ fn ranks(
 ) -> Vec<(Option<Vec<Vec<f32>>>, ExchangeBytes)> {
     let config = Config::read(&ModelSource::open(path).unwrap()).unwrap();
     let kind = kind.parse().unwrap();
-    let cut = Split::plan(&config, kind, classes.len() as u32, &[]).unwrap();
+    let cut = Split::plan(&config, kind, n as u32, &[]).unwrap();
     let tokens: Vec<u32> = (0..68).map(|i| i * 37 % config.vocab as u32).collect();
     let chunks = [0..50, 50..66, 66..67, 67..68];
     let lead = |compute: &mut dyn Compute| {
@@ -672,7 +672,8 @@ fn ranks(
                 .unwrap();
             let logits = (rows > 0).then(|| compute.logits_mut(0).to_vec());
             let captured = compute.captured().to_vec();
-            assert_eq!(captured.len(), range.len() * 2 * config.width);
+            let each = captures_of(&config).len() * config.width;
+            assert_eq!(captured.len(), range.len() * each);
             logits.into_iter().chain([captured])
         };
         chunks

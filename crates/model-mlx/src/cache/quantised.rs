@@ -39,6 +39,7 @@ pub(crate) fn check(config: &Config, kv: Option<KvType>) -> Result<(), Error> {
     let mut layers = config.layers.iter();
     let reason = layers.find_map(|layer| match (layer.cache, layer.latent) {
         (LayerCache::Rows, Some(_)) => Some("latent attention has keys alone"),
+        (LayerCache::Rows, None) if layer.pooled.is_some() => Some("an indexer chooses positions"),
         (LayerCache::Rows, None) => {
             let has_groups = group_of(layer.head_dim).and(group_of(layer.value_dim));
             let is_cut = has_groups.is_none();

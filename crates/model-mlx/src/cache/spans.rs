@@ -39,6 +39,18 @@ enum Rows {
     Gathered(Array),
 }
 
+impl Rows {
+    fn of(stream: &Stream, runs: &[Range<usize>]) -> Result<Self, Error> {
+        if let [run] = runs {
+            return Ok(Self::Run(run.clone()));
+        }
+        let rows = runs.iter().cloned().flatten().map(|row| row as u32);
+        let rows: Vec<u32> = rows.collect();
+        let rows = stream.array_u32(&rows, &[rows.len() as i32])?;
+        Ok(Self::Gathered(rows))
+    }
+}
+
 #[derive(Debug)]
 enum Seen {
     All,
@@ -109,6 +121,23 @@ impl Span {
         }
     }
 
+    /// The rows of `positions` of the same sequence, to be read and written.
+    pub(crate) fn part(
+        &self,
+        stream: &Stream,
+        rows: &AttentionRows<'_>,
+        positions: Range<usize>,
+    ) -> Result<Self, Error> {
+        let lane = self.view.lane;
+        let written = runs_in(rows, positions, lane);
+        let rows = Rows::of(stream, &written)?;
+        let mask = Seen::All;
+        Ok(Self {
+            written,
+            view: View { lane, rows, mask },
+        })
+    }
+
     /// Where rows are written.
     pub(super) fn place(&self) -> (usize, &[Range<usize>]) {
         (self.view.lane.unwrap_or(0), &self.written)
@@ -125,14 +154,7 @@ impl View {
     ) -> Result<Self, Error> {
         let seen = seen(&new, window);
         let runs = runs_in(rows, seen.clone(), lane);
-        let rows = match &runs[..] {
-            [run] => Rows::Run(run.clone()),
-            _ => {
-                let rows = runs.into_iter().flatten().map(|row| row as u32);
-                let rows: Vec<u32> = rows.collect();
-                Rows::Gathered(stream.array_u32(&rows, &[rows.len() as i32])?)
-            }
-        };
+        let rows = Rows::of(stream, &runs)?;
         let cut = window.filter(|window| seen.len() > *window);
         let mask = match cut {
             _ if new.len() == 1 => Seen::All,

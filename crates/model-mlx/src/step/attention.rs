@@ -26,19 +26,25 @@ impl Step<'_> {
 
     /// `x` `(1, heads, n, D)` turned from position `at` on, by the rope of the layer.
     pub(super) fn roped(&self, x: &Array, at: i32) -> Result<Array, Error> {
-        self.roped_by(|periods, neighbours| self.parts.stream.rope(x, periods, neighbours, at))
+        let stream = self.parts.stream;
+        self.roped_by(x, |periods, neighbours| {
+            stream.rope(x, periods, neighbours, at)
+        })
     }
 
     /// As [`roped`](Self::roped), of the decoding rows in lanes, `(lanes, heads, 1, D)`.
     pub(super) fn roped_each(&self, x: &Array, at: &Array) -> Result<Array, Error> {
         let stream = self.parts.stream;
-        self.roped_by(|periods, neighbours| stream.rope_each(x, periods, neighbours, at))
+        self.roped_by(x, |periods, neighbours| {
+            stream.rope_each(x, periods, neighbours, at)
+        })
     }
 
     /// `x` turned by `turn`, which gets the periods of the layer's rope and which values turn
     /// together.
     pub(super) fn roped_by(
         &self,
+        x: &Array,
         turn: impl FnOnce(&Array, bool) -> Result<Array, paceline_mlx::Error>,
     ) -> Result<Array, Error> {
         let (stream, index) = (self.parts.stream, self.layer().0.rope);
@@ -46,6 +52,9 @@ impl Step<'_> {
             &self.parts.model.config.ropes[index],
             &self.parts.periods[index],
         );
+        if rope.frequencies.is_empty() {
+            return Ok(x.clone());
+        }
         let neighbours = rope.pairs == RopePairs::Adjacent;
         let turned = turn(periods, neighbours)?;
         if rope.magnitude == 1.0 {
@@ -76,7 +85,10 @@ impl Step<'_> {
         let [k, v] = self.parts.cache.read(self.parts.stream, keeper, view)?;
         let gathered = if view.is_gathered() { 2 } else { 0 };
         self.parts.model.counters.gathers.add(gathered);
-        self.attended_by([q, &k, &v], view.mask(), sinks)
+        match self.layer().0.pooled {
+            Some(_) => self.attended_to(sequence, [q, &k, &v], sinks),
+            None => self.attended_by([q, &k, &v], view.mask(), sinks),
+        }
     }
 
     /// Attention `(n, H, rows, E)` of queries over keys and values.
@@ -109,6 +121,13 @@ impl Step<'_> {
             let q = heads(q, queries.clone())?;
             let own = |all| stream.slice(all, &[queries.start], &[queries.end]);
             let sinks = sinks.map(own).transpose()?;
+            let own = match mask {
+                Mask::Array(all) if all.shape().len() == 4 && all.shape()[1] > 1 => {
+                    Some(heads(all, queries.clone())?)
+                }
+                _ => None,
+            };
+            let mask = own.as_ref().map_or(mask, Mask::Array);
             self.one_attention([&q, &k, &v], scale, mask, sinks.as_ref())
         };
         let parts = groups.iter().enumerate().map(group);
@@ -120,7 +139,9 @@ impl Step<'_> {
     /// The decoding rows in lanes, if the layer has lanes.
     pub(super) fn decoding(&self) -> Option<&Decoding> {
         let kind = self.parts.constants.span_kind_of[self.index];
-        self.decoding.as_ref().filter(|it| it.has_lanes(kind))
+        let is_pooled = self.layer().0.pooled.is_some();
+        let decoding = self.decoding.as_ref().filter(|_| !is_pooled);
+        decoding.filter(|it| it.has_lanes(kind))
     }
 
     /// Attention of the decoding rows in lanes, `(lanes, H, 1, E)`, after their keys and values are

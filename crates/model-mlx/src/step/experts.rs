@@ -75,9 +75,18 @@ impl Step<'_> {
         let weights = match of.gating {
             Gating::OfChosen => scores,
             Gating::Sigmoid => stream.sigmoid(&scores)?,
-            Gating::SqrtSoftplus | Gating::OfToken => unreachable!("refused at load"),
+            Gating::SqrtSoftplus | Gating::OfToken => {
+                let [zero, half] = [0.0, 0.5].map(|x| stream.scalar(x, Dtype::F32));
+                stream.power(&stream.log_add_exp(&scores, &zero?)?, &half?)?
+            }
             Gating::Softmax => stream.softmax(&scores, 1)?,
         };
+        if let Some(table) = &own.table {
+            let chosen = stream.take(table, &self.tokens, 0)?;
+            let weights = stream.take_along(&weights, &chosen, 1)?;
+            let weights = self.finished(own, weights, &chosen)?;
+            return Ok([chosen, weights]);
+        }
         let mut ranks = weights.clone();
         if let Some(choice) = &own.choice {
             ranks = stream.add(&ranks, choice)?;

@@ -5,7 +5,7 @@
 
 use paceline_mlx::{Array, Dtype, Mask};
 use paceline_model::{Error, Indexer, Selection};
-use paceline_tensor::RopePairs;
+use paceline_tensor::{Choice, RopePairs};
 
 use super::Step;
 use super::weights::{self, Layer, Mixer};
@@ -43,6 +43,11 @@ impl Step<'_> {
         let queries = stream.reshape(&queries, &[rows, of.heads as i32, of.dim as i32])?;
         let keys = self.index_keys(own, of)?;
         let weights = self.index_weights(own, of)?;
+        let gates = own.gate.as_ref().map(|(gate, biases)| {
+            let gates = stream.astype(&self.product(gate, &self.x)?, Dtype::F32)?;
+            Ok::<_, Error>((stream.reshape(&gates, &[rows, 1, -1])?, biases))
+        });
+        let gates = gates.transpose()?;
         let kind = self.parts.constants.span_kind_of[index];
         self.selected.clear();
         let mut first = 0;
@@ -51,15 +56,36 @@ impl Step<'_> {
             let neighbours = of.pairs == RopePairs::Adjacent;
             let roped = |x: &Array| {
                 let x = self.turned(x, first, n)?;
-                self.roped_by(|periods, _| stream.rope(&x, periods, neighbours, at))
+                self.roped_by(&x, |periods, _| stream.rope(&x, periods, neighbours, at))
             };
             let [query, key] = [roped(&queries)?, roped(&keys)?];
+            let weights = stream.slice(&weights, &[first, 0], &[first + n, of.heads as i32])?;
+            if let Some((gates, biases)) = &gates {
+                let gates = self.turned(gates, first, n)?;
+                let rows = [&stream.astype(&key, Dtype::F32)?, &gates];
+                let rows = stream.concatenate(&rows, 3)?;
+                let place = (i, held);
+                let span = &self.spans[i][kind];
+                let latent = &self.latent[i][1];
+                self.parts.cache.write_latent(stream, held, span, latent)?;
+                let finish = |step: &Self, rows: &Array, _| step.weighed_pools(rows, biases);
+                self.write_pools(place, (of.pool, &rows), finish)?;
+                let choice = Choice {
+                    top_k: of.top_k,
+                    pool: of.pool,
+                    local: 0,
+                };
+                let of_rows = (&query, &weights);
+                let selected = self.select_pools(choice, place, of_rows, of.dim)?;
+                self.selected.push(selected.unwrap_or(Selected::All));
+                first += n;
+                continue;
+            }
             let both = stream.concatenate(&[&self.latent[i][1], &key], 3)?;
             let span = &self.spans[i][kind];
             self.parts.cache.write_latent(stream, held, span, &both)?;
-            let own = stream.slice(&weights, &[first, 0], &[first + n, of.heads as i32])?;
             let selected = match s.position + s.tokens.len() > of.top_k {
-                true => self.select(of, (i, held), (&query, &own))?,
+                true => self.select(of, (i, held), (&query, &weights))?,
                 false => Selected::All,
             };
             self.selected.push(selected);
@@ -79,6 +105,22 @@ impl Step<'_> {
         let normed = stream.rms_norm(&centred, &own.norm[0], EPS)?;
         let normed = stream.astype(&stream.add(&normed, &own.norm[1])?, keys.dtype())?;
         Ok(stream.reshape(&normed, &[-1, 1, of.dim as i32])?)
+    }
+
+    /// The rows (1, P, pool, 2 X) of pools, inputs then gates -> their keys (1, P, 1, 2 X): means of
+    /// the inputs, weighted by the softmax of gates with biases (1, 1, pool, X). Zeros are in the
+    /// place of gates.
+    fn weighed_pools(&self, rows: &Array, biases: &Array) -> Result<Array, Error> {
+        let (stream, sizes) = (self.parts.stream, rows.shape());
+        let dim = sizes[3] / 2;
+        let mut stop = sizes.clone();
+        stop[3] = dim;
+        let inputs = stream.slice(rows, &[0; 4], &stop)?;
+        let gates = stream.slice(rows, &[0, 0, 0, dim], &sizes)?;
+        let weights = stream.softmax(&stream.add(&gates, biases)?, 2)?;
+        let keys = stream.sum_along(&stream.multiply(&weights, &inputs)?, 2)?;
+        let zeros = stream.zeros(&keys.shape(), Dtype::F32)?;
+        Ok(stream.concatenate(&[&keys, &zeros], 3)?)
     }
 
     /// x -> weights of index queries `(T, I)`, scaled, in f32.
@@ -128,7 +170,7 @@ impl Step<'_> {
 
     /// Scores `(1, 1, n, m)` in f32, some rows at a time. Queries are `(1, I, n, X)`, keys
     /// `(1, 1, m, X)`, weights `(n, I)`.
-    fn index_scores(&self, [query, keys, weights]: [&Array; 3]) -> Result<Array, Error> {
+    pub(super) fn index_scores(&self, [query, keys, weights]: [&Array; 3]) -> Result<Array, Error> {
         let stream = self.parts.stream;
         let [_, heads, n, dim] = query.shape()[..] else {
             unreachable!("queries have heads and rows");
@@ -172,15 +214,25 @@ impl Step<'_> {
                 stream.slice(&keys, &[0; 4], &stop)?
             }
         };
+        self.attended_to(i, [query, &keys, &values], None)
+    }
+
+    /// Attention of sequence `i` over the positions of keys and values that its rows attend to.
+    pub(super) fn attended_to(
+        &self,
+        i: usize,
+        [query, keys, values]: [&Array; 3],
+        sinks: Option<&Array>,
+    ) -> Result<Array, Error> {
         match self.selected.get(i).unwrap_or(&Selected::All) {
-            Selected::All => self.attended_by([query, &keys, &values], view.mask(), None),
+            Selected::All => self.attended_by([query, keys, values], self.view(i).mask(), sinks),
             Selected::Positions(positions) => {
-                let keys = stream.take(&keys, positions, 2)?;
-                let values = stream.take(&values, positions, 2)?;
-                self.attended_by([query, &keys, &values], Mask::None, None)
+                let taken = |x: &Array| self.parts.stream.take(x, positions, 2);
+                let (keys, values) = (taken(keys)?, taken(values)?);
+                self.attended_by([query, &keys, &values], Mask::None, sinks)
             }
             Selected::Mask(mask) => {
-                self.attended_by([query, &keys, &values], Mask::Array(mask), None)
+                self.attended_by([query, keys, values], Mask::Array(mask), sinks)
             }
         }
     }

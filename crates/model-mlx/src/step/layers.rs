@@ -17,16 +17,43 @@ impl LayerStep for Step<'_> {
             Half::ParallelExperts => Some(&beside(w).before),
         };
         let weight = weight.expect("loaded for this family");
-        self.x = self.normed(&self.residual, weight)?;
+        self.x = self.normed(self.active(), weight)?;
         Ok(())
     }
 
+    fn add_ngrams(&mut self, _: &Layer, _: usize) -> Result<(), Error> {
+        Ok(()) // models with a memory of these are refused
+    }
+
     fn mix_streams(&mut self, w: &Layer, half: Half) -> Result<(), Error> {
-        self.norm(w, half)
+        if w.streams.is_none() {
+            return self.norm(w, half);
+        }
+        self.x = self.mixed(w, half)?;
+        Ok(())
     }
 
     fn add_to_streams(&mut self) -> Result<(), Error> {
-        self.add_delta()
+        match self.parts.model.config.streams {
+            None => self.add_delta(),
+            Some(_) => self.add_to_mixed(),
+        }
+    }
+
+    fn predict_streams(&mut self, w: &Layer) -> Result<(), Error> {
+        self.predicted(w)
+    }
+
+    fn project_laurel(&mut self, w: &Layer) -> Result<(), Error> {
+        self.laurel_rows(w)
+    }
+
+    fn add_laurel(&mut self) -> Result<(), Error> {
+        self.with_laurel()
+    }
+
+    fn correct_streams(&mut self, w: &Layer) -> Result<(), Error> {
+        self.corrected(w)
     }
 
     fn take_residual(&mut self) -> Result<(), Error> {
@@ -184,12 +211,17 @@ impl LayerStep for Step<'_> {
     }
 
     fn select_positions(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+        self.pool_rows(w, index)?;
         self.index_rows(w, index)
     }
 
     fn attend_latent(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
         self.latent_attention(w, index)?;
         self.keep_output_rows()
+    }
+
+    fn attend_compressed(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
+        self.compressed_attention(w, index)
     }
 
     fn gate_attention(&mut self, _: &Layer) -> Result<(), Error> {
@@ -254,7 +286,8 @@ impl LayerStep for Step<'_> {
     }
 
     fn add_delta(&mut self) -> Result<(), Error> {
-        self.residual = self.parts.stream.add(&self.residual, &self.delta)?;
+        let sum = self.parts.stream.add(self.active(), &self.delta)?;
+        *self.streams.active.as_mut().unwrap_or(&mut self.residual) = sum;
         Ok(())
     }
 
@@ -320,6 +353,7 @@ impl LayerStep for Step<'_> {
     }
 
     fn activate(&mut self) -> Result<(), Error> {
+        self.cut_gates()?;
         let Some((gate, up)) = self.gate_up.take() else {
             return Ok(());
         };

@@ -8,7 +8,7 @@
 //! Nothing reads its other rows. Ranks that share a layer compute all of them.
 
 use paceline_mlx::{Array, Stream};
-use paceline_model::{Batch, Error};
+use paceline_model::{Batch, Error, LayerCache};
 
 use super::Step;
 use crate::cache::{SpanKind, View};
@@ -78,7 +78,8 @@ impl Step<'_> {
         let shape = self.layer().0;
         let is_plain = shape.latent.is_none() && !shape.is_recurrent();
         let rows = self.output_rows().filter(|_| is_plain);
-        rows.filter(|_| self.decoding().is_none())
+        let is_chosen = shape.pooled.is_some() || matches!(shape.cache, LayerCache::Compressed(_));
+        rows.filter(|_| self.decoding().is_none() && !is_chosen)
     }
 
     /// The rows of x (T, C) that have queries in the layer.
@@ -115,7 +116,11 @@ impl Step<'_> {
         };
         let (attended, gates) = (of_queries(&self.attended)?, of_queries(&self.gates)?);
         let per_layer = self.per_layer.as_ref().map(take).transpose()?;
-        self.residual = take(&self.residual)?;
+        let residual = take(&self.residual)?;
+        let rows = own.rows.clone();
+        self.tokens = stream.take(&self.tokens, &rows, 0)?;
+        self.residual = residual;
+        self.streams.replace(|x| Ok(stream.take(x, &rows, 0)?))?;
         (self.attended, self.gates, self.per_layer) = (attended, gates, per_layer);
         Ok(())
     }

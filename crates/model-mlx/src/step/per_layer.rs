@@ -1,4 +1,4 @@
-//! Embeddings that each layer has of its own (Gemma 4), and the way from them to the residual.
+//! Embeddings that each layer has of its own (Gemma 3n and 4), and the way from them to the residual.
 //!
 //! ```text
 //! once      e (T, N, P) = (norm(project(embedding) / sqrt C) + own embedding * sqrt P) / sqrt 2
@@ -7,7 +7,7 @@
 //!
 //! Every rank computes all of it from the tokens for the N layers that it holds.
 
-use paceline_mlx::Array;
+use paceline_mlx::{Array, Dtype};
 use paceline_model::Error;
 
 use super::weights::Layer;
@@ -37,7 +37,11 @@ impl Step<'_> {
         let projected = stream.multiply(&weights.projection.apply(stream, &x)?, &root)?;
         let projected = stream.reshape(&projected, &[rows, -1, p])?;
         let projected = stream.rms_norm(&projected, &weights.norm, config.norm_eps)?;
-        let own = weights.embedding.rows(stream, &self.tokens, dtype)?;
+        // Tokens behind the table's have the row of token 0.
+        let has_own = stream.scalar(config.per_layer_vocab as f32, Dtype::U32)?;
+        let has_own = stream.astype(&stream.less(&self.tokens, &has_own)?, Dtype::U32)?;
+        let tokens = stream.multiply(&self.tokens, &has_own)?;
+        let own = weights.embedding.rows(stream, &tokens, dtype)?;
         let own = stream.slice(&own, &[0, first], &[rows, end])?;
         let own = stream.reshape(&own, &[rows, -1, p])?;
         let own = stream.multiply(&own, &number((p as f32).sqrt())?)?;
@@ -46,7 +50,7 @@ impl Step<'_> {
         Ok(Some(stream.multiply(&sum, &half)?))
     }
 
-    /// residual (T, C) += what the layer's own embeddings give.
+    /// residual (T, C), or all streams but the first, += what the layer's own embeddings give.
     pub(super) fn add_own_embeddings(&mut self, w: &Layer, index: usize) -> Result<(), Error> {
         let (Some(own), Some(inputs)) = (&w.per_layer, &self.per_layer) else {
             return Ok(());
@@ -56,12 +60,11 @@ impl Step<'_> {
         let (rows, p) = (sizes[0], sizes[2]);
         let input = stream.slice(inputs, &[0, held, 0], &[rows, held + 1, p])?;
         let input = stream.reshape(&input, &[rows, p])?;
-        let gate = self.activated(&own.gate.apply(stream, &self.residual)?)?;
+        let gate = self.activated(&own.gate.apply(stream, &self.scaled_first(w)?)?)?;
         let hidden = stream.multiply(&gate, &input)?;
         let output = own.output.apply(stream, &hidden)?;
         let eps = self.parts.model.config.norm_eps;
         let output = stream.rms_norm(&output, &own.norm, eps)?;
-        self.residual = stream.add(&self.residual, &output)?;
-        Ok(())
+        self.add_to_further(&output)
     }
 }

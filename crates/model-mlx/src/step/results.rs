@@ -78,14 +78,14 @@ impl Step<'_> {
         if n == 0 {
             return Ok(None);
         }
-        let rows = if n == all {
-            self.residual.clone()
+        let normed = if n == all {
+            self.head_input((&self.residual, None), norm)?
         } else {
             let wanted: Vec<u32> = wanted.iter().map(|row| *row as u32).collect();
             let wanted = self.parts.stream.array_u32(&wanted, &[n as i32])?;
-            self.parts.stream.take(&self.residual, &wanted, 0)?
+            let rows = self.parts.stream.take(&self.residual, &wanted, 0)?;
+            self.head_input((&rows, Some(&wanted)), norm)?
         };
-        let normed = self.normed(&rows, norm)?;
         self.capped(self.product(head, &normed)?).map(Some)
     }
 
@@ -136,10 +136,9 @@ impl Step<'_> {
 
     fn send_residual(&mut self) -> Result<(), Error> {
         let (model, stream) = (self.parts.model, self.parts.stream);
-        let all: Vec<&Array> = [&self.residual]
-            .into_iter()
-            .chain(self.captured())
-            .collect();
+        let rows = [self.batch.rows() as i32, -1];
+        let residual = stream.reshape(&self.residual, &rows)?;
+        let all: Vec<&Array> = [&residual].into_iter().chain(self.captured()).collect();
         let rows = stream.rows_f32(&stream.concatenate(&all, 0)?)?;
         self.eval(&[&rows])?;
         let links = model.links.as_ref();

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use paceline_mlx::{Array, DeviceKind, Dtype};
-use paceline_model::{Error, LayerRole, Nth, Role};
+use paceline_model::{Error, Gating, LayerRole, Nth, Role};
 
 use super::super::matrix::{Linear, Matrix};
 use super::{Loader, Slots};
@@ -19,6 +19,8 @@ pub(crate) struct Experts {
     pub(crate) router: Linear,
     /// `(E,)`, in f32: added to weights for the choice alone.
     pub(crate) choice: Option<Array>,
+    /// `(vocabulary, used experts)`, where tokens choose.
+    pub(crate) table: Option<Array>,
     /// `(C,)`: the norm of what goes into the router, where that is not what goes into experts.
     pub(crate) router_norm: Option<Array>,
     /// `(E,)`, in f32: factors of weights.
@@ -92,7 +94,7 @@ impl Stack {
 
 impl Experts {
     pub(super) fn arrays(&self) -> Vec<&Array> {
-        let vectors = [&self.choice, &self.router_norm, &self.scales];
+        let vectors = [&self.choice, &self.table, &self.router_norm, &self.scales];
         let stacks = self.routed.iter();
         let stacks = stacks.flat_map(Routed::stacks);
         let shared = self.shared.iter();
@@ -135,6 +137,11 @@ impl Loader<'_> {
             let values = values.transpose()?;
             values.map(|values| self.wide(&values)).transpose()
         };
+        let table = || {
+            let table = self.names.expert_table(layer, of)?;
+            let sizes = [self.config.vocab as i32, of.used as i32];
+            Ok::<_, Error>(self.stream.array_u32(&table, &sizes)?)
+        };
         let bias = self.names.bias(role(LayerRole::Router), of.count)?;
         let norm = of.scaled.then(|| self.names.router_norm(layer));
         let norm = norm.transpose()?.map(|norm| self.floats(&norm));
@@ -155,6 +162,7 @@ impl Loader<'_> {
                 bias: bias.map(|bias| self.wide(&bias)).transpose()?,
             },
             choice: vector(of.corrected, LayerRole::RouterChoice)?,
+            table: (of.gating == Gating::OfToken).then(table).transpose()?,
             router_norm: norm.transpose()?,
             scales: vector(of.scaled, LayerRole::ExpertScales)?,
             routed,

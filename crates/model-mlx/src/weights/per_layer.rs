@@ -1,4 +1,4 @@
-//! Embeddings that each layer has of its own (Gemma 4).
+//! Embeddings that each layer has of its own (Gemma 3n and 4).
 
 use paceline_mlx::Array;
 use paceline_model::{Error, LayerRole, Role};
@@ -59,7 +59,11 @@ impl Loader<'_> {
         }
         let mine = held.start * p..held.end * p;
         Ok(Some(PerLayerInputs {
-            embedding: self.rows(Role::PerLayerEmbedding, [c.vocab, all], 0..c.vocab)?,
+            embedding: self.rows(
+                Role::PerLayerEmbedding,
+                [c.per_layer_vocab, all],
+                0..c.per_layer_vocab,
+            )?,
             projection: self.rows(Role::PerLayerProjection, [all, c.width], mine)?,
             norm: self.norm(Role::PerLayerNorm, p)?,
         }))

@@ -10,6 +10,7 @@ use paceline_model::{Error, LayerCache, LayerCut, LayerRole, Nth, Role, Shard};
 
 use super::super::stored::Stored;
 use super::query_rows;
+use super::streams::stream_matrices;
 
 /// A matrix of a layer: its whole shape, and how many of its values this rank holds.
 type Held = (LayerRole, [usize; 2], usize);
@@ -48,8 +49,10 @@ pub(crate) fn planned(
     let layer = |(i, cut): (usize, &LayerCut)| {
         let held = held(names, (i, cut), slots);
         let held = held.into_iter();
-        held.map(|(part, shape, values)| of(Role::Layer(i, part), shape, values))
-            .sum::<Result<u64, Error>>()
+        let held = held.map(|(part, shape, values)| of(Role::Layer(i, part), shape, values));
+        let streams = stream_matrices(c, Some(i), [false; 2]).into_iter();
+        let streams = streams.map(|(role, shape)| of(role, shape, shape[0] * shape[1]));
+        held.chain(streams).sum::<Result<u64, Error>>()
     };
     let layers = shard.layers.clone().zip(shard.each_layer()).map(layer);
     let layers = layers.collect::<Result<Vec<_>, _>>()?;
@@ -62,8 +65,12 @@ pub(crate) fn planned(
     if c.per_layer > 0 {
         let all = c.per_layer * c.layers.len();
         let mine = c.per_layer * shard.layers.len();
-        sum += of(Role::PerLayerEmbedding, [c.vocab, all], c.vocab * all)?;
+        let shape = [c.per_layer_vocab, all];
+        sum += of(Role::PerLayerEmbedding, shape, shape[0] * all)?;
         sum += of(Role::PerLayerProjection, [all, c.width], mine * c.width)?;
+    }
+    for (role, shape) in stream_matrices(c, None, [shard.embeds(), shard.has_head()]) {
+        sum += of(role, shape, shape[0] * shape[1])?;
     }
     let shared = tied && embeds && shard.vocab().len() == c.vocab;
     if shard.has_head() && !shared {
@@ -152,6 +159,22 @@ fn mixer(names: &WeightReader<'_>, (i, cut): (usize, &LayerCut)) -> Vec<Held> {
                 (*part, *shape, rows * shape[1])
             };
             all.all().map(own).collect()
+        }
+        (LayerCache::Compressed(of), _) => {
+            let (dim, all) = (shape.head_dim, shape.heads * shape.head_dim);
+            let each = shape.heads / of.groups;
+            let outputs = [of.groups * of.group_rank, each * dim];
+            let mine = heads / each * of.group_rank * outputs[1];
+            vec![
+                rows(LayerRole::QueryDown, of.query_rank, of.query_rank),
+                (
+                    LayerRole::QueryUp,
+                    [all, of.query_rank],
+                    heads * dim * of.query_rank,
+                ),
+                rows(LayerRole::Key, dim, dim),
+                (LayerRole::GroupOutput, outputs, mine),
+            ]
         }
         (_, Some(latent)) => {
             let (query, all) = (latent.query_dim() * heads, latent.query_dim() * shape.heads);

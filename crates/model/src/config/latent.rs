@@ -107,10 +107,15 @@ impl Latent {
     /// Elements of an index key; 0 in layers without one.
     pub const fn index_dim(&self) -> usize {
         match self.selection {
-            Selection::Own(indexer) if indexer.pool > 1 => 2 * indexer.dim, // with gates
+            Selection::Own(indexer) if self.has_pools() => 2 * indexer.dim, // with gates
             Selection::Own(indexer) => indexer.dim,
             Selection::All | Selection::Before => 0,
         }
+    }
+
+    /// Whether an indexer of the layer's own chooses pools of positions.
+    pub const fn has_pools(&self) -> bool {
+        matches!(self.selection, Selection::Own(indexer) if indexer.pool > 1)
     }
 
     /// The same for all layers of a model.

@@ -296,12 +296,12 @@ impl ModelFamily {
     }
 
     /// Whether a clamp of gates is of silu, not of gpt-oss's gate.
-    pub(crate) const fn clamps_silu(self) -> bool {
+    pub const fn clamps_silu(self) -> bool {
         matches!(self, Self::DeepSeek4 | Self::Glm5Next)
     }
 
     /// Whether heads have attention sinks.
-    pub(crate) const fn has_sinks(self) -> bool {
+    pub const fn has_sinks(self) -> bool {
         self.has_sinks_and_biases() || matches!(self, Self::DeepSeek4)
     }
 

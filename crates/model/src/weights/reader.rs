@@ -94,7 +94,7 @@ impl WeightReader<'_> {
     }
 
     /// A matrix of finite numbers, unpacked.
-    pub(crate) fn table(&self, role: Role, shape: [usize; 2]) -> Result<Vec<f32>, Error> {
+    pub fn table(&self, role: Role, shape: [usize; 2]) -> Result<Vec<f32>, Error> {
         let tensor = self.source.weight(self.family(), role)?;
         check_shape(&tensor, &shape)?;
         let n = shape[0] * shape[1];
@@ -103,7 +103,7 @@ impl WeightReader<'_> {
     }
 
     /// The experts of each token, `(vocabulary, k)`, different ones for a token.
-    pub(crate) fn expert_table(&self, layer: usize, of: Experts) -> Result<Vec<u32>, Error> {
+    pub fn expert_table(&self, layer: usize, of: Experts) -> Result<Vec<u32>, Error> {
         let role = Role::Layer(layer, LayerRole::ExpertTable);
         let (name, bytes) = self.source.integers(self.family(), role)?;
         let n = self.config.vocab * of.used;
