@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
 use paceline_comm::tcp::{GroupId, Listener};
-use paceline_comm::{Algorithm, Deadline, Group, Reduce, RegisteredMemory, testing};
+use paceline_comm::testing::{self, on_threads};
+use paceline_comm::{Algorithm, Deadline, Group, Reduce, RegisteredMemory};
 
 use super::soft::{self, Caps, Fabric, Faults};
 use super::{
@@ -108,15 +109,9 @@ fn join_all(lab: &FabricFixture) -> Vec<Result<Rdma, RdmaError>> {
     let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
     let id = GroupId::random();
     let seats = (0..).zip(lab.cablings.iter().cloned().zip(listeners));
-    let threads = seats.map(|(rank, (cabling, listener))| {
-        let addrs = addrs.clone();
-        thread::spawn(move || join(&cabling, listener, Rank(rank), &addrs, id, soon(60)))
-    });
-    let threads: Vec<_> = threads.collect();
-    threads
-        .into_iter()
-        .map(|thread| thread.join().unwrap())
-        .collect()
+    on_threads(seats.collect(), move |(rank, (cabling, listener))| {
+        join(&cabling, listener, Rank(rank), &addrs, id, soon(60))
+    })
 }
 
 fn groups(lab: &FabricFixture) -> Vec<Rdma> {
@@ -130,15 +125,12 @@ fn boxed(lab: &FabricFixture) -> testing::Ranks {
     groups(lab).into_iter().map(boxed).collect()
 }
 
-fn on_each(lab: &FabricFixture, work: impl Fn(Rdma) + Clone + Send + 'static) {
-    let threads = groups(lab).into_iter().map(|group| {
-        let work = work.clone();
-        thread::spawn(move || work(group))
-    });
-    let threads: Vec<_> = threads.collect();
-    threads
-        .into_iter()
-        .for_each(|thread| thread.join().unwrap());
+/// Runs `work` for every rank; the results in rank order.
+fn on_each<R: Send + 'static>(
+    lab: &FabricFixture,
+    work: impl Fn(Rdma) -> R + Send + Sync + 'static,
+) -> Vec<R> {
+    on_threads(groups(lab), work)
 }
 
 #[test]

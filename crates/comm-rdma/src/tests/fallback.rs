@@ -18,22 +18,18 @@ fn with_fallback(mut lab: FabricFixture, refused: &[&[u32]]) -> FabricFixture {
 /// Joins, sums over the group and over a part of it; returns by rank the cables to each peer and
 /// the errors.
 fn cables(lab: &FabricFixture) -> Vec<(Vec<usize>, Vec<String>)> {
-    let threads = groups(lab).into_iter().map(|group| {
-        thread::spawn(move || {
-            let mut sums = [1_u64; 5000];
-            let whole: &dyn Group = &group;
-            whole.all_reduce(&mut sums, Reduce::Sum, soon(60)).unwrap();
-            assert_eq!(sums, [u64::from(whole.size()); 5000]);
-            let part = whole.split(0, group.rank().0, soon(60)).unwrap();
-            part.barrier(soon(60)).unwrap();
-            let peers = (0..group.size()).map(|peer| group.cables(Rank(peer)).0);
-            let errors = group.refusals().iter();
-            let errors = errors.map(|(peer, error)| format!("{peer}: {error}"));
-            (peers.collect(), errors.collect())
-        })
-    });
-    let threads: Vec<_> = threads.collect();
-    threads.into_iter().map(|t| t.join().unwrap()).collect()
+    on_each(lab, |group| {
+        let mut sums = [1_u64; 5000];
+        let whole: &dyn Group = &group;
+        whole.all_reduce(&mut sums, Reduce::Sum, soon(60)).unwrap();
+        assert_eq!(sums, [u64::from(whole.size()); 5000]);
+        let part = whole.split(0, group.rank().0, soon(60)).unwrap();
+        part.barrier(soon(60)).unwrap();
+        let peers = (0..group.size()).map(|peer| group.cables(Rank(peer)).0);
+        let errors = group.refusals().iter();
+        let errors = errors.map(|(peer, error)| format!("{peer}: {error}"));
+        (peers.collect(), errors.collect())
+    })
 }
 
 #[test]

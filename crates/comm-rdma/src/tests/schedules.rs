@@ -18,23 +18,19 @@ fn frames(size: usize) -> u64 {
 /// The bytes that a call of every rank sent, by rank.
 fn sent(
     lab: &FabricFixture,
-    call: impl Fn(&dyn Group, &mut RegisteredMemory<u32>) + Copy + Send + 'static,
+    call: impl Fn(&dyn Group, &mut RegisteredMemory<u32>) + Copy + Send + Sync + 'static,
     length: usize,
 ) -> Vec<u64> {
-    let threads = groups(lab).into_iter().map(|group| {
-        thread::spawn(move || {
-            let mut memory = RegisteredMemory::<u32>::new(Some(&group), length);
-            memory.fill(group.rank().0 + 1);
-            (&group as &dyn Group).barrier(soon(20)).unwrap();
-            let Traffic { sent: before, .. } = group.traffic();
-            call(&group, &mut memory);
-            let sent = group.traffic().sent.0 - before.0;
-            (&group as &dyn Group).barrier(soon(20)).unwrap();
-            sent
-        })
-    });
-    let threads: Vec<_> = threads.collect();
-    threads.into_iter().map(|t| t.join().unwrap()).collect()
+    on_each(lab, move |group| {
+        let mut memory = RegisteredMemory::<u32>::new(Some(&group), length);
+        memory.fill(group.rank().0 + 1);
+        (&group as &dyn Group).barrier(soon(20)).unwrap();
+        let Traffic { sent: before, .. } = group.traffic();
+        call(&group, &mut memory);
+        let sent = group.traffic().sent.0 - before.0;
+        (&group as &dyn Group).barrier(soon(20)).unwrap();
+        sent
+    })
 }
 
 type Cables = fn(usize, usize) -> usize;

@@ -136,28 +136,24 @@ fn a_function_that_fails_later_ends_the_call() {
         let lab = switched(2, Faults::default());
         let joined = groups(&lab);
         lab.fabric.core.refuse(Some(call));
-        let threads = joined.into_iter().map(|group| {
-            thread::spawn(move || {
-                // Memory that cannot be registered is still used.
-                let mut memory = RegisteredMemory::<u32>::new(Some(&group), 100_000);
-                let registered = memory.is_registered();
-                memory.fill(1);
-                let by = soon(60);
-                let result = (&group as &dyn Group).all_reduce(&mut memory, Reduce::Sum, by);
-                if result.is_ok() {
-                    assert!(memory.iter().all(|sum| *sum == 2));
-                    (&group as &dyn Group).barrier(by).unwrap();
-                }
-                let broken = group.broken(Rank(1 - group.rank().0));
-                (
-                    result.is_ok(),
-                    registered,
-                    broken.map(|error| error.to_string()),
-                )
-            })
+        let ends = on_threads(joined, |group| {
+            // Memory that cannot be registered is still used.
+            let mut memory = RegisteredMemory::<u32>::new(Some(&group), 100_000);
+            let registered = memory.is_registered();
+            memory.fill(1);
+            let by = soon(60);
+            let result = (&group as &dyn Group).all_reduce(&mut memory, Reduce::Sum, by);
+            if result.is_ok() {
+                assert!(memory.iter().all(|sum| *sum == 2));
+                (&group as &dyn Group).barrier(by).unwrap();
+            }
+            let broken = group.broken(Rank(1 - group.rank().0));
+            (
+                result.is_ok(),
+                registered,
+                broken.map(|error| error.to_string()),
+            )
         });
-        let threads: Vec<_> = threads.collect();
-        let ends: Vec<_> = threads.into_iter().map(|t| t.join().unwrap()).collect();
         for (well, registered, _) in &ends {
             let survives = call == "ibv_reg_mr";
             assert_eq!(
@@ -359,28 +355,22 @@ fn jaccls_environment_makes_a_group() {
     let coordinator = crate::free::free();
     let lab = switched(3, Faults::default());
     let matrix = (*lab.cablings[0].matrix).clone();
-    let threads = (0..3).map(|rank| {
+    on_threads((0..3).collect(), move |rank| {
         let settings = JacclSettings {
             rank: Rank(rank),
             coordinator,
             matrix: matrix.clone(),
             ring: true,
         };
-        thread::spawn(move || {
-            let verbs = software::verbs(DeviceLimits::APPLE);
-            let group = join_settings(verbs, &settings, Config::default(), soon(60)).unwrap();
-            assert_eq!(group.tuning().force, Some(Algorithm::Ring));
-            assert!(group.tuning().wire, "a cable");
-            let mut sum = [rank; 40_000];
-            (&group as &dyn Group)
-                .all_reduce(&mut sum, Reduce::Sum, soon(60))
-                .unwrap();
-            assert_eq!(sum, [3; 40_000]);
-            (&group as &dyn Group).barrier(soon(60)).unwrap();
-        })
+        let verbs = software::verbs(DeviceLimits::APPLE);
+        let group = join_settings(verbs, &settings, Config::default(), soon(60)).unwrap();
+        assert_eq!(group.tuning().force, Some(Algorithm::Ring));
+        assert!(group.tuning().wire, "a cable");
+        let mut sum = [rank; 40_000];
+        (&group as &dyn Group)
+            .all_reduce(&mut sum, Reduce::Sum, soon(60))
+            .unwrap();
+        assert_eq!(sum, [3; 40_000]);
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
     });
-    threads
-        .collect::<Vec<_>>()
-        .into_iter()
-        .for_each(|thread| thread.join().unwrap());
 }

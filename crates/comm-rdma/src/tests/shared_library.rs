@@ -16,11 +16,11 @@
 
 use std::net::SocketAddr;
 use std::process::Command;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use paceline_base::Rank;
-use paceline_comm::{Deadline, Group, Reduce, RegisteredMemory, tcp, testing};
+use paceline_comm::testing::{self, on_threads};
+use paceline_comm::{Deadline, Group, Reduce, RegisteredMemory, tcp};
 
 use super::library;
 use crate::{Cabling, Matrix, Rdma, RdmaError, Verbs, join};
@@ -41,36 +41,26 @@ fn groups(verbs: &Verbs, devices: &[String]) -> Vec<Rdma> {
     let id = tcp::GroupId::random();
     // One cabling for the process, as a device is opened once.
     let cabling = Cabling::new(verbs.clone(), matrix);
-    let threads = (0..).zip(listeners).map(|(rank, listener)| {
-        let (cabling, addrs) = (cabling.clone(), addrs.clone());
-        thread::spawn(move || join(&cabling, listener, Rank(rank), &addrs, id, soon(60)))
-    });
-    let threads: Vec<_> = threads.collect();
-    let joined = threads.into_iter().map(|thread| thread.join().unwrap());
-    joined.map(|group| group.unwrap()).collect()
+    on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
+        join(&cabling, listener, Rank(rank), &addrs, id, soon(60)).unwrap()
+    })
 }
 
 /// Runs some calls of every kind on all ranks, and checks them.
 fn exercise(groups: Vec<Rdma>, calls: u64) {
-    let threads = groups.into_iter().map(|group| {
-        thread::spawn(move || {
-            testing::run_rank(&group, 0x5eed_000b, calls).unwrap();
-            let mut own = group.allocate(1 << 20).unwrap();
-            own.fill(1);
-            let size = u8::try_from(group.size()).unwrap();
-            let group: &dyn Group = &group;
-            group
-                .all_reduce(&mut own[..], Reduce::Sum, soon(60))
-                .unwrap();
-            assert!(own.iter().all(|sum| *sum == size));
-            in_place(group);
-            group.barrier(soon(60)).unwrap();
-        })
+    on_threads(groups, move |group| {
+        testing::run_rank(&group, 0x5eed_000b, calls).unwrap();
+        let mut own = group.allocate(1 << 20).unwrap();
+        own.fill(1);
+        let size = u8::try_from(group.size()).unwrap();
+        let group: &dyn Group = &group;
+        group
+            .all_reduce(&mut own[..], Reduce::Sum, soon(60))
+            .unwrap();
+        assert!(own.iter().all(|sum| *sum == size));
+        in_place(group);
+        group.barrier(soon(60)).unwrap();
     });
-    let threads: Vec<_> = threads.collect();
-    threads
-        .into_iter()
-        .for_each(|thread| thread.join().unwrap());
 }
 
 /// Runs and checks gathers and messages of registered memory; prints the copied bytes.

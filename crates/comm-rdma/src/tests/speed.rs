@@ -6,28 +6,24 @@ use super::*;
 
 /// Microseconds of a sum of `bytes` bytes by two ranks: the median of batches of 100.
 fn time(ranks: Vec<Box<dyn Group>>, bytes: usize) -> f64 {
-    let threads = ranks.into_iter().map(|group| {
-        thread::spawn(move || {
-            let mut data = vec![0.0_f32; bytes / 4];
-            let mut batch = || {
-                let start = Instant::now();
-                for _ in 0..100 {
-                    group.all_reduce(&mut data, Reduce::Sum, soon(60)).unwrap();
-                }
-                start.elapsed().as_secs_f64() * 1e4
-            };
-            for _ in 0..20 {
-                batch();
+    let times = on_threads(ranks, move |group| {
+        let mut data = vec![0.0_f32; bytes / 4];
+        let mut batch = || {
+            let start = Instant::now();
+            for _ in 0..100 {
+                group.all_reduce(&mut data, Reduce::Sum, soon(60)).unwrap();
             }
-            let mut times: Vec<f64> = (0..101).map(|_| batch()).collect();
-            group.barrier(soon(60)).unwrap();
-            times.sort_unstable_by(f64::total_cmp);
-            times[50]
-        })
+            start.elapsed().as_secs_f64() * 1e4
+        };
+        for _ in 0..20 {
+            batch();
+        }
+        let mut times: Vec<f64> = (0..101).map(|_| batch()).collect();
+        group.barrier(soon(60)).unwrap();
+        times.sort_unstable_by(f64::total_cmp);
+        times[50]
     });
-    let threads: Vec<_> = threads.collect();
-    let times = threads.into_iter().map(|thread| thread.join().unwrap());
-    times.fold(0.0, f64::max)
+    times.into_iter().fold(0.0, f64::max)
 }
 
 fn shared() -> Vec<Box<dyn Group>> {
@@ -35,15 +31,10 @@ fn shared() -> Vec<Box<dyn Group>> {
     let listeners: Vec<Listener> = (0..2).map(listen).collect();
     let addrs: Vec<_> = listeners.iter().map(Listener::addr).collect();
     let id = GroupId::random();
-    let threads = (0..).zip(listeners).map(|(rank, listener)| {
-        let addrs = addrs.clone();
-        thread::spawn(move || shm::join(listener, Rank(rank), &addrs, id, soon(30)).unwrap())
-    });
-    let threads: Vec<_> = threads.collect();
-    let joined = threads.into_iter().map(|thread| thread.join().unwrap());
-    joined
-        .map(|group| Box::new(group) as Box<dyn Group>)
-        .collect()
+    on_threads((0..).zip(listeners).collect(), move |(rank, listener)| {
+        let group = shm::join(listener, Rank(rank), &addrs, id, soon(30));
+        Box::new(group.unwrap()) as Box<dyn Group>
+    })
 }
 
 /// Needs `COMM_TEST_SPEED`, and an idle machine.
@@ -79,26 +70,21 @@ fn a_gather_of_registered_memory() {
         return;
     }
     for bytes in [64 << 10, 256 << 10, 1 << 20, 4 << 20] {
-        let threads = groups(&switched(2, Faults::default()))
-            .into_iter()
-            .map(|group| {
-                thread::spawn(move || {
-                    let own = group.allocate(bytes).unwrap();
-                    let mut all = group.allocate(2 * bytes).unwrap();
-                    let group: &dyn Group = &group;
-                    let mut once = || {
-                        let start = Instant::now();
-                        group.all_gather(&own[..], &mut all[..], soon(60)).unwrap();
-                        start.elapsed().as_secs_f64() * 1e6
-                    };
-                    let mut times: Vec<f64> = (0..300).map(|_| once()).collect();
-                    group.barrier(soon(60)).unwrap();
-                    times.sort_unstable_by(f64::total_cmp);
-                    times[150]
-                })
-            });
-        let threads: Vec<_> = threads.collect();
-        let times = threads.into_iter().map(|thread| thread.join().unwrap());
+        let times = on_each(&switched(2, Faults::default()), move |group| {
+            let own = group.allocate(bytes).unwrap();
+            let mut all = group.allocate(2 * bytes).unwrap();
+            let group: &dyn Group = &group;
+            let mut once = || {
+                let start = Instant::now();
+                group.all_gather(&own[..], &mut all[..], soon(60)).unwrap();
+                start.elapsed().as_secs_f64() * 1e6
+            };
+            let mut times: Vec<f64> = (0..300).map(|_| once()).collect();
+            group.barrier(soon(60)).unwrap();
+            times.sort_unstable_by(f64::total_cmp);
+            times[150]
+        });
+        let times = times.into_iter();
         println!(
             "gather of {bytes} bytes: {:.1} us",
             times.fold(0.0, f64::max)

@@ -41,18 +41,15 @@ fn three(plaintext: Plaintext) -> (Fabric, Vec<JoinResult>) {
 #[test]
 fn init_makes_a_group_that_works() {
     let (_fabric, joined) = three(Plaintext::Allowed);
-    let threads = joined.into_iter().map(|group| {
-        thread::spawn(move || {
-            let group = group.unwrap();
-            let mut all = [0_u8; 3];
-            let own = [u8::try_from(group.rank().0).unwrap()];
-            group.all_gather(&own, &mut all, soon(60)).unwrap();
-            group.barrier(soon(60)).unwrap();
-            (all, group.tuning())
-        })
+    let got = on_threads(joined, |group| {
+        let group = group.unwrap();
+        let mut all = [0_u8; 3];
+        let own = [u8::try_from(group.rank().0).unwrap()];
+        group.all_gather(&own, &mut all, soon(60)).unwrap();
+        group.barrier(soon(60)).unwrap();
+        (all, group.tuning())
     });
-    let threads: Vec<_> = threads.collect();
-    let mut got = threads.into_iter().map(|thread| thread.join().unwrap());
+    let mut got = got.into_iter();
     let first = got.next().unwrap();
     assert_eq!(first.0, [0, 1, 2]);
     assert!(first.1.wire, "a cable");

@@ -11,22 +11,18 @@ use crate::IN_PLACE_BYTES;
 fn copies<T: Element>(
     lab: &FabricFixture,
     length: usize,
-    call: impl Fn(&dyn Group, &mut RegisteredMemory<T>) + Copy + Send + 'static,
+    call: impl Fn(&dyn Group, &mut RegisteredMemory<T>) + Copy + Send + Sync + 'static,
 ) -> Vec<(u64, u64)> {
-    let threads = groups(lab).into_iter().map(|group| {
-        thread::spawn(move || {
-            let mut memory = RegisteredMemory::new(Some(&group), length);
-            assert!(memory.is_registered());
-            (&group as &dyn Group).barrier(soon(60)).unwrap();
-            let before = group.copies();
-            call(&group, &mut memory);
-            let CopyStats { in_place, staged } = group.copies();
-            (&group as &dyn Group).barrier(soon(60)).unwrap();
-            (in_place.0 - before.in_place.0, staged.0 - before.staged.0)
-        })
-    });
-    let threads: Vec<_> = threads.collect();
-    threads.into_iter().map(|t| t.join().unwrap()).collect()
+    on_each(lab, move |group| {
+        let mut memory = RegisteredMemory::new(Some(&group), length);
+        assert!(memory.is_registered());
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
+        let before = group.copies();
+        call(&group, &mut memory);
+        let CopyStats { in_place, staged } = group.copies();
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
+        (in_place.0 - before.in_place.0, staged.0 - before.staged.0)
+    })
 }
 
 fn value(rank: usize, i: usize) -> u8 {
@@ -250,40 +246,37 @@ fn messages_go_straight_to_who_waits() {
     const BYTES: usize = 300_001;
     const ROUNDS: usize = 40;
     let lab = switched(2, Faults::default());
-    let threads = groups(&lab).into_iter().map(|group| {
-        thread::spawn(move || {
-            let mut memory = RegisteredMemory::<u8>::new(Some(&group), BYTES);
-            (&group as &dyn Group).barrier(soon(60)).unwrap();
-            let before = group.copies();
-            for round in 0..ROUNDS {
-                let (by, group) = (soon(60), &group as &dyn Group);
-                if group.rank() == Rank(0) {
-                    let waited = group.copies().in_place > before.in_place;
-                    let pause = match ROUNDS - round {
-                        left @ ..5 if !waited => 2 << (9 - left),
-                        _ => 2,
-                    };
-                    thread::sleep(Duration::from_millis(pause));
-                    let bytes = memory.iter_mut().enumerate();
-                    bytes.for_each(|(i, byte)| *byte = value(round, i));
-                    group.send(&memory, Rank(1), 5, by).unwrap();
-                    memory.fill(0xee);
-                } else {
-                    group.recv(&mut memory, Rank(0), 5, by).unwrap();
-                    let wrong = memory
-                        .iter()
-                        .enumerate()
-                        .position(|(i, b)| *b != value(round, i));
-                    assert_eq!(wrong, None, "round {round}");
-                }
+    let copied = on_each(&lab, |group| {
+        let mut memory = RegisteredMemory::<u8>::new(Some(&group), BYTES);
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
+        let before = group.copies();
+        for round in 0..ROUNDS {
+            let (by, group) = (soon(60), &group as &dyn Group);
+            if group.rank() == Rank(0) {
+                let waited = group.copies().in_place > before.in_place;
+                let pause = match ROUNDS - round {
+                    left @ ..5 if !waited => 2 << (9 - left),
+                    _ => 2,
+                };
+                thread::sleep(Duration::from_millis(pause));
+                let bytes = memory.iter_mut().enumerate();
+                bytes.for_each(|(i, byte)| *byte = value(round, i));
+                group.send(&memory, Rank(1), 5, by).unwrap();
+                memory.fill(0xee);
+            } else {
+                group.recv(&mut memory, Rank(0), 5, by).unwrap();
+                let wrong = memory
+                    .iter()
+                    .enumerate()
+                    .position(|(i, b)| *b != value(round, i));
+                assert_eq!(wrong, None, "round {round}");
             }
-            let CopyStats { in_place, staged } = group.copies();
-            (&group as &dyn Group).barrier(soon(60)).unwrap();
-            (in_place.0 - before.in_place.0, staged.0 - before.staged.0)
-        })
+        }
+        let CopyStats { in_place, staged } = group.copies();
+        (&group as &dyn Group).barrier(soon(60)).unwrap();
+        (in_place.0 - before.in_place.0, staged.0 - before.staged.0)
     });
-    let threads: Vec<_> = threads.collect();
-    for (in_place, staged) in threads.into_iter().map(|t| t.join().unwrap()) {
+    for (in_place, staged) in copied {
         assert_eq!(in_place + staged, (ROUNDS * BYTES) as u64);
         assert!(in_place > 0, "all were copied");
     }
