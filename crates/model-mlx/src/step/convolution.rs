@@ -2,7 +2,7 @@
 //! short convolutions.
 //!
 //! ```text
-//! short convolution   x (T, C) -> q, k, v (T, H D);  k v -> cache;  attended = q * sum of tap * k v
+//! short convolution   x (T, C) -> q, k, v (T, H D)   k v -> cache   attended = q * sum of tap k v
 //! ```
 //!
 //! Inputs are in the cache in f32, so that an output does not depend on how a prompt was cut.
@@ -56,7 +56,7 @@ impl Step<'_> {
         Ok(stream.concatenate(&parts.iter().collect::<Vec<_>>(), 0)?)
     }
 
-    /// Writes a sequence's `inputs (n, channels)` to the cache, and convolves them: `(n, channels)`.
+    /// Writes a sequence's `inputs (n, channels)` to the cache. Their convolution `(n, channels)`.
     pub(super) fn convolved(
         &mut self,
         Taps { taps, bias }: &Taps,

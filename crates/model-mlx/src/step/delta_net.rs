@@ -1,5 +1,5 @@
-//! Gated delta nets, Kimi delta attention and Mamba 2: what goes into a state, page by page, and
-//! the norm and gate of what is read.
+//! Gated delta nets, Kimi delta attention and Mamba 2. Rows go into a state page by page. Their
+//! reads are normed and gated.
 //!
 //! ```text
 //! gated delta net   step = sigmoid(W_step x)   decay = scale * softplus(W_decay x + bias)

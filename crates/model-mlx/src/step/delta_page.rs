@@ -15,9 +15,9 @@
 //! products.
 //!
 //! Mamba 2 has no P and no L, and adds a factor of v to o. In Kimi delta attention G has a sum for
-//! each element of a key, so c belongs to the terms of a product `k[t].k[i]`. Factors of both rows
-//! give such a product, `exp(G[t] - R)` and `exp(R - G[i])`, with R of a row between them. Both are
-//! at most 1. Where no row is between, terms are multiplied one by one, in blocks of [`BLOCK`] rows.
+//! each element of a key, so c belongs to the terms of a product `k[t].k[i]`. Both rows then have a
+//! factor, `exp(G[t] - R)` and `exp(R - G[i])`, with R of a row between them. Both factors are at
+//! most 1. Where no row is between, terms are multiplied one by one, in blocks of [`BLOCK`] rows.
 
 use std::ops::Range;
 

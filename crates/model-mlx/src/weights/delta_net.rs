@@ -9,8 +9,8 @@ use super::super::matrix::{Linear, Matrix};
 use super::Loader;
 
 /// Weights of a gated delta net. Letters: H value heads of this rank, K key heads, D and E elements
-/// of a key and of a value, G decays of a head, 1 or D. All but `inputs` and the gates are in f32
-/// for every type of activations, since a state depends on all of them.
+/// of a key and of a value. A head has G decays, 1 or D. All but `inputs` and the gates are in f32
+/// for every type of activations, since a state depends on them.
 #[derive(Debug)]
 pub(crate) struct DeltaNet {
     pub(crate) rule: StateRule,

@@ -399,7 +399,10 @@ impl WeightReader<'_> {
         let (d, e) = (shape.head_dim, shape.value_dim);
         let conv = role(LayerRole::DeltaConv);
         let all = 2 * places.all_keys() + places.all_values();
-        let channels = places.mamba_channels();
+        let channels: Vec<usize> = match is_mamba {
+            true => places.mamba_channels(),
+            false => places.in_qkv().into_iter().flatten().flatten().collect(),
+        };
         let conv_bias = || {
             let bias = vector(&self.source.bias(self.config.family, conv)?, all)?;
             Ok::<_, Error>(channels.iter().map(|channel| bias[*channel]).collect())
@@ -411,9 +414,8 @@ impl WeightReader<'_> {
         };
         Ok(DeltaVectors {
             conv: match net.rule {
-                StateRule::Sum => self.taps_of(conv, [all, net.taps], &channels)?,
                 StateRule::Channels => self.kimi_taps(layer, places, net.taps)?,
-                StateRule::Difference => self.conv(conv, places, net.taps)?,
+                _ => self.taps_of(conv, [all, net.taps], &channels)?,
             },
             conv_bias: is_mamba.then(conv_bias).transpose()?.unwrap_or_default(),
             skip: match is_mamba {
@@ -507,13 +509,6 @@ impl WeightReader<'_> {
                 stored.into_iter().map(factor).collect()
             }
         }
-    }
-
-    /// Convolution taps of a rank's channels, `(taps, channels)`.
-    fn conv(&self, role: Role, places: DeltaRowLayout<'_>, taps: usize) -> Result<Vec<f32>, Error> {
-        let channels = 2 * places.all_keys() + places.all_values();
-        let own: Vec<usize> = places.in_qkv().into_iter().flatten().flatten().collect();
-        self.taps_of(role, [channels, taps], &own)
     }
 
     /// Taps of a layer's short convolution, `(taps, channels of this rank)`; `None` without one.
