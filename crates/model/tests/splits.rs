@@ -134,7 +134,7 @@ impl Case<'_> {
         let model = Model::load_config(&source, config, &split, rank, options, kernels, |_, _| {});
         let model = model.unwrap();
         let model = match model.lacks_token_keys() {
-            true => model.with_token_keys(token_keys(self.path)).unwrap(),
+            true => model.with_token_keys(token_keys()).unwrap(),
             false => model,
         };
         let model = match self.kv {

@@ -227,7 +227,7 @@ fn seed_words(seed: u32) -> [u32; 8] {
 mod tests {
     use super::*;
 
-    /// Numbers that numpy 2.3 and transformers 5.24 give.
+    /// Numbers that numpy 2.3 and transformers 5.24 give, and rows of DeepSeek V4.1 Flash.
     #[test]
     fn factors_and_primes_are_those_of_the_definitions() {
         assert_eq!(
@@ -238,6 +238,8 @@ mod tests {
             split_mix_factors(1234, 1, 3, 248_320),
             [3_352_040_966_061, 19_752_442_147_475, 10_742_103_100_073]
         );
-        assert_eq!(primes_from(20_000_000, 2), [20_000_003, 20_000_023]);
+        let primes = primes_from(16_000_000, 48);
+        let rows = [&primes[..24], &primes[24..]].map(|primes| primes.iter().sum::<u64>());
+        assert_eq!(rows, [384_006_168, 384_016_682]);
     }
 }

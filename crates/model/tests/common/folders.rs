@@ -64,9 +64,10 @@ pub(crate) const EXPERT_FOLDERS: [&str; 30] = [
     "gemma4-moe-bf16",
 ];
 
-/// The keys of a folder's tokens, for its memory of n-grams: those of its golden answers.
-pub(crate) fn token_keys(folder: &std::path::Path) -> Vec<u32> {
-    let golden = std::fs::read(folder.with_extension("golden.json")).unwrap();
+/// The keys of the folders' tokens, which DeepSeek V4.1's memory of n-grams asks for.
+pub(crate) fn token_keys() -> Vec<u32> {
+    const FILE: &str = "/../../tests-data/golden/hf/deepseek-v41-ngrams-bf16.golden.json";
+    let golden = std::fs::read(env!("CARGO_MANIFEST_DIR").to_owned() + FILE).unwrap();
     let golden: serde_json::Value = serde_json::from_slice(&golden).unwrap();
     let keys = golden["token_keys"].as_array().unwrap().iter();
     keys.map(|key| key.as_u64().unwrap() as u32).collect()

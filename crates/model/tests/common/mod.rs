@@ -131,7 +131,7 @@ pub(crate) fn try_load(
         |_, _| {},
     )?;
     match model.lacks_token_keys() {
-        true => model.with_token_keys(folders::token_keys(path)),
+        true => model.with_token_keys(folders::token_keys()),
         false => Ok(model),
     }
 }
