@@ -35,7 +35,8 @@ const STRANGER_WAIT: Duration = Duration::from_millis(500);
 /// Longest accepted container: a thousand times the usual content, a group id and an address.
 const CONTAINER_BYTES_MAX: usize = 64 << 10;
 
-/// The connections of one rank: on rank 0 to all others, on others to rank 0.
+/// The connections of one rank: on rank 0 to all others, on others to rank 0. Calls fail with
+/// [`RdmaError::Side`].
 #[derive(Debug)]
 pub struct SideChannel {
     rank: usize,
@@ -47,9 +48,6 @@ pub struct SideChannel {
 
 impl SideChannel {
     /// Connects `size` ranks through the first one, which listens at `coordinator`. Collective.
-    ///
-    /// # Errors
-    /// [`RdmaError::Side`].
     pub fn open(
         coordinator: SocketAddr,
         rank: Rank,
@@ -105,9 +103,6 @@ impl SideChannel {
     }
 
     /// Gathers the same number of bytes from every rank, in rank order. Collective.
-    ///
-    /// # Errors
-    /// [`RdmaError::Side`].
     pub fn all_gather(&mut self, own: &[u8], by: Deadline) -> Result<Vec<u8>, RdmaError> {
         let mut all = vec![0; own.len() * self.size];
         if own.is_empty() {
@@ -128,9 +123,6 @@ impl SideChannel {
     }
 
     /// Gathers byte strings of different lengths from every rank, in rank order. Collective.
-    ///
-    /// # Errors
-    /// [`RdmaError::Side`].
     pub fn gather_containers(
         &mut self,
         own: &[u8],
@@ -146,9 +138,6 @@ impl SideChannel {
     }
 
     /// Returns when all ranks have called it. Collective.
-    ///
-    /// # Errors
-    /// [`RdmaError::Side`].
     pub fn barrier(&mut self, by: Deadline) -> Result<(), RdmaError> {
         (0..2).try_for_each(|_| self.all_gather(&[0; 4], by).map(drop))
     }

@@ -69,7 +69,8 @@ pub struct CopyStats {
 /// at once, and so does every later call. They report the first cause. Ranks do not agree on which
 /// call was the last to succeed: a rank whose peers have all arrived completes, although another
 /// may have failed. After an error the contents of output buffers are unspecified. To continue,
-/// drop the handle and build a new group.
+/// drop the handle and build a new group. Any [`Error`] may come. [`Error::NoSuchRank`] comes only of
+/// a call with a peer or a root, and [`Error::Length`] only of one with lengths of several ranks.
 ///
 /// **Leaving.** A rank that leaves ends the group for the others, so ranks that finish at different
 /// times end with a barrier. Messages sent before a rank left can still be received.
@@ -113,9 +114,6 @@ pub trait Group: fmt::Debug + Send + Sync {
     }
 
     /// Sends a message. See the typed method `send`.
-    ///
-    /// # Errors
-    /// All but [`Error::Length`].
     fn send_data(
         &self,
         message: Data<'_>,
@@ -125,9 +123,6 @@ pub trait Group: fmt::Debug + Send + Sync {
     ) -> Result<(), Error>;
 
     /// Receives a message. See the typed method `recv`.
-    ///
-    /// # Errors
-    /// All but [`Error::Length`].
     fn recv_data(
         &self,
         into: DataMut<'_>,
@@ -176,9 +171,6 @@ pub trait Group: fmt::Debug + Send + Sync {
 /// The operations, typed. They do not allocate; [`Group`] has the contract and the errors.
 impl dyn Group + '_ {
     /// Returns when all ranks have called it. Collective.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`].
     #[track_caller]
     pub fn barrier(&self, deadline: Deadline) -> Result<(), Error> {
         self.run_at(Site::here(), Collective::Barrier, deadline)
@@ -188,9 +180,6 @@ impl dyn Group + '_ {
     ///
     /// `input` is `(counts[rank],)`, `output` is `(sum of counts,)`; all ranks pass the same
     /// `counts`, one for each rank, any of them 0.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::NoSuchRank`].
     #[track_caller]
     pub fn all_gather_v<T: Element>(
         &self,
@@ -214,9 +203,6 @@ impl dyn Group + '_ {
 
     /// [`all_gather_v`](#method.all_gather_v) of parts of one length: `input` is `(n,)`, `output`
     /// is `(size * n,)`. Collective.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::NoSuchRank`].
     #[track_caller]
     pub fn all_gather<T: Element>(
         &self,
@@ -239,9 +225,6 @@ impl dyn Group + '_ {
 
     /// [`all_gather_v`](#method.all_gather_v) in place: this rank's part is where it belongs in
     /// `data`, `(sum of counts,)`. Collective.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::NoSuchRank`].
     #[track_caller]
     pub fn all_gather_in_place<T: Element>(
         &self,
@@ -265,9 +248,6 @@ impl dyn Group + '_ {
     ///
     /// `input` is `(sum of counts,)`, `output` is `(counts[rank],)`; all ranks pass the same
     /// `counts`, one for each rank, any of them 0.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::NoSuchRank`].
     #[track_caller]
     pub fn reduce_scatter_v<T: Element>(
         &self,
@@ -291,9 +271,6 @@ impl dyn Group + '_ {
 
     /// [`reduce_scatter_v`](#method.reduce_scatter_v) with parts of one length: `input` is
     /// `(size * n,)`, `output` is `(n,)`. Collective.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::NoSuchRank`].
     #[track_caller]
     pub fn reduce_scatter<T: Element>(
         &self,
@@ -347,9 +324,6 @@ impl dyn Group + '_ {
 
     /// [`all_to_all_v`](#method.all_to_all_v) with parts of one length: both are `(size * n,)`.
     /// Collective.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::NoSuchRank`].
     #[track_caller]
     pub fn all_to_all<T: Element>(
         &self,
@@ -375,9 +349,6 @@ impl dyn Group + '_ {
     ///
     /// The order of a sum is the provider's and fixed. For sums whose bits must not depend on the
     /// number of ranks, use `paceline_base::tree` over a gather.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::Length`] and [`Error::NoSuchRank`].
     #[track_caller]
     pub fn all_reduce<T: Element>(
         &self,
@@ -397,9 +368,6 @@ impl dyn Group + '_ {
 
     /// [`all_reduce`](#method.all_reduce) that keeps `input`: both are `(n,)`. Collective.
     ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::NoSuchRank`].
-    ///
     /// # Panics
     /// If the lengths differ.
     #[track_caller]
@@ -415,9 +383,6 @@ impl dyn Group + '_ {
     }
 
     /// Gives every rank the `data`, `(n,)`, of `root`. Collective; all ranks wait for all.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::Length`].
     pub fn broadcast<T: Element>(
         &self,
         data: &mut [T],
@@ -439,9 +404,6 @@ impl dyn Group + '_ {
     /// Returns once `message` has been copied, which need not mean that it was received. Messages
     /// with one tag arrive in the order sent; other tags may be received first. Blocks while
     /// [`MESSAGES_HELD`] messages from this rank wait at the receiver.
-    ///
-    /// # Errors
-    /// Any [`Error`] but [`Error::Length`].
     pub fn send<T: Element>(
         &self,
         message: &[T],
