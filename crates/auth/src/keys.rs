@@ -197,9 +197,6 @@ impl Keys {
 
     /// Deletes the key with this id and writes the file. Running servers notice at the next
     /// request.
-    ///
-    /// # Errors
-    /// [`Error::NoKey`], [`Error::Write`].
     pub fn revoke(&mut self, id: &str) -> Result<KeyInfo, Error> {
         let mut keys = self.keys.clone();
         let Some(at) = keys.iter().position(|stored| stored.info.id == id) else {
@@ -212,9 +209,6 @@ impl Keys {
     }
 
     /// Lets the key with this id act as an admin's on this machine, and writes the file.
-    ///
-    /// # Errors
-    /// [`Error::NoKey`], [`Error::Write`].
     pub fn allow_admin(&mut self, id: &str) -> Result<KeyInfo, Error> {
         let mut keys = self.keys.clone();
         let Some(stored) = keys.iter_mut().find(|stored| stored.info.id == id) else {

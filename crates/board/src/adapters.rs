@@ -32,9 +32,6 @@ pub enum Error {
 }
 
 /// The facts of the model at `path` that adapter files depend on.
-///
-/// # Errors
-/// [`Error::Model`].
 pub fn base(path: &Path) -> Result<Base, Error> {
     Ok(Base::of(&Config::read(&ModelSource::open(path)?)?))
 }
@@ -85,9 +82,6 @@ const fn word(form: Form) -> &'static str {
 
 /// The model at `model` with an adapter fused in; made once and stored below paceline's `home`.
 /// `kernels` computes a missing one, which is reported to `tell`.
-///
-/// # Errors
-/// [`Error`]; that of `kernels`.
 pub fn fused<E: From<Error>>(
     home: &Path,
     (model, adapter): (&Path, &Path),

@@ -42,9 +42,6 @@ pub fn changed_unix_s(path: &Path) -> u64 {
 }
 
 /// The description of a cluster instance, from its local model file; `templates` runs its template.
-///
-/// # Errors
-/// The file is unusable.
 pub fn instance(
     path: &Path,
     wanted: &InstanceSpec,
@@ -89,9 +86,6 @@ pub fn instance(
 }
 
 /// The description of an encoder, with id and aliases.
-///
-/// # Errors
-/// An unusable tokenizer.
 pub fn encoder(
     path: &Path,
     source: &ModelSource,

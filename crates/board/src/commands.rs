@@ -296,9 +296,6 @@ pub fn manage(
 const MOVE_LIMIT: Duration = Duration::from_secs(120);
 
 /// Moves this node's instances to other nodes before it leaves.
-///
-/// # Errors
-/// [`CommandError::NotMoved`].
 pub fn leave(fleet: &Fleet, wait: &mut dyn FnMut()) -> Result<(), CommandError> {
     let models = fleet.leave(MOVE_LIMIT, wait);
     match models.is_empty() {

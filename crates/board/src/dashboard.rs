@@ -220,9 +220,6 @@ impl Dashboard {
     }
 
     /// Starts the threads for telemetry, changes, memory and logs.
-    ///
-    /// # Errors
-    /// [`Error::Events`], [`Error::Thread`].
     pub fn watch(&self, watch: DashboardOutputs) -> Result<DashboardThreads, Error> {
         let DashboardOutputs { events, home, tell } = watch;
         let _ = self.0.compute.set(home.root().join("compute/engine.json")); // watched once

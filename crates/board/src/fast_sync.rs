@@ -81,9 +81,6 @@ impl FastSync {
     }
 
     /// Qualifies `device`, whose crossings take so long, and forgets hangs before.
-    ///
-    /// # Errors
-    /// The note of a hang cannot be removed.
     pub fn qualify(&self, device: MeasuredDevice, crossing_ns: u64) -> std::io::Result<()> {
         if self.has_hung() {
             std::fs::remove_file(&self.note)?;
@@ -93,9 +90,6 @@ impl FastSync {
     }
 
     /// Notes a hang, or another reason not to wait fast.
-    ///
-    /// # Errors
-    /// The note cannot be written.
     pub fn note_hang(&self, reason: &str) -> std::io::Result<()> {
         std::fs::write(&self.note, format!("{reason}\n"))
     }

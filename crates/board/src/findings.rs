@@ -201,9 +201,6 @@ pub fn area(
 }
 
 /// The finding of this id.
-///
-/// # Errors
-/// [`Error::NoSuchFinding`].
 pub fn finding(kb: &KnowledgeBase, id: u32) -> Result<&Finding, Error> {
     kb.finding(id).ok_or_else(|| Error::NoSuchFinding {
         id,
@@ -212,9 +209,6 @@ pub fn finding(kb: &KnowledgeBase, id: u32) -> Result<&Finding, Error> {
 }
 
 /// Shows at most `limit` findings by words. The returned lines are about unknown words.
-///
-/// # Errors
-/// [`Error::NoWords`].
 pub fn search(
     kb: &KnowledgeBase,
     query: &str,
@@ -245,9 +239,6 @@ fn notes(found: &SearchResult) -> Vec<String> {
 }
 
 /// Answers a question, with related findings.
-///
-/// # Errors
-/// [`Error::NoWords`].
 pub fn ask(kb: &KnowledgeBase, question: &str, page: &mut TextPage) -> Result<Value, Error> {
     let near = kb.search(question, RELATED);
     if near.n_words == 0 {

@@ -38,9 +38,6 @@ const TOML_BYTES_MAX: u64 = 8 << 20;
 /// A model's shape by name, as `run` resolves it. Local files come first, then names of models to
 /// download with their shape in the catalogue, then other names of the catalogue. `bits` replaces
 /// the stored bits per weight.
-///
-/// # Errors
-/// Unreadable files, an unknown name.
 pub fn model(
     home: Option<&Home>,
     name: &str,
@@ -145,9 +142,6 @@ pub fn read(path: &Path) -> Result<String, Error> {
 }
 
 /// Sets one engine's constants for all nodes of all clusters.
-///
-/// # Errors
-/// An unknown engine.
 pub fn set_engine(
     clusters: &mut [Cluster],
     name: &str,

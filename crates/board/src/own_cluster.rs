@@ -18,9 +18,6 @@ const UNMEASURED: (f64, f64) = (100e-6, 117e6);
 pub type MeasuredRates = (f64, f64);
 
 /// This machine as a cluster of one node.
-///
-/// # Errors
-/// Impossible rates.
 pub fn this_machine(rates: MeasuredRates) -> Result<Cluster, Error> {
     let memory = machine::available().map(|bytes| bytes.0 as f64);
     let node = entry(memory, rates).node("this machine", None)?;
@@ -71,9 +68,6 @@ fn entry(memory_bytes: Option<f64>, (read, operations): MeasuredRates) -> Hardwa
 
 /// The live machines of `nodes`, as `paceline nodes --json` lists them, this one first. With names
 /// only the named ones, with a number only the first ones.
-///
-/// # Errors
-/// Impossible rates, no machine.
 pub fn own_cluster(
     nodes: &Value,
     chosen: Option<&[String]>,

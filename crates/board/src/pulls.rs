@@ -391,9 +391,6 @@ fn damaged(name: &str, error: Error) -> Error {
 }
 
 /// Size of a model of the store, or of a single file; `None` for a folder elsewhere.
-///
-/// # Errors
-/// A missing file, an unreadable store.
 pub fn size(home: &Home, found: &ResolvedModel) -> Result<Option<Bytes>, Error> {
     let Some(name) = &found.name else {
         if found.kind != Kind::Gguf {

@@ -195,9 +195,6 @@ pub struct ClusterUpgrade<'a> {
 
 impl ClusterUpgrade<'_> {
     /// Names and states of all live machines, the own one last.
-    ///
-    /// # Errors
-    /// No node runs here.
     pub fn states(&self) -> Result<Vec<(String, MachineState)>, Error> {
         let states = self.machines()?.into_iter().map(|machine| {
             let state = self.state(&machine);

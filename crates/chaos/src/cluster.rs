@@ -281,9 +281,6 @@ impl Cluster {
     }
 
     /// Nodes of the instance: one that `fault` can hit, selected by `choice`, and another one.
-    ///
-    /// # Errors
-    /// An instance of one node.
     pub(crate) fn victims(&self, fault: Fault, choice: usize) -> Result<[usize; 2]> {
         let nodes = self.instance()?["nodes"].clone();
         let has = |node: &NodeProcess| {
@@ -305,9 +302,6 @@ impl Cluster {
     }
 
     /// Starts to poll a node other than `victims` for the moment at which it reports a fault.
-    ///
-    /// # Errors
-    /// A node that does not reply.
     pub(crate) fn watch(&mut self, victims: &[usize]) -> Result<FaultWatch> {
         for victim in victims {
             self.nodes[*victim].is_hit = true;

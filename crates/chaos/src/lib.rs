@@ -155,9 +155,6 @@ impl Chaos {
     }
 
     /// Reverts the faults and waits until all nodes compute the model again.
-    ///
-    /// # Errors
-    /// A cluster that does not recover.
     pub fn heal(&mut self) -> Result<()> {
         self.cluster.heal(HEAL_LIMIT)
     }

@@ -50,9 +50,6 @@ pub struct JacclSettings {
 pub type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// The path of the device file.
-///
-/// # Errors
-/// [`SettingsError::Missing`].
 pub fn device_file(lookup: Lookup<'_>) -> Result<String, SettingsError> {
     first(lookup, DEVICES).map(|(_, path)| path)
 }

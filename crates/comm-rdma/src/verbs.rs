@@ -73,17 +73,11 @@ impl Verbs {
     }
 
     /// Names of all devices.
-    ///
-    /// # Errors
-    /// [`RdmaError::NoList`].
     pub fn devices(&self) -> Result<Vec<String>, RdmaError> {
         DeviceList::get(self).map(|list| list.names())
     }
 
     /// The ports of all devices. Opens each device for a moment.
-    ///
-    /// # Errors
-    /// [`RdmaError::NoList`].
     pub fn ports(&self) -> Result<Vec<DevicePort>, RdmaError> {
         let devices = self.devices()?.into_iter();
         Ok(devices.map(|name| DevicePort::of(self, name)).collect())

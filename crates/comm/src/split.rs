@@ -16,9 +16,6 @@ pub struct SplitMember {
 }
 
 /// Exchanges colors and keys. Collective; one gather of 8 bytes per rank.
-///
-/// # Errors
-/// Those of the gather.
 pub fn members(
     group: &dyn Group,
     color: u32,

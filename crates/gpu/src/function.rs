@@ -53,9 +53,6 @@ impl ScalarFunction {
     /// Checks a text: exactly one function of one to four arguments. Arguments and result are of
     /// type `f32`, `i32` or `u32`. Globals, entry points, overrides, arrays, loops and features of
     /// a device are refused. Values are numbers and vectors.
-    ///
-    /// # Errors
-    /// [`Error::Function`] with the reason.
     pub fn parse(text: &str) -> Result<Self, Error> {
         bounded(text).map_err(refused)?;
         let text = text.to_owned();

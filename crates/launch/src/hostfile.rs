@@ -115,9 +115,6 @@ impl Hostfile {
     }
 
     /// Reads the text of a file of either format.
-    ///
-    /// # Errors
-    /// When it is no hostfile.
     pub fn parse(text: &str) -> Result<Self, Error> {
         let value: Value = serde_json::from_str(text).map_err(|e| Error::NotJson {
             reason: e.to_string(),

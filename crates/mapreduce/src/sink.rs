@@ -51,9 +51,6 @@ impl FileSink {
     }
 
     /// Opens a file that [`create`](Self::create) has made.
-    ///
-    /// # Errors
-    /// [`Error::File`], [`Error::Npy`].
     pub fn open(path: &Path) -> Result<Self, Error> {
         let wrong = |source| Error::file("write", path, source);
         let open = OpenOptions::new().read(true).write(true).open(path);

@@ -111,9 +111,6 @@ impl InputFile {
 
     /// Fingerprint of the contents: FNV-1a of the length and of 16 pieces of 4 KiB evenly over the
     /// values. Costs 16 reads.
-    ///
-    /// # Errors
-    /// [`Error::File`], [`Error::Changed`].
     pub fn fingerprint(&self) -> Result<u64, Error> {
         const PIECES: u64 = 16;
         const PIECE_BYTES: u64 = 4096;

@@ -265,9 +265,6 @@ pub struct ReleaseFile {
 
 impl ReleaseFile {
     /// Compares the hash of the file at `path`.
-    ///
-    /// # Errors
-    /// [`Error::Checksum`].
     pub fn check(&self, path: &Path, cancel: &Cancel) -> Result<(), Error> {
         let got = hash_file(path, cancel, |_| {})?.1.hex();
         match got == self.sha256 {

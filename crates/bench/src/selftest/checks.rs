@@ -88,9 +88,6 @@ pub fn cpu<M: Deref<Target = ServingModel>>(load: Load<'_, M>, show: &mut dyn Fn
 }
 
 /// Compares the greedy answer of `model`, which computes in class `cpu`, with the recorded one.
-///
-/// # Errors
-/// The model does not answer.
 pub fn recorded(check: &str, model: &ServingModel) -> Result<Row> {
     let answer = Answer::read(&start(model, 1, None)?)?;
     let (got, hash) = (&answer.tokens[..], answer.hash());

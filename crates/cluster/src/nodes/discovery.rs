@@ -162,9 +162,6 @@ pub struct Beacons {
 
 impl Beacons {
     /// Opens the sockets. Skips an address family that this machine does not have.
-    ///
-    /// # Errors
-    /// The machine has neither family.
     pub fn open(id: NodeId, port: u16, nonce: u64) -> io::Result<Self> {
         let (v4, v6) = (socket_v4(), socket_v6());
         if let (Err(error), Err(_)) = (&v4, &v6) {

@@ -54,9 +54,6 @@ impl Mdns {
     }
 
     /// Announces the node as one of the cluster of `key` from now on.
-    ///
-    /// # Errors
-    /// The thread has ended.
     pub fn announce(&self, key: &ClusterKey, nonce: u64) -> io::Result<()> {
         let name = self.id.to_string();
         let asks = false;

@@ -23,9 +23,6 @@ impl GroupKey {
     }
 
     /// A new key from the system's random numbers.
-    ///
-    /// # Errors
-    /// If the system has none.
     pub fn random() -> io::Result<Self> {
         let mut bytes = Zeroizing::new([0; KEY_BYTES]);
         getrandom::fill(&mut *bytes).map_err(io::Error::other)?;

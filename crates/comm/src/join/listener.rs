@@ -20,9 +20,6 @@ pub struct Listener {
 
 impl Listener {
     /// Listens at `addr`; port 0 lets the system choose one.
-    ///
-    /// # Errors
-    /// If the system refuses.
     pub fn bind(addr: SocketAddr) -> io::Result<Self> {
         Self::bind_all(&[addr])
     }

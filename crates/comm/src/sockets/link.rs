@@ -23,8 +23,6 @@ pub(crate) struct StripedLink {
 }
 
 impl StripedLink {
-    /// # Errors
-    /// If `streams` is empty.
     pub(super) fn new(streams: Vec<PeerConnection>) -> io::Result<Self> {
         if streams.is_empty() {
             return Err(io::ErrorKind::NotConnected.into());

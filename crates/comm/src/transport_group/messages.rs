@@ -420,9 +420,6 @@ impl<T: Transport> TransportGroup<T> {
     }
 
     /// See [`Group::send_data`](crate::Group::send_data).
-    ///
-    /// # Errors
-    /// All but [`Error::Length`].
     pub fn send(
         &self,
         message: Data<'_>,
@@ -495,9 +492,6 @@ impl<T: Transport> TransportGroup<T> {
     }
 
     /// See [`Group::recv_data`](crate::Group::recv_data).
-    ///
-    /// # Errors
-    /// All but [`Error::Length`].
     pub fn recv(
         &self,
         mut into: DataMut<'_>,

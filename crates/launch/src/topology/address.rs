@@ -96,9 +96,6 @@ impl Addresses {
     /// A subnet is free if no machine uses it on an interface that stays unchanged. MLX does not
     /// check, and uses 192.168.0.1 and following even if the home's router has them; its setup then
     /// disconnects machines.
-    ///
-    /// # Errors
-    /// [`Error::NoNetworks`].
     pub fn assign(graph: &Graph, machines: &[ProbedMachine]) -> Result<Self, Error> {
         let ends = graph.cables.iter().flat_map(|cable| [cable.from, cable.to]);
         let ours: Vec<(usize, &str)> = ends.map(|end| (end.host, graph.interface(end))).collect();

@@ -37,9 +37,6 @@ pub struct Graph {
 impl Graph {
     /// Finds the cables. A cable that only one end reports counts; a cable to an unlisted host does
     /// not.
-    ///
-    /// # Errors
-    /// [`Error::SameMachine`].
     pub fn new(hosts: Vec<String>, ports: Vec<Vec<Port>>) -> Result<Self, Error> {
         let mut ends: BTreeMap<&str, CableEnd> = BTreeMap::new();
         for (host, list) in ports.iter().enumerate() {

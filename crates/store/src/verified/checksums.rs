@@ -167,9 +167,6 @@ pub fn has_checksums(path: &Path) -> bool {
 
 /// Makes loads of a model that this machine has computed, a file or a folder, compare its weights.
 /// Reads all of them the first time.
-///
-/// # Errors
-/// [`ChecksumError::Io`].
 pub fn record_own_checksums(path: &Path) -> Result<(), ChecksumError> {
     let failed = |error| ChecksumError::Io {
         path: path.to_owned(),

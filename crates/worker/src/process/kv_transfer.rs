@@ -131,9 +131,6 @@ impl KvTransfer {
     /// The role of a rank in `job` with these weights, and the page store of its engine. A
     /// receiver's store has received pages first, then those of `disk`; a sender's store sends all
     /// pages. With senders of other numbers no page is kept on disk.
-    ///
-    /// # Errors
-    /// An unknown type of keys and values.
     pub(super) fn new(
         job: &RankAssignment,
         weights: &dyn LoadedModel,

@@ -27,9 +27,6 @@ pub trait KeyFile: Send + Sync {
     fn read(&self) -> io::Result<BTreeMap<String, String>>;
 
     /// Replaces all entries.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     fn write(&self, entries: &BTreeMap<String, String>) -> io::Result<()>;
 
     /// An entry without rights of an admin; `None` if it is no entry of a key with this id.

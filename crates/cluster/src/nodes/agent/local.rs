@@ -128,9 +128,6 @@ pub fn ask(
 }
 
 /// As [`ask`], while `progress` returns true; null once it returns false.
-///
-/// # Errors
-/// As of [`ask`].
 pub fn ask_while(
     home: &Path,
     command: &str,

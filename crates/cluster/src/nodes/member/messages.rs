@@ -74,9 +74,6 @@ pub enum GossipMessage {
 
 impl GossipMessage {
     /// Reads a message; `None` for a kind that this release does not know.
-    ///
-    /// # Errors
-    /// The bytes are no message.
     pub fn read(bytes: &[u8]) -> Result<Option<Self>, serde_json::Error> {
         match serde_json::from_slice(bytes) {
             Ok(message) => Ok(Some(message)),
