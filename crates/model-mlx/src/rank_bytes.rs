@@ -182,8 +182,11 @@ impl MlxRankBytes {
         let (none, one) = (with(0)?.total(), with(1)?.total());
         let each = (one.0 - none.0).max(1);
         let slots = (memory.0.saturating_sub(none.0) / each) as usize;
-        if slots < of.used {
-            let units = Bytes(each * of.used as u64);
+        // A rank may hold fewer experts than a token uses.
+        let held = ((self.total().0 - none.0) / each) as usize;
+        let least = of.used.min(held.max(1));
+        if slots < least {
+            let units = Bytes(each * least as u64);
             return Err(Error::StreamMemory {
                 given: memory,
                 needed: Bytes(none.0 + units.0),

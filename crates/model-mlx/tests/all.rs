@@ -634,9 +634,11 @@ fn mlx_rank(place: Place, path: &Path, captures: &[usize], options: MlxOptions) 
 
 /// Logits of a prompt of 66 in two chunks and 2 decode steps, from ranks of these classes.
 fn split(path: &Path, kind: &str, classes: &[KernelClass], library: &Path) -> Vec<Vec<f32>> {
-    let ranks = ranks(path, kind, classes, library).into_iter();
-    let mut leaders = ranks.filter_map(|(logits, _)| logits);
-    leaders.next().unwrap()
+    of_leader(ranks(path, kind, classes, library))
+}
+
+fn of_leader(ranks: Vec<(Option<Vec<Vec<f32>>>, ExchangeBytes)>) -> Vec<Vec<f32>> {
+    ranks.into_iter().find_map(|(logits, _)| logits).unwrap()
 }
 
 /// Logits and captured rows that the leader computed, and bytes that each rank exchanged, in rank
@@ -646,6 +648,17 @@ fn ranks(
     kind: &str,
     classes: &[KernelClass],
     library: &Path,
+) -> Vec<(Option<Vec<Vec<f32>>>, ExchangeBytes)> {
+    ranks_by((path, kind, classes.len()), |place| {
+        let class = classes[place.rank.0 as usize];
+        rank(place, path, class, library)
+    })
+}
+
+/// As [`ranks`], each of them loaded by `load`.
+fn ranks_by(
+    (path, kind, n): (&Path, &str, usize),
+    load: impl Fn(Place) -> Arc<dyn LoadedModel> + Sync,
 ) -> Vec<(Option<Vec<Vec<f32>>>, ExchangeBytes)> {
     let config = Config::read(&ModelSource::open(path).unwrap()).unwrap();
     let kind = kind.parse().unwrap();
@@ -683,11 +696,11 @@ fn ranks(
             .flat_map(step)
             .collect::<Vec<_>>()
     };
+    let (load, lead) = (&load, &lead);
     std::thread::scope(|scope| {
-        let run = |(place, class): (Place, &KernelClass)| {
-            let class = *class;
+        let run = |place: Place| {
             scope.spawn(move || {
-                let model = rank(place, path, class, library);
+                let model = load(place);
                 let size = BatchSize::single(64, 96);
                 let mut compute = Arc::clone(&model).reserve(size, 2 * PAGE).unwrap();
                 let logits = if model.shard().leads() {
@@ -703,7 +716,7 @@ fn ranks(
                 (logits, model.exchanged())
             })
         };
-        let places = places(&config, &cut).into_iter().zip(classes);
+        let places = places(&config, &cut).into_iter();
         let threads: Vec<_> = places.map(run).collect();
         let all = threads.into_iter().map(|thread| thread.join().unwrap());
         all.collect()

@@ -13,8 +13,8 @@ use crate::common::tiny::Tiny;
 use crate::{apart, options, try_mlx};
 use paceline_base::{BlockType, KernelClass};
 use paceline_model::{Batch, BatchSequence, BatchSize, Compute, LoadedModel, Logits, ModelFamily};
-use paceline_model_mlx::{MlxCounts, MlxModel};
-use paceline_tensor::PAGE;
+use paceline_model_mlx::{MlxCounts, MlxModel, MlxOptions};
+use paceline_tensor::{KvType, PAGE};
 
 const SEQUENCES: usize = 8;
 const PAGES: usize = 2;
@@ -35,8 +35,9 @@ struct Interleaved {
 }
 
 impl Interleaved {
-    fn new(path: &Path, tiny: &Tiny, library: &Path) -> Self {
+    fn new((path, tiny): (&Path, &Tiny), library: &Path, kv: Option<KvType>) -> Self {
         let options = options(library, KernelClass::MlxF32);
+        let options = MlxOptions { kv, ..options };
         let model = Arc::new(try_mlx(path, options).unwrap());
         let weights: Arc<dyn LoadedModel> = Arc::clone(&model) as _;
         let tokens: Vec<Vec<u32>> = (0..SEQUENCES)
@@ -118,20 +119,23 @@ fn interleaved_sequences_are_one_call_of_attention() {
     };
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
-    for family in [
-        ModelFamily::Llama,
-        ModelFamily::GptOss,   // windows and sinks
-        ModelFamily::DeepSeek, // latent attention, by sequence
+    for (family, kv) in [
+        (ModelFamily::Llama, None),
+        (ModelFamily::GptOss, None),   // windows and sinks
+        (ModelFamily::DeepSeek, None), // latent attention, by sequence
+        (ModelFamily::Llama, Some(KvType::Q4)),
+        (ModelFamily::GptOss, Some(KvType::Q8)),
     ] {
         let tiny = Tiny {
             window: 8, // rings of 72 rows end between the decode steps
             ..Tiny::new(family, BlockType::Q8_0)
         };
         tiny.write(&path);
-        let mut run = Interleaved::new(&path, &tiny, &library);
+        let mut run = Interleaved::new((&path, &tiny), &library, kv);
         let (far, read, decoded) = run.run();
-        println!("{}: within {far:.1e}, {read:?}, {decoded:?}", family.name());
-        assert!(far < 1e-4, "{}: {far:.1e}", family.name());
+        let name = family.name();
+        println!("{name} {kv:?}: within {far:.1e}, {read:?}, {decoded:?}");
+        assert!(far < 1e-4, "{name} {kv:?}: {far:.1e}");
         // Three chunks of each prompt, whose last rows have logits.
         assert_eq!(read.output_rows, 3 * SEQUENCES as u64);
         assert_eq!(decoded.output_rows, (SEQUENCES * DECODED) as u64);

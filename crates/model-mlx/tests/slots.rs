@@ -1,17 +1,19 @@
 //! Limits of memory: experts in fewer slots than there are experts, and layers read from disk. The
 //! answers are those of the whole model.
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
+#![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use crate::common::compare::{argmax, relative_rms};
 use crate::common::kernels;
+use crate::common::places::Place;
 use crate::common::runner::Runner;
 use crate::common::tiny::Tiny;
-use crate::{apart, options};
+use crate::{apart, furthest, of_leader, options, ranks_by};
 use paceline_base::{BlockType, Bytes, KernelClass, Rank};
 use paceline_model::{
     Config, Error, LoadedModel, MemoryLimit, ModelFamily, ModelSource, PackedFile, Split,
@@ -23,14 +25,29 @@ const ROUNDED: f64 = 1e-5;
 
 /// The model in `home` within `memory`, in class `mlx-f32`, with a packed file there.
 fn load(library: &Path, home: &Path, memory: Option<Bytes>) -> Result<Arc<MlxModel>, Error> {
+    let source = ModelSource::open(&home.join("model.gguf")).unwrap();
+    let split = Split::whole(&Config::read(&source).unwrap());
+    part((library, home), (&split, Rank(0)), memory, &[]).map(Arc::new)
+}
+
+/// A rank of it that captures the input of layers.
+fn part(
+    (library, home): (&Path, &Path),
+    (split, rank): (&Split, Rank),
+    memory: Option<Bytes>,
+    captures: &[usize],
+) -> Result<MlxModel, Error> {
     let path = home.join("model.gguf");
     let source = Arc::new(ModelSource::open(&path).unwrap());
-    let split = Split::whole(&Config::read(&source).unwrap());
-    let packed = PackedFile::open(&home.join("packed"), &path, "whole", "1");
-    let memory = memory.map(MemoryLimit::Units);
-    let options = options(library, KernelClass::MlxF32);
-    let options = (MlxOptions { memory, ..options }, Some(packed));
-    MlxModel::load(source, &split, Rank(0), options, kernels(), |_, _| {}).map(Arc::new)
+    let name = format!("{split} {}", rank.0);
+    let packed = PackedFile::open(&home.join("packed"), &path, &name, "1");
+    let options = MlxOptions {
+        memory: memory.map(MemoryLimit::Units),
+        captures: captures.to_vec(),
+        ..options(library, KernelClass::MlxF32)
+    };
+    let options = (options, Some(packed));
+    MlxModel::load(source, split, rank, options, kernels(), |_, _| {})
 }
 
 /// The bytes that a model needs at least, and those of its units among them.
@@ -58,7 +75,10 @@ fn experts_in_slots_answer_as_the_whole_model() {
     for family in [ModelFamily::Qwen3Moe, ModelFamily::DeepSeek] {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("model.gguf");
-        let tiny = Tiny::new(family, BlockType::Q8_0);
+        let tiny = Tiny {
+            experts: 9,
+            ..Tiny::new(family, BlockType::Q8_0)
+        };
         tiny.write(&path);
         let [needed, units] = least(&library, home.path());
         let whole = load(&library, home.path(), None).unwrap();
@@ -165,6 +185,53 @@ fn layers_on_disk_answer_as_the_whole_model() {
                 None,
                 "the next load writes another"
             );
+        }
+    }
+}
+
+/// Each rank in as little memory as it can: experts in slots, layers on disk.
+#[test]
+fn ranks_within_limits_answer_as_the_whole_model() {
+    let test = "slots::ranks_within_limits_answer_as_the_whole_model";
+    let Some(library) = apart(test) else {
+        return;
+    };
+    for (family, layers, kinds) in [
+        (ModelFamily::Qwen3Moe, 2, &["tensor", "experts", "pipeline"][..]),
+        (ModelFamily::Llama, 24, &["tensor", "pipeline"]),
+    ] {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join("model.gguf");
+        let tiny = Tiny {
+            layers,
+            experts: 9, // more than three on each rank
+            ..Tiny::new(family, BlockType::Q8_0)
+        };
+        tiny.write(&path);
+        let at = (&*library, home.path());
+        let expected = crate::split(&path, "pipeline", &[KernelClass::MlxF32], &library);
+        for kind in kinds {
+            let loaded = Mutex::new(Vec::new());
+            let load = |place: Place| {
+                let own = (&place.split, place.rank);
+                let needed = match part(at, own, Some(Bytes(1)), &[1, layers]) {
+                    Err(Error::StreamMemory { needed, .. }) => needed,
+                    other => panic!("in a byte: {:?}", other.map(drop)),
+                };
+                let model = part(at, own, Some(needed), &[1, layers]).unwrap();
+                let model = Arc::new(model.link(place.links.unwrap()));
+                loaded.lock().unwrap().push(Arc::clone(&model));
+                model as Arc<dyn LoadedModel>
+            };
+            let rows = of_leader(ranks_by((&path, kind, 2), load));
+            let far = furthest(&rows, &expected);
+            println!("{} {kind}: {far:.1e}", family.name());
+            assert!(far < 1e-4, "{} {kind}: {far:.1e}", family.name());
+            for model in loaded.into_inner().unwrap() {
+                let layers = model.stream_counts().unwrap().unwrap_or_default();
+                let reads = model.counts().expert_reads + layers.read;
+                assert!(reads > 0, "{} {kind}: a rank has all", family.name());
+            }
         }
     }
 }

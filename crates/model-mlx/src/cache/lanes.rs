@@ -21,7 +21,7 @@ use paceline_mlx::{Array, Stream};
 use paceline_model::Error;
 use paceline_tensor::{AttentionRows, PAGE};
 
-use super::{Cache, put, rows_of, runs};
+use super::{Cache, put, put_rows, rows_of, runs};
 
 mod rings;
 
@@ -475,11 +475,8 @@ impl Cache {
         rows: &Array,
         new: [&Array; 2],
     ) -> Result<(), Error> {
-        for (held, new) in self.lanes.of_layer_mut(layer).iter_mut().zip(new) {
-            // The old handle goes away here, so that the update is done in place.
-            *held = stream.put_along(held, rows, new, 2)?;
-        }
-        Ok(())
+        let new = self.as_kept(stream, layer, new)?;
+        put_rows(stream, self.lanes.of_layer_mut(layer), rows, &new)
     }
 
     /// Keys and values of all lanes at `positions`: `(lanes, K, keys, D)`, `(lanes, K, keys, E)`.
@@ -492,12 +489,9 @@ impl Cache {
         let rows = |held: &Array| {
             let (mut start, mut stop) = ([0; 4], held.shape());
             (start[2], stop[2]) = (positions.start as i32, positions.end as i32);
-            stream.slice(held, &start, &stop)
+            Ok(stream.slice(held, &start, &stop)?)
         };
-        let [keys, values] = self.lanes.of_layer(layer) else {
-            unreachable!("layer {layer} has no lanes of keys and values");
-        };
-        Ok([rows(keys)?, rows(values)?])
+        self.values(stream, (layer, self.lanes.of_layer(layer)), rows)
     }
 }
 

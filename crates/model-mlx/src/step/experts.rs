@@ -10,6 +10,8 @@
 //! A rank that holds some of the experts computes with these: of a choice that it does not hold
 //! the weight is 0. The sum over ranks is as of every other product.
 
+use std::ops::Range;
+
 use paceline_mlx::{Array, Dtype};
 use paceline_model::backend::LEAST_SUM;
 use paceline_model::{Error, ExpertGroups, Gating};
@@ -154,12 +156,12 @@ impl Step<'_> {
     /// Rows `x` that experts read -> the weighed sum over the chosen experts that this rank holds.
     fn routed(&self, own: &Experts, x: &Array) -> Result<Array, Error> {
         let stream = self.parts.stream;
-        let [chosen, weights] = self.choices(own)?;
-        let [chosen, weights] = self.held_choices(own, chosen, weights)?;
+        let [all, weights] = self.choices(own)?;
+        let [chosen, weights] = self.held_choices(own, all.clone(), weights)?;
         let sizes = chosen.shape();
         let (rows, each) = (sizes[0], sizes[1]);
         let y = match (&own.routed, &own.slots) {
-            (_, Some(slots)) => self.by_slot(&mut slots.borrow_mut(), x, &chosen)?,
+            (_, Some(slots)) => self.by_slot(&mut slots.borrow_mut(), (x, &own.held), &all)?,
             (Some(routed), None) => self.chosen_rows(routed, x, &chosen)?,
             (None, None) => unreachable!("the caller looked"),
         };
@@ -183,11 +185,23 @@ impl Step<'_> {
         Ok(stream.astype(&y, Dtype::F32)?)
     }
 
-    /// As [`chosen_rows`](Self::chosen_rows), of experts in slots. Waits for the choice, and reads
-    /// each missing expert once. More experts than slots take turns, each with its own choices.
-    fn by_slot(&self, slots: &mut Slots, x: &Array, chosen: &Array) -> Result<Array, Error> {
+    /// As [`chosen_rows`](Self::chosen_rows), of experts in slots, chosen among those of all ranks.
+    /// Waits for the choice, and reads each missing expert once. More experts than slots take turns,
+    /// each with its own choices.
+    fn by_slot(
+        &self,
+        slots: &mut Slots,
+        (x, held): (&Array, &Range<usize>),
+        chosen: &Array,
+    ) -> Result<Array, Error> {
         let (stream, sizes) = (self.parts.stream, chosen.shape());
-        let numbers = self.numbers(chosen)?;
+        let place = |number: usize| held.contains(&number).then(|| number - held.start);
+        let numbers = self.numbers(chosen)?.into_iter().map(place);
+        let numbers: Vec<Option<usize>> = numbers.collect();
+        // An expert of another rank has the weight 0: any that is in memory stands for it.
+        let any = numbers.iter().flatten().next().copied();
+        let any = any.unwrap_or_else(|| slots.any());
+        let numbers: Vec<usize> = numbers.iter().map(|place| place.unwrap_or(any)).collect();
         let mut experts = numbers.clone();
         // Experts in memory come first, before others take their slots.
         experts.sort_unstable_by_key(|expert| (slots.slot(*expert).is_none(), *expert));

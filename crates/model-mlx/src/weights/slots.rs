@@ -92,6 +92,11 @@ impl Slots {
         self.held.iter().position(|held| *held == Some(expert))
     }
 
+    /// An expert that is in memory, if there is one.
+    pub(crate) fn any(&self) -> usize {
+        self.held.iter().flatten().next().copied().unwrap_or(0)
+    }
+
     pub(super) fn arrays(&self) -> impl Iterator<Item = &Array> {
         self.routed.stacks().flat_map(super::Stack::arrays)
     }

@@ -51,6 +51,8 @@ pub(crate) struct Tiny {
     pub(crate) layers: usize,
     /// Of windowed layers of gemma and gpt-oss.
     pub(crate) window: usize,
+    /// Experts to choose from, but for families with groups of them.
+    pub(crate) experts: usize,
 }
 
 impl Tiny {
@@ -99,6 +101,7 @@ impl Tiny {
             vocab,
             layers,
             window,
+            experts: EXPERTS,
         }
     }
 
@@ -214,7 +217,7 @@ impl Tiny {
     fn experts_of(&self) -> usize {
         match self.family {
             ModelFamily::DeepSeek => GROUPED,
-            _ => EXPERTS,
+            _ => self.experts,
         }
     }
 
@@ -264,7 +267,7 @@ impl Tiny {
         !dense && (!first_is_dense || i > 0)
     }
 
-    /// Seven experts, three for each row, and for qwen2moe and glm4moe a shared one.
+    /// Experts, three for each row, and for qwen2moe and glm4moe a shared one.
     fn experts(&self, file: &mut TinyFile, name: impl Fn(&str) -> String) {
         let (c, f, n) = (self.width, EXPERT_FFN, self.experts_of());
         file.put(&name("ffn_gate_inp.weight"), BlockType::F32, &[n, c]);
@@ -276,17 +279,13 @@ impl Tiny {
             file.put(&name(&format!("{part}.weight")), self.block_type, &shape);
         }
         if self.family == ModelFamily::GptOss {
-            file.vector(&name("ffn_gate_inp.bias"), EXPERTS, 0.0);
-            for (part, n) in [
+            file.vector(&name("ffn_gate_inp.bias"), n, 0.0);
+            for (part, rows) in [
                 ("ffn_gate_exps", f),
                 ("ffn_up_exps", f),
                 ("ffn_down_exps", c),
             ] {
-                file.put(
-                    &name(&format!("{part}.bias")),
-                    BlockType::F32,
-                    &[EXPERTS, n],
-                );
+                file.put(&name(&format!("{part}.bias")), BlockType::F32, &[n, rows]);
             }
         }
         if matches!(
@@ -433,7 +432,7 @@ impl Tiny {
         if self.family == ModelFamily::Gemma4 {
             gemma4::layer(self, file, i);
             self.experts(file, |part| format!("blk.{i}.{part}"));
-            return gemma4::scales(self, file, EXPERTS, i);
+            return gemma4::scales(self, file, self.experts, i);
         }
         if self.family == ModelFamily::NemotronH {
             return self.nemotron_block(file, i);
