@@ -43,7 +43,6 @@ pub struct CollectiveSpec {
     pub transport: String,
     /// Whether the transport buffers no messages, as on MLX's ring.
     pub holds_nothing: bool,
-    /// Largest buffer of a rank, in bytes.
     pub max_bytes: usize,
     /// Deadline of the whole measurement.
     pub deadline: Deadline,

@@ -175,7 +175,6 @@ pub struct RunDetails<'a> {
     /// The model's split.
     pub split: String,
     pub threads: usize,
-    /// Weights of each node, in bytes.
     pub weights: Vec<Bytes>,
     /// The user's name for it.
     pub model: &'a str,

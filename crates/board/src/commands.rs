@@ -67,7 +67,6 @@ pub struct NodeSettings {
     pub lets_others_remove: bool,
     /// Whether the journals of open answers are on disk.
     pub is_durable: bool,
-    /// Hub settings, for bytes that no node has.
     pub pull: PullOptions,
     /// Runs chat templates.
     pub templates: ChildProgram,

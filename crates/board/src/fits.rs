@@ -78,9 +78,7 @@ fn candidates(catalogue: &Catalogue) -> Result<Vec<CandidateModel>, Error> {
 
 /// Size of a model's file.
 enum StoredBits {
-    /// Average bits per weight.
     EachWeight(f64),
-    /// Bits of the whole file.
     File(f64),
 }
 

@@ -119,7 +119,6 @@ pub(crate) fn answer(inner: &Weak<Inner>, channel: &ServiceChannel) {
     channel.close();
 }
 
-/// The lines of another node.
 pub(crate) fn lines_of(agent: &Agent, node: NodeId) -> Result<Vec<LogLine>, CommandError> {
     let channel = agent.open(node, LINES, LIMIT);
     let channel = channel.map_err(CommandError::other)?;

@@ -135,7 +135,6 @@ fn url_of(nodes: &Value) -> Option<String> {
     }
 }
 
-/// Queries the server at `url` for its model.
 fn ask(url: &str, key: Option<String>) -> anyhow::Result<AgentServer> {
     let (url, key) = (url.to_owned(), key.filter(|key| !key.is_empty()));
     let get = |path: &str| get(&format!("{url}{path}"), key.as_deref());

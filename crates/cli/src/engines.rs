@@ -139,7 +139,6 @@ fn list(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The error for a build that is not published for this system.
 fn unpublished(build: &str) -> Error {
     let hint = match build {
         "MLX" => "the cpu engine needs nothing and is always there",

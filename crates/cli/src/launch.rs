@@ -192,7 +192,6 @@ fn path() -> Option<OsString> {
     env::var_os("PATH")
 }
 
-/// Converts a launch error for the user.
 fn told(error: LaunchError, backend: Backend) -> anyhow::Error {
     match error {
         LaunchError::OutputGone => Error::ReaderGone.into(),

@@ -108,7 +108,6 @@ pub(crate) fn open(path: &Path) -> anyhow::Result<ModelSource> {
     })
 }
 
-/// A progress bar for slow loads.
 pub(crate) struct LoadBar {
     start: Instant,
     bar: Option<ProgressBar>,

@@ -187,7 +187,6 @@ enum Command {
 }
 
 impl Command {
-    /// How MLX is to wait for a GPU.
     const fn gpu_wait(&self) -> SyncChoice {
         let is_asked = match self {
             // It measures both ways, the usual one in its other processes.

@@ -220,7 +220,6 @@ impl NodeArgs {
         self.durable
     }
 
-    /// Arguments of this program as a worker of the node.
     pub(crate) fn worker_args(&self) -> Vec<OsString> {
         let ports = self.data_ports.as_ref();
         let ports = ports.map(|PortRange(ports)| {

@@ -184,7 +184,6 @@ pub(crate) struct Args {
     with_parent: bool,
 }
 
-/// Runs the node until a signal.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
     if args.with_parent {
         process::end_with_parent().context("cannot watch the parent")?;

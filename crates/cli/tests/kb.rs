@@ -287,7 +287,6 @@ fn a_home_that_cannot_be_written_to_is_said() {
     assert!(text(&output.stderr).contains("PACELINE_HOME"));
 }
 
-/// The output of `command` on a terminal of 50 columns.
 fn on_terminal(mut command: Command) -> String {
     let mut terminal = Terminal::of_width(&mut command, Some(50));
     assert!(terminal.child.wait().unwrap().success());

@@ -31,7 +31,6 @@ fn said(command: &mut Command, code: i32, parts: &[&str]) -> String {
     said
 }
 
-/// The object that `command` writes to stdout.
 fn object(command: &mut Command) -> Value {
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));

@@ -18,11 +18,9 @@ pub enum Error {
     /// A socket pair or a thread cannot be created; no process is left.
     #[error("cannot make {what}: {source}")]
     Resource {
-        /// The resource that was asked for.
         what: &'static str,
         source: std::io::Error,
     },
-    /// The rank is not one of the workers.
     #[error("{rank} is not one of {size} workers")]
     NoSuchRank { rank: Rank, size: u32 },
     /// A message cannot be written as JSON; nothing was sent.

@@ -13,7 +13,6 @@ use paceline_process::Process;
 const ASK_LIMIT: Duration = Duration::from_secs(10);
 /// Poll interval for its exit.
 const POLL: Duration = Duration::from_millis(10);
-/// Most bytes read of its output.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
 /// Smallest block that the C library maps separately, and most bytes that it keeps at the end of an

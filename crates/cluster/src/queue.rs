@@ -45,7 +45,6 @@ struct SenderUsage {
 }
 
 impl<E> Queue<E> {
-    /// An empty queue for this many senders.
     pub(crate) fn new(senders: usize) -> Self {
         let inner = Inner {
             entries: VecDeque::new(),

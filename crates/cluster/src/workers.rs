@@ -474,7 +474,6 @@ struct WorkersState {
 }
 
 impl WorkersShared {
-    /// Wakes the monitor.
     fn wake(&self) {
         // A full socket wakes the monitor anyway.
         let _ = (&self.waker).write(&[0]);

@@ -216,7 +216,6 @@ impl MessageQueuePair {
         in_place
     }
 
-    /// A free send slot for a state.
     pub(super) fn state_slot(&mut self) -> Option<usize> {
         let slot = SENDS_AT[2] + self.next_state;
         let free = self.posted[slot] == SendSlot::No && !self.dead;

@@ -20,10 +20,7 @@ pub enum Kind {
     /// From every rank a part to every rank.
     AllToAll,
     /// The root's buffer to every rank.
-    Broadcast {
-        /// The rank that has the data.
-        root: Rank,
-    },
+    Broadcast { root: Rank },
     /// The sender's side of a message.
     Send {
         /// Receiver.

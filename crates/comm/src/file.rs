@@ -44,7 +44,6 @@ impl MemoryFile {
         open_settled(&name).ok()
     }
 
-    /// Its descriptor in this process.
     pub(crate) fn descriptor(&self) -> Option<u32> {
         use std::os::fd::AsRawFd;
         u32::try_from(self.file.as_raw_fd()).ok()

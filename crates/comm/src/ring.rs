@@ -51,7 +51,6 @@ unsafe impl Send for Ring {}
 unsafe impl Sync for Ring {}
 
 impl Ring {
-    /// Bytes of the counters, which precede the data.
     pub(crate) const COUNTER_BYTES: usize = size_of::<Counters>();
 
     /// A ring on this memory.

@@ -112,7 +112,6 @@ pub(crate) fn futex_wait(word: &AtomicU32, value: u32, until: Instant) {
     let _ = futex::wait(word, futex::Flags::empty(), value, Some(&timeout));
 }
 
-/// Wakes all threads that sleep on `word`.
 #[cfg(target_os = "linux")]
 pub(crate) fn futex_wake(word: &AtomicU32) {
     use rustix::thread::futex;

@@ -122,7 +122,6 @@ pub type BatteryReading = Option<(bool, f64)>;
 #[derive(Clone, Debug)]
 pub struct Observed {
     pub own: NodeId,
-    /// The known nodes.
     pub nodes: Vec<NodeView>,
     /// Lives of the known nodes; others are dead.
     pub lives: BTreeMap<NodeId, Life>,

@@ -214,7 +214,6 @@ pub enum AdapterNaming {
 }
 
 impl AdapterNaming {
-    /// Whether it is the default.
     #[allow(
         clippy::trivially_copy_pass_by_ref,
         reason = "serde hands over a reference"

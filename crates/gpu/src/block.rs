@@ -72,7 +72,6 @@ pub struct BlockFunction {
 enum BlockResults {
     /// A value of a row and column.
     Value,
-    /// A row of one float.
     Float,
     /// A row as a vector or an array of this many floats.
     Many(u32),

@@ -54,7 +54,6 @@ pub struct Host {
 pub enum Devices {
     /// No cable goes there, or it is the rank itself.
     None,
-    /// A single device.
     One(String),
     /// Several cables, a device each.
     Many(Vec<String>),

@@ -77,7 +77,6 @@ pub enum Arrivals {
 /// Parameters of a run.
 #[derive(Clone, Debug)]
 pub struct LoadProfile {
-    /// The measured server.
     pub server: TargetServer,
     pub arrivals: Arrivals,
     pub requests: usize,

@@ -16,7 +16,6 @@ pub const K_MAX: u32 = 1 << 20;
 pub struct Pick {
     /// Number of values, up to [`K_MAX`].
     pub k: u32,
-    /// The largest, not the smallest.
     pub largest: bool,
     /// Type of the values.
     pub dtype: Dtype,

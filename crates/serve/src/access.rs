@@ -48,7 +48,6 @@ pub(crate) enum ClientIdentity {
     Anybody,
     /// Another machine, when there are no keys.
     Address(IpAddr),
-    /// The client whose key has this id.
     Key(String),
 }
 

@@ -22,6 +22,5 @@ pub struct MetricSample {
     /// Labels such as `layer="3",expert="7"`; empty for a single value. Samples of one name must be
     /// consecutive.
     pub labels: String,
-    /// The value now.
     pub value: f64,
 }

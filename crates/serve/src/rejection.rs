@@ -145,7 +145,6 @@ pub(crate) enum Rejection {
     Origin { origin: String },
     #[error("no API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY")]
     NoKey,
-    /// A key that is not in the file.
     #[error("the API key is unknown or was revoked")]
     WrongKey,
 

@@ -20,7 +20,6 @@ use crate::journal::key_of;
 pub(crate) struct StoredResponse {
     /// `resp_...`.
     pub(crate) id: String,
-    /// The client that created it.
     pub(crate) client: ClientIdentity,
     /// The conversation with its output, without instructions.
     pub(crate) turns: Vec<ChatMessage>,

@@ -44,7 +44,6 @@ pub struct CopyOutcome {
     pub mended: usize,
     /// Groups that a full disk did not take.
     pub refused: usize,
-    /// How often the copy was published.
     pub published: usize,
     pub violations: Vec<String>,
 }

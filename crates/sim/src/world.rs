@@ -229,7 +229,6 @@ impl SimWorld {
         world
     }
 
-    /// Length of the run.
     pub(crate) const fn length(&self) -> Duration {
         self.scenario.length
     }

@@ -33,7 +33,6 @@ pub(crate) enum GgufRole {
 pub(crate) struct GgufModel(pub(crate) Vec<String>);
 
 impl GgufModel {
-    /// The first file.
     pub(crate) fn file(&self) -> &str {
         &self.0[0]
     }

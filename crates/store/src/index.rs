@@ -288,7 +288,6 @@ fn check_file_record(file: &FileRecord) -> Result<(), String> {
     }
 }
 
-/// Checks that the file is there with its length.
 fn check_file(file: &FileRecord, dir: &Path) -> Result<(), String> {
     match fs::symlink_metadata(dir.join(&file.path)) {
         Ok(meta) if !meta.is_file() => Err(format!("{} is not a file", file.path)),

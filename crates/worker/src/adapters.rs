@@ -13,7 +13,6 @@ use crate::Error;
 /// An adapter's file or folder, with the digest of its contents at the first read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdapterOf {
-    /// The name by which requests select the adapter.
     pub name: String,
     /// Its path on the machine that receives this value.
     pub path: PathBuf,

@@ -224,7 +224,6 @@ impl Child {
         }
     }
 
-    /// Sends a request and waits for the response.
     fn ask(&self, ask: &ChildRequest) -> Result<ChildResponse, TemplateError> {
         let start = Instant::now();
         match self.workers.send(Rank(0), ask) {

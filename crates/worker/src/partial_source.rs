@@ -263,7 +263,6 @@ impl GroupBytes for ReadFile {
 #[derive(derive_more::Debug)]
 #[debug("{} as it arrives", self.path.display())]
 struct PartialSource {
-    /// Its path, for errors.
     path: PathBuf,
     name: String,
     groups: HashGroups,

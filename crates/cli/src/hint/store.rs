@@ -88,7 +88,6 @@ fn hint(error: &Error) -> Option<String> {
     })
 }
 
-/// The hint for a failure of the package index.
 fn index_hint(cause: &Error) -> Option<String> {
     match cause {
         Error::Cancelled | Error::HashMismatch { .. } | Error::SizeMismatch { .. } => hint(cause),

@@ -15,7 +15,6 @@ pub(super) fn several_clusters(count: usize) -> Error {
     )
 }
 
-/// Hints for an error of the planner.
 pub(crate) fn hints(cause: &(dyn std::error::Error + 'static)) -> Vec<String> {
     if let Some(lookup::Error::Name { near, .. }) = cause.downcast_ref() {
         return vec![format!("did you mean {}?", near.join(" or "))];

@@ -27,7 +27,6 @@ fn choice(port: u16, request: &Value) -> (Value, u64, String) {
     (choice, cached.as_u64().unwrap_or_default(), name.to_owned())
 }
 
-/// The only worker of a machine.
 fn worker(host: &TestMachine) -> u32 {
     let node = host.node.as_ref().unwrap().id();
     until("it has one worker", || children(node).len() == 1);

@@ -121,7 +121,6 @@ fn client(machine: &TestMachine) -> Child {
     child
 }
 
-/// Versions of all machines, as `host` lists them.
 fn versions(host: &TestMachine) -> Vec<String> {
     let nodes = host.nodes().into_iter();
     nodes

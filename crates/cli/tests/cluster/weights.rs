@@ -216,7 +216,6 @@ fn of_several_files(hosts: &[TestMachine], has_mlx: bool) {
     hosts[0].told(&["rm", &split, "--everywhere"]);
 }
 
-/// Bytes that a machine has received on its network.
 fn received(host: &TestMachine) -> u64 {
     let own = host.namespace.as_deref().unwrap();
     let show = ["-n", own, "-s", "-j", "link", "show", "eth0"];

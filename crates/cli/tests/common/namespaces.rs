@@ -42,7 +42,6 @@ impl NamespaceNetwork {
         Some(network)
     }
 
-    /// The namespaces of the hosts.
     pub(crate) fn hosts(&self) -> &[String] {
         &self.names[..self.names.len() - 1]
     }

@@ -182,7 +182,6 @@ impl EscapeSequence {
     }
 }
 
-/// The settings of a terminal, to be compared.
 fn settings(terminal: impl AsFd) -> String {
     let settings: Termios = tcgetattr(terminal).unwrap();
     format!("{settings:?}")

@@ -59,7 +59,6 @@ fn a_template_that_takes_all_memory_ends_its_own_process() {
     world.assert_clean();
 }
 
-/// Memory that a process has now, in bytes.
 pub(super) fn memory_bytes(id: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{id}/status")).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));

@@ -33,7 +33,6 @@ pub struct RdmaDevice {
     pub name: String,
     /// Its network interface; empty if unknown.
     pub interface: String,
-    /// Its IPv4 address.
     pub address: Option<Ipv4Addr>,
     /// Its rate in Mbit/s, if the driver reports one.
     #[serde(skip_serializing_if = "Option::is_none")]

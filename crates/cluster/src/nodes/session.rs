@@ -121,11 +121,7 @@ pub enum Error {
     },
     /// The peer is a member and refuses this session.
     #[error("refused by {name}: {reason}")]
-    Refused {
-        name: String,
-        /// The reason that it gives.
-        reason: String,
-    },
+    Refused { name: String, reason: String },
     #[error("refused {name}: {reason}")]
     Refusing { name: String, reason: String },
     #[error("a message of {bytes} bytes, allowed are {bytes_max}")]
@@ -148,7 +144,6 @@ pub type PeerCheck<'a> = &'a dyn Fn(NodeId, &Hello) -> Option<String>;
 #[derive(Clone, Copy)]
 pub struct Own<'a> {
     pub identity: &'a Identity,
-    /// Which cluster.
     pub key: &'a ClusterKey,
     /// Its description of itself.
     pub hello: &'a Hello,

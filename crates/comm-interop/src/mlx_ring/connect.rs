@@ -76,7 +76,6 @@ pub(super) struct RingEndpoints<'a> {
 }
 
 impl RingEndpoints<'_> {
-    /// Connects with both neighbours.
     pub(super) fn connect(&self, deadline: Deadline) -> Result<NeighbourSockets, JoinError> {
         let mut doors = self.doors()?;
         let mut right: Vec<Option<TcpStream>> = self.theirs.iter().map(|_| None).collect();

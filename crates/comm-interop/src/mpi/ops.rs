@@ -51,7 +51,6 @@ pub(super) struct Ops {
 }
 
 impl Ops {
-    /// Creates the operations.
     pub(super) fn new() -> Result<Self, c_int> {
         let mut made = Vec::new();
         for (op, dtype, function) in functions() {

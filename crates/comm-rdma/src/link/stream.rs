@@ -200,7 +200,6 @@ impl CableLink {
         self.place(lane as usize, small(next % self.cables.len() as u64))
     }
 
-    /// Reads available bytes of a lane.
     pub(crate) fn read(&mut self, lane: VirtualLane, into: &mut [u8]) -> Result<usize, Closed> {
         // Also if bytes are available: messages sent before a peer notified others must be seen.
         self.progress();

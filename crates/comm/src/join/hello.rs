@@ -163,7 +163,6 @@ impl Reply {
     }
 }
 
-/// Parses `bytes` as a hello and as a reply.
 pub(crate) fn parse(bytes: &[u8]) {
     if let Some(hello) = bytes.first_chunk().and_then(Hello::decode) {
         assert_eq!(Hello::decode(&hello.encode()), Some(hello));

@@ -28,7 +28,6 @@ impl Waker {
         let _ = (&self.writes).write(&[1]);
     }
 
-    /// Clears past wake-ups.
     pub(crate) fn clear(&self) {
         let mut bytes = [0; 64];
         while (&self.reads)

@@ -28,7 +28,6 @@ impl Default for Inbuf {
 }
 
 impl Inbuf {
-    /// The buffered bytes.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes[self.start..self.end]
     }

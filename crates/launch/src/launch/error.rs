@@ -49,11 +49,7 @@ pub enum Error {
     SharedGroup { host: String },
     /// Some hosts were not ready in time; no program was started.
     #[error("not ready within {limit:?}: {}", hosts.join(", "))]
-    StartLate {
-        /// The hosts that were not ready.
-        hosts: Vec<String>,
-        limit: Duration,
-    },
+    StartLate { hosts: Vec<String>, limit: Duration },
     /// A rank ended well, and others ran without it for too long.
     #[error(
         "{ended} ended with code 0, and {limit:?} later {} still ran",

@@ -102,11 +102,7 @@ pub enum PlanError {
     #[error("host {host} has no address, and backend ring needs one of each host")]
     NoAddress { host: String },
     #[error("host {host} has no address, and backend {backend} needs one of rank 0")]
-    NoCoordinator {
-        /// The host of rank 0.
-        host: String,
-        backend: Backend,
-    },
+    NoCoordinator { host: String, backend: Backend },
     /// MLX's ring splits addresses at the first colon.
     #[error("host {host} has the address {ip}, but backend ring takes IPv4 only")]
     Ipv6 { host: String, ip: String },

@@ -18,7 +18,6 @@ pub struct CableEnd {
 pub struct Cable {
     /// The end listed first.
     pub from: CableEnd,
-    /// The other end.
     pub to: CableEnd,
 }
 

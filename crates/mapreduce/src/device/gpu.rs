@@ -12,7 +12,6 @@ use crate::expr::{ExprProgram, wgsl};
 use crate::hist::Bins;
 use crate::kmeans::Centroids;
 
-/// A graphics processor.
 #[derive(Debug)]
 pub(super) struct Graphics {
     gpu: Gpu,

@@ -157,7 +157,6 @@ pub struct BlockRows<'a> {
     pub count: u64,
     pub first: u64,
     pub columns: &'a [Column<'a>],
-    /// The program that computes each row first.
     pub program: Option<&'a ExprProgram>,
 }
 

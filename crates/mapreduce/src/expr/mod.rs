@@ -51,7 +51,6 @@ pub const COLUMNS: [&str; 4] = ["x", "y", "z", "w"];
 /// The type that a step gives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Type {
-    /// A number, f64.
     Number,
     Truth,
 }
@@ -135,7 +134,6 @@ pub struct ExprProgram {
 pub struct ExprError {
     /// Place in the text, from 1.
     pub at: usize,
-    /// The problem there.
     pub problem: ExprErrorKind,
 }
 

@@ -32,7 +32,6 @@ pub struct Sort {
 /// Result of a sort.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sorted {
-    /// Rows that were written.
     pub rows: u64,
     pub buckets: usize,
     /// Whether the values stayed in memory; else they were written and read once more.

@@ -109,12 +109,10 @@ impl SpillStore {
     }
 }
 
-/// A bucket of all parts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BucketSpec {
     pub(super) parts: u64,
     pub(super) buckets: usize,
-    /// Index of the bucket.
     pub(super) bucket: usize,
     /// Bytes of a key.
     pub(super) width: usize,

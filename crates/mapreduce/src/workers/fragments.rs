@@ -63,12 +63,10 @@ impl Pieces {
         Some(came.pieces)
     }
 
-    /// Drops the pieces of a lost worker.
     pub(super) fn lose(&mut self, worker: u32) {
         self.0.retain(|(of, _), _| *of != worker);
     }
 
-    /// Drops all pieces.
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }

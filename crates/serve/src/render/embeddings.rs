@@ -25,7 +25,6 @@ pub(crate) enum EmbeddingFormat {
 pub(crate) struct EmbeddingStats<'a> {
     /// The model's own name.
     pub(crate) model: &'a str,
-    /// Tokens of all texts.
     pub(crate) tokens: usize,
     /// Time from the request to its vectors.
     pub(crate) took: Duration,

@@ -301,7 +301,6 @@ impl RequestParser<'_> {
         ParsedRequest::Immediate(line)
     }
 
-    /// An engine request of these options, without its prompt.
     fn ollama_request(&self, options: OllamaOptions) -> GenerationRequest {
         let most = options.num_predict.unwrap_or(-1);
         let most = usize::try_from(most).unwrap_or(usize::MAX);

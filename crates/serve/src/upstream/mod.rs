@@ -41,7 +41,6 @@ struct UpstreamSet {
     /// Pseudonym of this server in `Via`.
     own: String,
     all: RwLock<Vec<Arc<Upstream>>>,
-    /// An upstream was added.
     grown: Notify,
     tell: UpstreamNotice,
 }

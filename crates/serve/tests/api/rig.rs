@@ -30,7 +30,6 @@ pub(crate) const CLOCK: TimeSource = TimeSource {
 pub(crate) struct Rig {
     pub(crate) addr: SocketAddr,
     pub(crate) handle: ServerHandle,
-    /// The scripted service, when it answers.
     pub(crate) service: ScriptedService,
     thread: Option<JoinHandle<()>>,
 }

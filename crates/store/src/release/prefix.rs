@@ -250,7 +250,6 @@ mod tests {
 
     use super::*;
 
-    /// An archive of files, which are shell scripts.
     fn archive(folder: &Path, files: &[(&str, &str)]) -> PathBuf {
         let path = folder.join("release.tar.gz");
         let gzip = GzEncoder::new(File::create(&path).unwrap(), Compression::fast());

@@ -64,7 +64,6 @@ pub struct ToolCall {
     pub arguments: Json,
 }
 
-/// The message format that a template expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MessageFormat {
     /// Arguments of calls as JSON text instead of an object.

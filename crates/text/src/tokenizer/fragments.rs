@@ -76,7 +76,6 @@ impl Cutter {
         })
     }
 
-    /// The texts that are looked for.
     pub(super) fn texts(&self) -> impl Iterator<Item = &str> {
         self.specials.iter().map(|s| s.text.as_str())
     }

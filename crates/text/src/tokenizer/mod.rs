@@ -194,7 +194,6 @@ enum Algorithm {
     Json(Box<json::TokenizerPipeline>),
 }
 
-/// Parts of a tokenizer that a reader has found.
 struct TokenizerParts {
     vocab: Vocab,
     algorithm: Algorithm,

@@ -39,7 +39,6 @@ pub struct CallGrammar {
     pub relaxed: Vec<(String, Unsupported)>,
 }
 
-/// A tool that may be called.
 struct Tool {
     name: String,
     schema: Json,

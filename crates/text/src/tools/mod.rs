@@ -59,7 +59,6 @@ pub enum Event {
     },
     /// Part of the arguments, as JSON text. Never empty.
     Arguments {
-        /// Index of the call.
         index: usize,
         /// The next part.
         piece: String,

@@ -105,7 +105,6 @@ struct Inner {
     start: Instant,
     config: Config,
     state: Mutex<State>,
-    /// Wakes the timer.
     timer: Condvar,
     /// Wakes watchers.
     changed: Condvar,

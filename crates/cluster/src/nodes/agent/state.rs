@@ -81,7 +81,6 @@ pub(super) struct State {
     /// Refused connections and acts of members that wait for the log.
     pub(super) refusals: Refusals,
     pub(super) acts: VecDeque<ClusterAct>,
-    /// Threads to join when the agent stops.
     pub(super) threads: Vec<JoinHandle<()>>,
 }
 

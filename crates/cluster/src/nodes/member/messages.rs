@@ -48,16 +48,9 @@ pub enum GossipMessage {
     /// Request to ping this node, which does not answer the sender.
     PingFor { id: NodeId },
     /// A ping on behalf of `asker`.
-    PingFrom {
-        /// The requesting node.
-        asker: NodeId,
-    },
+    PingFrom { asker: NodeId },
     /// `id` answered, for `asker`.
-    Lives {
-        id: NodeId,
-        /// The requesting node.
-        asker: NodeId,
-    },
+    Lives { id: NodeId, asker: NodeId },
     /// News.
     Gossip { rumours: Vec<Rumour> },
     /// The marks of all entries of the sender's map: request for all others.

@@ -94,7 +94,6 @@ impl Beats {
     }
 }
 
-/// A ping without an answer.
 #[derive(Clone, Copy, Debug)]
 struct Ping {
     at: Duration,

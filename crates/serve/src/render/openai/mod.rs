@@ -23,7 +23,6 @@ pub(crate) enum Kind {
     },
 }
 
-/// The echoed prompt before a choice.
 #[derive(Clone, Debug)]
 pub(crate) struct PromptEcho {
     pub(crate) text: String,
@@ -53,7 +52,6 @@ pub(crate) struct OpenAiOptions {
     pub(crate) has_usage: bool,
     /// Choices per prompt.
     pub(crate) n: usize,
-    /// Choices of all prompts.
     pub(crate) choices: usize,
 }
 

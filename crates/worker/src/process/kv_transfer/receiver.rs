@@ -151,7 +151,6 @@ impl State {
     }
 }
 
-/// Received pages that the engine has not taken.
 #[derive(Clone, Debug)]
 pub(super) struct ReceivedPages {
     state: Arc<Mutex<State>>,
