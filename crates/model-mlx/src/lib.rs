@@ -109,7 +109,7 @@ pub struct MlxOptions {
     pub positions: usize,
     /// Rows of the largest step.
     pub rows: usize,
-    /// Sequences that are computed at the same time: what states of delta nets are counted for.
+    /// Sequences that are computed at the same time: what recurrent states are counted for.
     pub sequences: usize,
     /// Layers whose input steps capture: see
     /// [`Model::with_captures`](paceline_model::Model::with_captures).

@@ -32,6 +32,7 @@ pub(super) fn small(family: ModelFamily) -> Tiny {
             _ => 1,
         },
         window: 8,
+        experts: 7,
         family,
         block_type: BlockType::F16,
     }
