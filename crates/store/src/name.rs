@@ -11,6 +11,8 @@
 
 use std::fmt;
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
+
 use crate::Error;
 
 /// Maximum owner or repository name, from the hub's rules.
@@ -134,7 +136,7 @@ impl EntryName {
         let mut dir = repo.replacen('/', "--", 1);
         if let Some(file) = file {
             dir.push_str("--");
-            file.bytes().for_each(|b| escape(b, &mut dir));
+            dir.extend(utf8_percent_encode(file, IN_NAME));
         }
         dir
     }
@@ -146,7 +148,8 @@ impl EntryName {
             (alias, None, _) => Self::checked_alias(alias)?,
             (owner, Some(repo), None) => Self::folder(&hub_id(owner, repo)?),
             (owner, Some(repo), Some(file)) => {
-                Self::gguf(&hub_id(owner, repo)?, &unescape(file)?).ok()?
+                let file = percent_decode_str(file).decode_utf8().ok()?;
+                Self::gguf(&hub_id(owner, repo)?, &file).ok()?
             }
         };
         (name.dir_name() == dir).then_some(name)
@@ -167,40 +170,13 @@ fn hub_id(owner: &str, repo: &str) -> Option<HubId> {
     HubId::parse(&format!("{owner}/{repo}")).ok()
 }
 
-/// Percent-encodes everything but unreserved characters (RFC 3986, section 2.3, without `~`).
-fn escape(byte: u8, into: &mut String) {
-    if byte.is_ascii_alphanumeric() || b"-_.".contains(&byte) {
-        into.push(char::from(byte));
-    } else {
-        into.push_str(&format!("%{byte:02X}"));
-    }
-}
+/// Unreserved characters (RFC 3986, section 2.3, without `~`) stay.
+const IN_NAME: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.');
 
 /// Percent-encodes a relative path for a URL, except `/`.
 pub(crate) fn escape_path(path: &str) -> String {
-    let mut out = String::with_capacity(path.len());
-    for byte in path.bytes() {
-        if byte == b'/' {
-            out.push('/')
-        } else {
-            escape(byte, &mut out)
-        }
-    }
-    out
-}
-
-fn unescape(text: &str) -> Option<String> {
-    let mut bytes = text.bytes();
-    let mut out = Vec::with_capacity(text.len());
-    while let Some(byte) = bytes.next() {
-        if byte != b'%' {
-            out.push(byte);
-            continue;
-        }
-        let digits = [bytes.next()?, bytes.next()?];
-        out.push(u8::from_str_radix(std::str::from_utf8(&digits).ok()?, 16).ok()?);
-    }
-    String::from_utf8(out).ok()
+    const IN_PATH: &AsciiSet = &IN_NAME.remove(b'/');
+    utf8_percent_encode(path, IN_PATH).to_string()
 }
 
 #[cfg(test)]
