@@ -315,8 +315,14 @@ impl LocalModel {
         self,
         load: impl FnOnce(PreparedModel, Arc<Tokenizer>) -> anyhow::Result<ServingModel>,
     ) -> anyhow::Result<ReadyModel> {
+        let rehearsal = self.prepared.rehearsal();
+        let mut model = load(self.prepared, Arc::clone(&self.tokenizer))?;
+        if let Some(rehearsal) = rehearsal {
+            let _busy = busy("measuring how often experts are reused");
+            model.rehearse(&rehearsal);
+        }
         Ok(ReadyModel {
-            model: load(self.prepared, Arc::clone(&self.tokenizer))?,
+            model,
             tokenizer: self.tokenizer,
             template: self.template,
             load_time: self.since.elapsed(),

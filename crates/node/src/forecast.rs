@@ -151,7 +151,7 @@ pub struct Forecast {
 
 impl Forecast {
     /// The placement of a split whose ranks stream; `None` without a limit of memory.
-    pub fn streamed(&self, config: &Config, cut: &PlannedSplit) -> Option<Placement> {
+    pub fn streamed(&self, config: &Config, split: &Split) -> Option<Placement> {
         let workload = Workload {
             prompt: KEYS,
             output: 1,
@@ -159,8 +159,8 @@ impl Forecast {
             context: KEYS + 1,
         };
         self.stream.as_ref()?;
-        let memory = self.memory_of(cut.split.ranks());
-        Some(self.placement(config, &cut.split, &workload, |_| memory))
+        let memory = self.memory_of(split.ranks());
+        Some(self.placement(config, split, &workload, |_| memory))
     }
 
     /// Memory of each of `ranks` ranks on this machine. Without a limit memory is not checked.

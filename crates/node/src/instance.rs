@@ -457,6 +457,12 @@ impl Instance {
         self.cuts[lock(&self.shared.state).status.way].tok_s
     }
 
+    /// Replaces that prediction.
+    pub(crate) fn expect(&mut self, tok_s: f64) {
+        let way = lock(&self.shared.state).status.way;
+        self.cuts[way].tok_s = Some(tok_s);
+    }
+
     /// Predicted decode tokens a second of 2, 4, 8 and more concurrent answers with the split in
     /// use. Empty without a forecast.
     pub fn predicted_together(&self) -> &[(u32, f64)] {

@@ -6,6 +6,7 @@
 //!        |  forecast: which way first      '--over(crew)--> Loaded: an Instance
 //! ```
 
+mod rehearsal;
 mod serving_model;
 mod starting;
 
@@ -36,6 +37,7 @@ use paceline_worker::adapters::AdapterOf;
 use paceline_worker::load::{PackedPlace, mlx_rank_bytes};
 use paceline_worker::prefill_classes::{UnlikePrefill, page_type};
 use paceline_worker::{identity, texts};
+pub use rehearsal::Rehearsal;
 pub use serving_model::{ReplyStream, ServingModel};
 use starting::best;
 

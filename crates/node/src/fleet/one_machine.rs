@@ -11,18 +11,20 @@ use paceline_fleet::MachineOptions;
 use super::Inner;
 use super::owner::OwnedInstance;
 use crate::workers::{LocalInstanceWorkers, LocalSpec};
-use crate::{Instance, PrefillOptions, PreparedModel};
+use crate::{Instance, PrefillOptions, PreparedModel, Rehearsal};
 
 impl OwnedInstance {
     /// Starts all workers on this machine, as `options` say. The split is chosen, and changed, by
-    /// this machine's measurements, which the first start takes.
+    /// this machine's measurements, which the first start takes. The answer that a ready instance
+    /// may have to measure comes with it.
     pub(super) fn start_here(
         &self,
         inner: &Arc<Inner>,
         (mut prepared, options): (PreparedModel, &MachineOptions),
         files: LocalFiles,
-    ) -> Result<Instance, String> {
+    ) -> Result<(Instance, Option<Rehearsal>), String> {
         prepared.forecast(&inner.spec.home, &*inner.spec.kernels);
+        let rehearsal = prepared.rehearsal();
         let pin = options.pin.then_some(prepared.options().threads);
         let shape = (prepared.config().clone(), prepared.options().threads);
         let crew = inner.workers_here(&files, (options.ranks.max(1), pin), "")?;
@@ -35,7 +37,8 @@ impl OwnedInstance {
                 prepared.over_apart(crew, prompts, true, observer)
             }
         };
-        instance.map_err(|error| error.to_string())
+        let instance = instance.map_err(|error| error.to_string())?;
+        Ok((instance, rehearsal))
     }
 }
 

@@ -143,14 +143,17 @@ impl OwnedInstance {
             prepared.go_on();
         }
         lock(&self.running).context = Some(prepared.engine().context as u32);
-        let instance = match self.wanted.on_one_machine() {
+        let (mut instance, rehearsal) = match self.wanted.on_one_machine() {
             Some(options) => {
                 self.start_here(inner, (prepared, options), (path, draft, adapters))?
             }
-            None => self.start_on_nodes(inner, prepared)?,
+            None => (self.start_on_nodes(inner, prepared)?, None),
         };
         let ready = instance.ready_while(|| inner.has_begun(self.id, self.epoch));
         ready.map_err(|error| error.to_string())?;
+        if let Some(rehearsal) = rehearsal.filter(|_| !self.goes_on) {
+            instance.rehearse(&rehearsal);
+        }
         lock(&self.running).numbers = instance.numbers(); // the observer may come later
         Ok(OwnerService::Instance(Arc::new(instance)))
     }

@@ -149,6 +149,7 @@ impl Inner {
         self.measure_disk(ask, &path);
         let of = (self.threads(ask), ask.options.memory);
         let forecast = self.forecast(&source, &config, of)?;
+        notes.extend(forecast.reuse_told(&config).map(str::to_owned));
         let machines = self.machines(&largest);
         let mut placements = Vec::new();
         for set in &sets {

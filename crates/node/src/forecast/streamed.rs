@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use paceline_base::Bytes;
+use paceline_model::{Config, Split};
 
 use super::facts::FactsStore;
 use super::{Forecast, Result};
@@ -56,9 +57,36 @@ impl Forecast {
         });
     }
 
+    /// Whether the ranks of `split` read experts from disk, and nothing is known of their reuse.
+    pub fn lacks_reuse(&self, config: &Config, split: &Split) -> bool {
+        let reuse = self.stream.as_ref().map(|own| own.reuse);
+        reuse == Some(None) && self.reads_experts(config, split)
+    }
+
+    fn reads_experts(&self, config: &Config, split: &Split) -> bool {
+        let placement = self.streamed(config, split);
+        let placement = placement.filter(|_| self.shape.moe.is_some());
+        let stages = placement.iter().flat_map(|it| &it.replicas);
+        let mut members = stages.flat_map(|it| &it.stages).flat_map(|it| &it.members);
+        members.any(|member| member.streamed > 0)
+    }
+
+    /// What predictions rest upon where experts are read from disk.
+    pub fn reuse_told(&self, config: &Config) -> Option<&'static str> {
+        let is_read = self.reads_experts(config, &Split::whole(config));
+        let stream = self.stream.as_ref().filter(|_| is_read)?;
+        Some(match stream.reuse {
+            Some(_) => "experts on disk: reused as in this machine's answers",
+            None => {
+                "experts on disk: as if all were chosen equally often, until a first load \
+                 measures their reuse"
+            }
+        })
+    }
+
     /// Stores the reuse of experts with which `said`, the prediction of a run, is its `measured`
-    /// speed. Predictions within other limits of memory then have it too. A run that no reuse
-    /// explains changes nothing.
+    /// speed. Predictions within other limits of memory then have it too. A run that is faster
+    /// than any reuse explains has the most; one that is slower changes nothing.
     pub(super) fn learn_reuse(&mut self, measured: f64, said: impl Fn(&Self) -> Result<f64>) {
         let with = |own: &mut Self, reuse: Option<f64>| {
             own.stream.as_mut()?.reuse = reuse;
@@ -67,8 +95,7 @@ impl Forecast {
         let before = self.stream.as_ref().and_then(|stream| stream.reuse);
         let [mut low, mut high] = REUSE;
         let ends = [low, high].map(|reuse| with(self, Some(reuse)));
-        let explains =
-            matches!(ends, [Some(most), Some(least)] if least < measured && measured < most);
+        let explains = matches!(ends, [Some(most), Some(least)] if least < measured.min(most));
         for _ in 0..16 {
             let middle = (low * high).sqrt();
             match with(self, Some(middle)).is_some_and(|said| said > measured) {

@@ -13,7 +13,7 @@ use paceline_model::trace::{RankTrace, Tracer};
 use paceline_model::{Config, ExpertUses, Split};
 use paceline_worker::InstanceTraffic;
 
-use super::Options;
+use super::{Options, Rehearsal};
 use crate::supervisor::ChangeRecord;
 use crate::{Error, Instance, SharedForecast};
 
@@ -198,29 +198,43 @@ impl ServingModel {
     /// # Errors
     /// Refusals before computation starts.
     pub fn submit(&self, request: GenerationRequest) -> Result<ReplyStream<'_>, RequestFailure> {
-        let (sender, replies) = channel();
-        let sink = Box::new(move |reply| {
-            let _ = sender.send((Instant::now(), reply)); // the receiver may be gone
-        });
-        let service = self.service();
-        let ticket = service.submit(request, sink)?;
-        Ok(ReplyStream {
-            service,
-            ticket,
-            replies,
-        })
+        ReplyStream::begin(self.service(), request)
+    }
+
+    /// Lets it answer `rehearsal`, whose speed its prediction then has. Blocks until it is over.
+    pub fn rehearse(&mut self, rehearsal: &Rehearsal) {
+        match &mut self.computing {
+            Computing::Crew(instance) => instance.rehearse(rehearsal),
+            Computing::Here { runner, .. } => drop(rehearsal.run(runner)), // the forecast has it
+            Computing::Elsewhere { .. } => {}
+        }
     }
 }
 
 /// An answer that is being computed. Dropping it stops it.
 #[derive(Debug)]
 pub struct ReplyStream<'a> {
-    pub(super) service: &'a dyn Service,
-    pub(super) ticket: Ticket,
-    pub(super) replies: Receiver<(Instant, Reply)>,
+    service: &'a dyn Service,
+    ticket: Ticket,
+    replies: Receiver<(Instant, Reply)>,
 }
 
-impl ReplyStream<'_> {
+impl<'a> ReplyStream<'a> {
+    pub(super) fn begin(
+        service: &'a dyn Service,
+        request: GenerationRequest,
+    ) -> Result<Self, RequestFailure> {
+        let (sender, replies) = channel();
+        let sink = Box::new(move |reply| {
+            let _ = sender.send((Instant::now(), reply)); // the receiver may be gone
+        });
+        Ok(Self {
+            ticket: service.submit(request, sink)?,
+            service,
+            replies,
+        })
+    }
+
     /// Waits for the next reply; returns its arrival time.
     ///
     /// # Errors
@@ -240,9 +254,7 @@ impl ReplyStream<'_> {
         }
     }
 
-    pub(super) fn reply(
-        reply: Option<(Instant, Reply)>,
-    ) -> Result<(Instant, Reply), RequestFailure> {
+    fn reply(reply: Option<(Instant, Reply)>) -> Result<(Instant, Reply), RequestFailure> {
         match reply {
             Some((_, Reply::Failed(failure))) => Err(failure),
             Some(reply) => Ok(reply),

@@ -51,7 +51,7 @@ impl PreparedModel {
         for cut in &mut cuts {
             if let Some(streamed) = forecast
                 .as_ref()
-                .and_then(|it| it.streamed(&self.config, cut))
+                .and_then(|it| it.streamed(&self.config, &cut.split))
             {
                 cut.placement = streamed;
             }
