@@ -102,10 +102,7 @@ impl FactsStore {
     }
 
     pub(super) fn set_measured(&mut self, key: &str, measured: StepMeasurements) {
-        if self.file.measured.len() < MOST {
-            self.file.measured.insert(key.to_owned(), measured);
-            self.changed = true;
-        }
+        self.changed |= keep(&mut self.file.measured, key, measured);
     }
 
     /// Drops the doubted measurements of a model; returns the seconds of its products.
@@ -143,10 +140,7 @@ impl FactsStore {
     }
 
     pub(super) fn set_together(&mut self, key: &str, together: GroupCost) {
-        if self.file.together.len() < MOST {
-            self.file.together.insert(key.to_owned(), together);
-            self.changed = true;
-        }
+        self.changed |= keep(&mut self.file.together, key, together);
     }
 
     pub(super) fn ratio(&self, key: &str) -> Option<f64> {
@@ -170,10 +164,7 @@ impl FactsStore {
     }
 
     pub(super) fn set_load(&mut self, key: &str, seconds: f64) {
-        if self.file.load.len() < MOST || self.file.load.contains_key(key) {
-            self.file.load.insert(key.to_owned(), seconds);
-            self.changed = true;
-        }
+        self.changed |= keep(&mut self.file.load, key, seconds);
     }
 
     pub(super) const fn disk(&self) -> Option<f64> {
@@ -192,10 +183,7 @@ impl FactsStore {
     pub(super) fn learn_reuse(&mut self, model: &str, reuse: f64) -> f64 {
         let kept = self.reuse(model).unwrap_or(reuse);
         let next = kept.powf(1.0 - WEIGHT) * reuse.powf(WEIGHT);
-        if self.file.reuse.len() < MOST {
-            self.file.reuse.insert(model.to_owned(), next);
-            self.changed = true;
-        }
+        self.changed |= keep(&mut self.file.reuse, model, next);
         next
     }
 
@@ -223,14 +211,10 @@ impl FactsStore {
     /// As [`learn`](Self::learn), without a doubt of this machine's measurements.
     pub(super) fn correct(&mut self, key: &str, measured: f64, predicted: f64) {
         let ratio = measured / predicted;
-        if self.file.ratio.len() < MOST || self.file.ratio.contains_key(key) {
-            let kept = self.ratio(key).unwrap_or(ratio);
-            let next = kept.powf(1.0 - WEIGHT) * ratio.powf(WEIGHT);
-            self.file
-                .ratio
-                .insert(key.to_owned(), next.clamp(0.01, 100.0));
-            self.file.last.insert(key.to_owned(), measured);
-            self.changed = true;
+        let kept = self.ratio(key).unwrap_or(ratio);
+        let next = kept.powf(1.0 - WEIGHT) * ratio.powf(WEIGHT);
+        if keep(&mut self.file.ratio, key, next.clamp(0.01, 100.0)) {
+            self.changed |= keep(&mut self.file.last, key, measured);
         }
     }
 
@@ -255,45 +239,37 @@ impl FactsStore {
     }
 }
 
+/// Inserts an entry unless it is new and there are [`MOST`]. Says whether it did.
+fn keep<T>(entries: &mut BTreeMap<String, T>, key: &str, value: T) -> bool {
+    let has_room = entries.len() < MOST || entries.contains_key(key);
+    if has_room {
+        entries.insert(key.to_owned(), value);
+    }
+    has_room
+}
+
 impl FactsFile {
     /// Whether all numbers are possible measurements.
     fn sound(&self) -> bool {
-        let good = |x: f64| x.is_finite() && x >= 0.0;
-        let layers = self.measured.values();
-        let mut layers = layers.map(|m| {
+        let (measured, ranks) = (|| self.measured.values(), || self.together.values());
+        let parts = measured().flat_map(|m| {
             let rows = [m.few_row, m.prompt_row, m.few_expert, m.prompt_expert];
-            let rest = [m.other, m.key, m.head, m.step, m.experts];
-            (m.products, [&rows[..], &rest[..]].concat())
+            rows.into_iter()
+                .chain([m.other, m.key, m.head, m.step, m.experts])
         });
-        layers
-            .all(|(products, rest)| good(products) && products > 0.0 && rest.into_iter().all(good))
-            && self
-                .ratio
-                .values()
-                .chain(self.base.values())
-                .all(|&r| good(r) && r > 0.0)
-            && self.together.values().all(|t| {
-                good(t.free)
-                    && t.free > 0.0
-                    && good(t.synced)
-                    && good(t.head)
-                    && good(t.turns)
-                    && good(t.hop)
-            })
-            && self
-                .load
-                .values()
-                .chain(self.last.values())
-                .all(|&x| good(x))
-            && self
-                .reuse
-                .values()
-                .chain(&self.disk)
-                .all(|&x| good(x) && x > 0.0)
-            && self
-                .wire
-                .values()
-                .all(|w| good(w.wake) && good(w.bytes_per_s) && w.bytes_per_s > 0.0)
+        let mut times = parts
+            .chain(ranks().flat_map(|t| [t.synced, t.head, t.turns, t.hop]))
+            .chain(self.wire.values().map(|wire| wire.wake))
+            .chain(self.load.values().chain(self.last.values()).copied());
+        let factors = [&self.ratio, &self.base, &self.reuse].into_iter();
+        let mut positive = factors
+            .flat_map(BTreeMap::values)
+            .copied()
+            .chain(self.disk)
+            .chain(measured().map(|m| m.products))
+            .chain(ranks().map(|t| t.free))
+            .chain(self.wire.values().map(|wire| wire.bytes_per_s));
+        times.all(|x| x.is_finite() && x >= 0.0) && positive.all(|x| x.is_finite() && x > 0.0)
     }
 }
 
