@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! step      | layer 0 | layer 1 | layer 2 | ..       waits until its unit is read
-//! readers   |     layer 2, then layer 3, ..          16 threads, pieces of 1 MiB, past the cache
+//! readers   |     layer 2, then layer 3, ..          16 threads, pieces of 256 KiB, past the cache
 //! memory    layers that stay | a window | experts, the least recently used goes
 //! ```
 //!
