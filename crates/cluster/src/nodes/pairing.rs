@@ -226,45 +226,14 @@ fn builder(secret: &[u8; 32]) -> Builder<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
-    use std::thread;
-
     use super::*;
-
-    const LIMIT: Duration = Duration::from_secs(20);
-
-    fn pair(shown: &str, typed: &str) -> (Result<(), Error>, Result<ClusterKey, Error>) {
-        let (shown, typed) = (Code::parse(shown).unwrap(), Code::parse(typed).unwrap());
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let addr = listener.local_addr().unwrap();
-        let newcomer = thread::spawn(move || guest(addr, &typed, LIMIT));
-        let (mut stream, _) = listener.accept().unwrap();
-        let mut preface = [0; 8];
-        stream.read_exact(&mut preface).unwrap();
-        assert_eq!(preface, PREFACE);
-        let hosted = host(stream, &shown, &ClusterKey::new([5; 32]), LIMIT);
-        (hosted, newcomer.join().unwrap())
-    }
-
-    #[test]
-    fn the_right_code_gets_the_key() {
-        let (hosted, key) = pair("123-456", " 123 456\n");
-        hosted.unwrap();
-        assert_eq!(key.unwrap(), ClusterKey::new([5; 32]));
-    }
-
-    #[test]
-    fn a_wrong_code_gets_nothing() {
-        let (hosted, key) = pair("123-456", "123-457");
-        assert!(matches!(hosted, Err(Error::WrongCode)), "{hosted:?}");
-        assert!(matches!(key, Err(Error::WrongCode)), "{key:?}");
-    }
 
     #[test]
     fn codes_are_six_digits() {
         for bad in ["", "12345", "1234567", "12345a", "123.456"] {
             assert!(Code::parse(bad).is_err(), "{bad}");
         }
+        assert_eq!(Code::parse(" 123 456\n").unwrap().shown(), "123-456");
         let code = Code::random().unwrap();
         assert_eq!(Code::parse(&code.shown()).unwrap().0, code.0);
         assert_eq!(format!("{code:?}"), "Code(..)");

@@ -111,17 +111,6 @@ fn messages_of_any_length_arrive_whole() {
 }
 
 #[test]
-fn another_key_gets_no_word() {
-    let (one, two) = (TestPeer::new("one", 7), TestPeer::new("two", 8));
-    let (dialled, accepted) = meet(&one, &two, ANYONE);
-    assert!(matches!(accepted, Err(Error::Stranger)), "{accepted:?}");
-    assert!(
-        matches!(dialled, Err(Error::Closed | Error::Broken(_))),
-        "{dialled:?}"
-    );
-}
-
-#[test]
 fn a_refusal_names_its_reason() {
     let (one, two) = (TestPeer::new("one", 7), TestPeer::new("two", 7));
     let judge = |_, hello: &Hello| Some(format!("{} is revoked", hello.name));

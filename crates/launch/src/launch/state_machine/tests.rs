@@ -80,30 +80,6 @@ fn no_program_starts_before_all_can() {
 }
 
 #[test]
-fn the_first_failure_ends_the_others_and_is_the_result() {
-    let mut told = LaunchFixture::running(3);
-    told.on(Event::Exited(1, 3))
-        .on(Event::Closed(1, Ending::Signal(9)));
-    let term = |rank| SessionAction::Signal(rank, Signal::TERM);
-    assert_eq!(
-        told.ordered(),
-        [SessionAction::Release(1), term(0), term(2)]
-    );
-    told.on(Event::Exited(2, 143))
-        .on(Event::Closed(2, Ending::Signal(9)));
-    told.ordered();
-    told.later(4);
-    assert_eq!(told.ordered(), []);
-    told.later(1);
-    assert_eq!(told.ordered(), [SessionAction::Signal(0, Signal::KILL)]);
-    told.on(Event::Closed(0, Ending::Signal(9)));
-    let notices = told.course.take_notices();
-    assert_eq!(notices.last(), Some(&Notice::Killed(Rank(0))));
-    assert_eq!(told.course.cause.as_ref().unwrap().exit_code(), 3);
-    assert_eq!(told.failed(), "rank 1 on b exited with code 3");
-}
-
-#[test]
 fn a_session_that_hangs_after_its_program_is_ended() {
     let mut told = LaunchFixture::running(1);
     told.on(Event::Exited(0, 0)).later(1);
@@ -196,14 +172,7 @@ fn what_cannot_start_starts_nowhere() {
 }
 
 #[test]
-fn a_broken_connection_ends_the_rest() {
-    let mut told = LaunchFixture::running(2);
-    told.on(Event::HostLost(1, "Timeout".to_owned()));
-    told.on(Event::Closed(1, Ending::Code(255))).ordered();
-    told.on(Event::Exited(0, 143))
-        .on(Event::Closed(0, Ending::Signal(9)));
-    assert_eq!(told.failed(), "the connection to b is lost: Timeout");
-
+fn programs_that_end_with_their_host_are_its_consequence() {
     // The host agent ends its programs, which may be reported first.
     for (signal, cause) in [
         (15, "the connection to b is lost: Timeout"),
@@ -217,9 +186,4 @@ fn a_broken_connection_ends_the_rest() {
         told.on(Event::Closed(0, Ending::Signal(9)));
         assert_eq!(told.failed(), cause);
     }
-
-    let mut told = LaunchFixture::running(1);
-    told.on(Event::Closed(0, Ending::Code(255)));
-    let expected = "the session of rank 0 on a is lost: it exited with code 255";
-    assert_eq!(told.failed(), expected);
 }
