@@ -566,11 +566,10 @@ fn situ(
     let runs = gate.chunks(RUN).zip(up.chunks(RUN));
     for (out, (gate, up)) in out.chunks_mut(RUN).zip(runs) {
         let n = gate.len();
-        g[..n].copy_from_slice(gate);
-        u[..n].copy_from_slice(up);
-        softcap::bound(kernels, most, &mut g[..n]);
-        if let Some(limit) = limit {
-            softcap::bound(kernels, limit, &mut u[..n]);
+        softcap::bound_gates(kernels, most, gate, &mut g[..n]);
+        match limit {
+            Some(limit) => softcap::bound_gates(kernels, limit, up, &mut u[..n]),
+            None => u[..n].copy_from_slice(up),
         }
         sigmoid(kernels, gate, 1.0, &mut factor[..n]);
         let triples = out.iter_mut().zip(factor).zip(g.iter().zip(&u));
