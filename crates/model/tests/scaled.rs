@@ -3,8 +3,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a helper of a test may fail the test")]
 
+use std::path::Path;
+
 use crate::common::runner::Runner;
-use crate::common::scaled::{Layout, write, write_values};
+use crate::common::scaled::{Layout, write, write_published, write_values};
 use crate::common::schedule::bits;
 use crate::common::tiny::Tiny;
 use crate::common::{check_values, decoded, golden, kernels, load};
@@ -40,12 +42,51 @@ fn a_folder_with_scales_has_the_logits_of_its_values() {
     for (class, layouts) in [(KernelClass::Cpu, &all[..4]), (KernelClass::CpuF32, &all)] {
         write(&scaled, layouts);
         write_values(&plain, &scaled);
-        let tokens: Vec<u32> = (0..70).map(|i| i * 37 % 300).collect();
-        let logits = |path| Runner::new(load(path, class, &kernels()), tokens.len()).all(&tokens);
-        let (got, want) = (logits(&scaled), logits(&plain));
-        let [got, want] = [got, want].map(|rows| rows.concat());
-        assert!(got.iter().all(|x| x.is_finite()), "{class}");
-        assert!(bits(&got) == bits(&want), "{class}: logits differ");
+        assert_same_logits([&scaled, &plain], class, &class.to_string());
+    }
+}
+
+fn assert_same_logits(folders: [&Path; 2], class: KernelClass, name: &str) {
+    let tokens: Vec<u32> = (0..70).map(|i| i * 37 % 300).collect();
+    let logits = |path: &Path| {
+        let mut runner = Runner::new(load(path, class, &kernels()), tokens.len());
+        runner.all(&tokens).concat()
+    };
+    let [got, want] = folders.map(logits);
+    assert!(got.iter().all(|x| x.is_finite()), "{name}");
+    assert!(bits(&got) == bits(&want), "{name}: logits differ");
+}
+
+/// The forms in which families of 2026 are published: Flash and Base of DeepSeek V4, V4.1 Flash,
+/// Kimi K3, GLM 5.3 Flash FP8, MiniMax M3 MXFP8, Qwen 3.8 Flash Next FP8.
+#[test]
+fn published_forms_have_the_logits_of_their_values() {
+    use Layout::{Fp8Tiles, HalfTiles, InverseMxfp8, Mxfp4, NamedMxfp4, NamedTiles, PowerTiles};
+    let deepseek = [
+        (".ffn.experts.", NamedMxfp4),
+        (".attn.w", PowerTiles),
+        (".indexer.wq_b", PowerTiles),
+        (".shared_experts.", PowerTiles),
+    ];
+    let base = deepseek.map(|(part, _)| (part, NamedTiles));
+    let kimi = [(".experts.", Mxfp4)];
+    let [glm, minimax, qwen] = [Fp8Tiles, InverseMxfp8, HalfTiles]
+        .map(|layout| ["_proj", ".experts."].map(|part| (part, layout)));
+    let dir = tempfile::tempdir().unwrap();
+    let [scaled, plain] = ["scaled", "plain"].map(|name| dir.path().join(name));
+    for (name, layouts) in [
+        ("deepseek-v4-bf16", &deepseek[..]),
+        ("deepseek-v4-bf16", &base),
+        ("deepseek-v41-bf16", &deepseek),
+        ("kimi-k3-bf16", &kimi),
+        ("glm5-next-bf16", &glm),
+        ("minimax-m3-bf16", &minimax),
+        ("minimax-m3-blocks-bf16", &minimax),
+        ("qwen4-ngrams-bf16", &qwen),
+    ] {
+        write_published(name, &scaled, layouts);
+        write_values(&plain, &scaled);
+        assert_same_logits([&scaled, &plain], KernelClass::CpuF32, name);
     }
 }
 

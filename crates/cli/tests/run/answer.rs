@@ -263,6 +263,18 @@ fn a_folder_of_safetensors_answers() {
     assert_eq!(numbers(&json, "tokens").len() as u64, json["n_generated"]);
     assert!(json["n_prompt"].as_u64() > Some(1), "{json}");
     assert_eq!(json["model"], folder);
+    // A field that no reader knows may change what is computed.
+    let other = world.path("other");
+    std::fs::create_dir(&other).unwrap();
+    for name in ["model.safetensors", "tokenizer.json"] {
+        std::fs::copy(format!("{folder}/{name}"), other.join(name)).unwrap();
+    }
+    let config = std::fs::read_to_string(format!("{folder}/config.json")).unwrap();
+    let config = config.replacen('{', "{\"new_gate\": true,", 1);
+    std::fs::write(other.join("config.json"), config).unwrap();
+    let output = world.run(other.to_str().unwrap(), &["hi", "--max-tokens", "1"]);
+    let expected = "config.json has unknown fields that may change answers: new_gate\n";
+    assert!(text(&output.stderr).starts_with(expected));
 }
 
 #[test]
