@@ -239,6 +239,9 @@ impl Stream {
             = "mlx_gather_mm" gather_mm(
                 x.handle, stack.handle, ObjectHandle::NONE, indices.handle, sorted
             );
+        /// The last axis by the Hadamard matrix of its size, a power of two, over the square root
+        /// of it: twice is the identity.
+        hadamard(a: &Array) = "mlx_hadamard_transform" hadamard_transform(a.handle, NO_FLOAT);
         /// As [`gathered_matmul`](Self::gathered_matmul), of the transposes of a quantised stack.
         gathered_quantised_matmul(x: &Array, stack: &Quantised, indices: &Array, sorted: bool)
             = "mlx_gather_qmm" gather_qmm(

@@ -203,6 +203,7 @@ table! {
     put_along_axis: fn(
         Out, ObjectHandle, ObjectHandle, ObjectHandle, c_int, ObjectHandle
     ) -> c_int;
+    hadamard_transform: fn(Out, ObjectHandle, OptionalFloat, ObjectHandle) -> c_int;
     quantize: fn(
         Out, ObjectHandle, OptionalInt, OptionalInt, *const c_char, ObjectHandle, ObjectHandle
     ) -> c_int;

@@ -290,6 +290,20 @@ impl Cache {
         Ok(of(keys)?.into_iter().chain(of(values)?).collect())
     }
 
+    /// Queries as the keys of a layer are [rotated](quantised::rotated), or outputs of such values
+    /// as they are without it.
+    pub(super) fn rotated(
+        &self,
+        stream: &Stream,
+        layer: usize,
+        x: &Array,
+    ) -> Result<Array, Error> {
+        match &self.layers[layer] {
+            Kept::Quantised(..) => quantised::rotated(stream, x),
+            _ => Ok(x.clone()),
+        }
+    }
+
     /// Writes a row of each decoding sequence, `(1, K, B, D)` and `(1, K, B, E)`, to the pages of
     /// `layer`. `rows` are their places, `(1, 1, B, 1)`.
     pub(super) fn write_rows(

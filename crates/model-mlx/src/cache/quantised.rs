@@ -3,6 +3,9 @@
 //! A position's groups are of its own values alone, so they do not depend on what is written with
 //! it. They are MLX's affine groups, as `QuantizedKVCache` of mlx-lm keeps them. Attention reads
 //! them in the type of activations.
+//!
+//! Heads are [rotated] before, so that a few large values are spread over a group, as on the CPU
+//! (`tensor/src/kv.rs`). Products of rotated queries and keys are those of the plain ones.
 
 use paceline_mlx::{Array, Dtype, Quantised, QuantisedMode, Stream};
 use paceline_model::{Config, Error, LayerCache};
@@ -76,10 +79,20 @@ pub(super) fn zeros(
 pub(super) fn quantised(stream: &Stream, new: &Array, bits: usize) -> Result<[Array; 3], Error> {
     let dim = new.shape()[3] as usize;
     let group = group_of(dim).unwrap_or(dim);
-    Ok(stream.quantise(new, group as i32, bits as i32)?)
+    Ok(stream.quantise(&rotated(stream, new)?, group as i32, bits as i32)?)
 }
 
-/// The values of `parts`, packed ones, scales and biases, `(1, heads, rows, D)`.
+/// Heads `(.., D)` times the Hadamard matrix of D, which is its own inverse. D that is no power of
+/// two has none, and stays.
+pub(super) fn rotated(stream: &Stream, x: &Array) -> Result<Array, Error> {
+    let dim = x.shape().last().map_or(1, |dim| *dim as usize);
+    match dim.is_power_of_two() {
+        true => Ok(stream.hadamard(x)?),
+        false => Ok(x.clone()),
+    }
+}
+
+/// The rotated values of `parts`, packed ones, scales and biases, `(1, heads, rows, D)`.
 pub(super) fn values(
     stream: &Stream,
     [packed, scales, biases]: [Array; 3],

@@ -82,13 +82,16 @@ impl Step<'_> {
         sinks: Option<&Array>,
     ) -> Result<Array, Error> {
         let view = self.view(sequence);
-        let [k, v] = self.parts.cache.read(self.parts.stream, keeper, view)?;
+        let (stream, cache) = (self.parts.stream, &*self.parts.cache);
+        let [k, v] = cache.read(stream, keeper, view)?;
+        let q = cache.rotated(stream, keeper, q)?;
         let gathered = if view.is_gathered() { 2 } else { 0 };
         self.parts.model.counters.gathers.add(gathered);
-        match self.layer().0.pooled {
-            Some(_) => self.attended_to(sequence, [q, &k, &v], sinks),
-            None => self.attended_by([q, &k, &v], view.mask(), sinks),
-        }
+        let attended = match self.layer().0.pooled {
+            Some(_) => self.attended_to(sequence, [&q, &k, &v], sinks),
+            None => self.attended_by([&q, &k, &v], view.mask(), sinks),
+        };
+        cache.rotated(stream, keeper, &attended?)
     }
 
     /// Attention `(n, H, rows, E)` of queries over keys and values.
@@ -164,7 +167,9 @@ impl Step<'_> {
         }
         let [k, v] = cache.read_lanes(stream, keeper, decoding.read(kind))?;
         let query = query.as_ref().expect("decoding rows have queries");
-        self.attended_by([query, &k, &v], decoding.mask(kind), sinks)
+        let query = cache.rotated(stream, keeper, query)?;
+        let attended = self.attended_by([&query, &k, &v], decoding.mask(kind), sinks)?;
+        self.parts.cache.rotated(stream, keeper, &attended)
     }
 
     /// `(m, heads, n, E)` of each part as rows, `(sum of m n, heads E)`.
