@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Bars of training: bar65_train.py PACELINE memory|stages|rows|hang|torch [--rows N] [--tokens N]
-[--layers N] [--class mlx-f32]
+"""Bars of training: bar65_train.py PACELINE memory|stages|rows|hang|faults|torch [--rows N]
+[--tokens N] [--layers N] [--class mlx-f32] [--avx2]
 
 A llama of 30 million numbers (17 layers of width 384), trained whole, with `stages` by adapters.
 memory  most resident bytes of every rank, `--shard all`, 1 to 4 ranks, also with two kills; bytes
         sent over ZeRO's
 stages  seconds of a step over two stages against one process, one thread each, and the share of it
         in which the least busy stage computes; with `--class mlx-f32` on MLX's CPU build
+        (PACELINE_MLXC), of 4 layers and shorter rows
 rows    the same of a row of 8,192 tokens that is cut over two ranks, 1 layer
 hang    a stage's main thread stops and its heartbeats go on: seconds until it is named, same bytes
+faults  2 layers: a full disk at a checkpoint, a cut checkpoint, other ranks at --resume; the error
+        of each, and whether the run then ends with the bytes of one process
 torch   processor seconds of a step against PyTorch's, one thread; needs torch and transformers
 Prints one JSON object. `memory` alone counts on a machine that does other things.
 """
@@ -226,6 +229,40 @@ def hang(args, home, model, data, _):
     return report
 
 
+def faults(args, home, model, data, numbers):
+    def run(output, ranks, *more, before=()):
+        command = [*before, args.paceline, "train", model, "--data", data, "--output", output,
+                   "--method", "full", "--lr", "1e-3", "--steps", 6, "--save-every", 2, "--batch",
+                   args.rows, "--local", "--json", "--threads", 1, "--nodes", ranks,
+                   *(["--shard", "all"] if ranks > 1 else []), *more]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True,
+                              env={**os.environ, "PACELINE_HOME": str(home / "home")})
+        if done.returncode:
+            return {"rc": done.returncode, "error": done.stderr.strip().splitlines()[-2:]}
+        return json.loads(done.stdout)["digest"]
+
+    def steps(output):
+        return sorted(path.name for path in output.glob("step-*"))
+
+    one, small, left = home / "one", home / "small", home / "left"
+    expected = run(one, 1)
+    small.mkdir()
+    # A checkpoint has 12 bytes a number, and so have the files of its ranks: no room for a second.
+    mount = (f'mount -t tmpfs -o size={30 * numbers} none {small}; "$@"; rc=$?; '
+             f"cp -r {small} {left}; exit $rc")
+    report = {"disk full": run(small, 2, before=["unshare", "-rm", "sh", "-c", mount, "sh"]),
+              "its checkpoints": steps(left)}
+    report["then three ranks with room: same"] = run(left, 3, "--resume") == expected
+    shutil.rmtree(one / steps(one)[-1])
+    for name in ("params", "optimiser"):
+        cut = home / name
+        shutil.copytree(one, cut)
+        file = cut / steps(cut)[-1] / f"{name}.safetensors"
+        os.truncate(file, file.stat().st_size // 2)
+        report[f"{name} cut"] = run(cut, 3, "--resume")
+    return report
+
+
 def torch_seconds(model, data, rows, steps):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -248,35 +285,46 @@ def torch_seconds(model, data, rows, steps):
 
 
 def torch(args, home, model, data, _):
+    if args.avx2:
+        os.environ |= {"PACELINE_CPU": "avx2", "ATEN_CPU_CAPABILITY": "avx2",
+                       "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     spent = []
     for steps in (2, 6):  # the difference is of steps alone
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        train(args.paceline, home, model, data, steps, "--batch", args.rows)
+        done = train(args.paceline, home, model, data, steps, "--batch", args.rows)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    own, theirs = (spent[1] - spent[0]) / 4, torch_seconds(model, data, args.rows, 5)
-    return {"own_s": own, "torch_s": theirs, "over": round(own / theirs, 3)}
+        spent.append((after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime,
+                      after.ru_minflt - before.ru_minflt))
+    user, system, faults = ((six - two) / 4 for two, six in zip(*spent))
+    report = {"own_s": round(user + system, 3), "own_system_s": round(system, 3),
+              "own_faults": int(faults), "own_MiB": done["own"] >> 20}
+    theirs = torch_seconds(model, data, args.rows, 5)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return report | {"torch_s": round(theirs, 3), "torch_MiB": memory >> 10,
+                     "over": round((user + system) / theirs, 3)}
 
 
 def main():
     args = argparse.ArgumentParser(description=__doc__)
     args.add_argument("paceline")
-    args.add_argument("bar", choices=["memory", "stages", "rows", "hang", "torch"])
+    args.add_argument("bar", choices=["memory", "stages", "rows", "hang", "faults", "torch"])
     args.add_argument("--rows", type=int, help="rows of a step, a leaf each")
     args.add_argument("--tokens", type=int, help="words of a row")
     args.add_argument("--class", dest="class_", default="cpu", help="arithmetic of stages")
-    args.add_argument("--layers", type=int, help="17 without it, 1 for rows")
+    args.add_argument("--avx2", action="store_true", help="torch: both without AVX-512")
+    args.add_argument("--layers", type=int, help="17 without it; rows 1, faults 2, MLX 4")
     args = args.parse_args()
     args.rows = args.rows or {"memory": 8, "rows": 1}.get(args.bar, 4)
-    args.tokens = args.tokens or {"memory": 4, "rows": 4000}.get(args.bar, 80)
-    args.layers = args.layers or (1 if args.bar == "rows" else 17)
+    usual = (80, 17) if args.class_ == "cpu" else (20, 4)  # MLX's CPU build takes most of a minute
+    args.tokens = args.tokens or {"memory": 4, "faults": 4, "rows": 4000}.get(args.bar, usual[0])
+    args.layers = args.layers or {"rows": 1, "faults": 2}.get(args.bar, usual[1])
     with tempfile.TemporaryDirectory() as home:
         home = Path(home)
         model, data = home / "model", home / "data.jsonl"
         numbers = make_model(model, args.layers)
         make_data(data, args.rows, args.tokens)
         bar = {"memory": memory, "stages": stages, "rows": rows, "hang": hang,
-               "torch": torch}[args.bar]
+               "faults": faults, "torch": torch}[args.bar]
         print(json.dumps({"numbers": numbers, args.bar: bar(args, home, model, data, numbers)}))
 
 
