@@ -57,6 +57,8 @@ pub mod workers;
 
 pub use error::Error;
 pub use instance::{Instance, InstanceConfig, Observer, SharedForecast};
-pub use model_setup::{DRAFTS, Options, PrefillOptions, PreparedModel, Rehearsal, ReplyStream, ServingModel};
+pub use model_setup::{
+    DRAFTS, Options, PrefillOptions, PreparedModel, Rehearsal, ReplyStream, ServingModel,
+};
 pub use sharding::PlannedSplit;
 pub use summary::{InstanceSummary, Prompts, Shard};
