@@ -72,7 +72,7 @@ fn simplified(text: &str) -> Result<String, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::simplified;
+    use super::{Tokenizer, simplified};
 
     #[test]
     fn texts_that_differ_in_case_accents_or_space_have_one_key() {
@@ -89,5 +89,18 @@ mod tests {
         for (text, expected) in cases {
             assert_eq!(simplified(text).unwrap(), expected, "{text:?}");
         }
+    }
+
+    /// As sglang 0.5.23 gives them, for tokens of bytes, words and names.
+    #[test]
+    fn keys_of_a_folder_are_those_of_the_definition() {
+        const FOLDERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests-data/golden/hf");
+        let folder = format!("{FOLDERS}/deepseek-v41-ngrams-bf16");
+        let golden = std::fs::read(format!("{folder}.golden.json")).unwrap();
+        let golden: serde_json::Value = serde_json::from_slice(&golden).unwrap();
+        let keys = Tokenizer::from_hf_dir(folder.as_ref())
+            .unwrap()
+            .token_keys();
+        assert_eq!(serde_json::json!(keys.unwrap()), golden["token_keys"]);
     }
 }
