@@ -53,13 +53,13 @@ fn a_pull_ends_with_the_file_its_record_and_nothing_else() {
         panic!("it is there now");
     };
     assert_eq!(found, pulled.found);
-    verify(
+    let verified = verify(
         &setup.home,
         &pulled.name,
         &setup.cancel,
         &mut SilentProgress,
-    )
-    .unwrap();
+    );
+    verified.unwrap();
 }
 
 #[test]
@@ -85,10 +85,8 @@ fn a_broken_connection_is_resumed_within_the_same_pull() {
     assert_eq!(setup.files(), COMPLETE);
     let requests = server.requests();
     let ranges: Vec<Option<&str>> = requests.iter().map(|r| r.header("range")).collect();
-    assert_eq!(ranges[0], None);
-    assert_eq!(ranges[1], Some("bytes=1000000-"));
-    assert_eq!(ranges[2], Some("bytes=1000000-"));
-    assert_eq!(ranges[3], Some("bytes=2500000-"));
+    let again = Some("bytes=1000000-");
+    assert_eq!(ranges, [None, again, again, Some("bytes=2500000-")]);
     assert_eq!(requests[3].header("if-range"), Some("\"1\""));
     assert_eq!(record.messages.len(), 3, "{:?}", record.messages);
 }
@@ -124,14 +122,8 @@ fn a_later_pull_goes_on_where_a_cancelled_one_stopped() {
 
 #[test]
 fn resuming_starts_over_when_the_server_cannot_or_its_copy_changed() {
-    for vice in [
-        "no ranges",
-        "new etag",
-        "wrong range",
-        "shorter",
-        "weak etag",
-        "bad partial",
-    ] {
+    const VICES: &str = "no ranges|new etag|wrong range|shorter|weak etag|bad partial";
+    for vice in VICES.split('|') {
         let (body, catalogue) = body();
         let server = FakeHub::start(move |request, number| {
             let body = Arc::clone(&body);
@@ -291,24 +283,16 @@ fn a_body_without_length_is_bounded_by_the_expected_size() {
 
 #[test]
 fn refusals_are_told_apart() {
-    for (status, fits) in [
-        (
-            401,
-            (|e| {
-                matches!(
-                    e,
-                    Error::Unauthorized {
-                        token_sent: false,
-                        ..
-                    }
-                )
-            }) as fn(&Error) -> _,
-        ),
+    type Fits = fn(&Error) -> bool;
+    let unauthorized: Fits = |e| matches!(e, Error::Unauthorized { token_sent, .. } if !token_sent);
+    let cases: [(u16, Fits); 5] = [
+        (401, unauthorized),
         (403, |e| matches!(e, Error::Forbidden { .. })),
         (404, |e| matches!(e, Error::NotFound { .. })),
         (418, |e| matches!(e, Error::HttpStatus { status: 418, .. })),
         (500, |e| matches!(e, Error::HttpStatus { status: 500, .. })),
-    ] {
+    ];
+    for (status, fits) in cases {
         let server = FakeHub::start(move |_, _| ServerReply::Status(status));
         let setup = StoreSetup::new(server.url());
         let (_, catalogue) = body();
@@ -525,22 +509,12 @@ fn two_pulls_at_once_fetch_once() {
             matches!(busy, Err(Error::NotInStore { .. } | Error::Busy { .. })),
             "{busy:?}"
         );
-        let second = pull(
-            &setup.home,
-            &plan,
-            &setup.options,
-            &setup.cancel,
-            &mut tell,
-            now(),
-        )
-        .unwrap();
+        let (options, cancel) = (&setup.options, &setup.cancel);
+        let second = pull(&setup.home, &plan, options, cancel, &mut tell, now());
         assert!(first.join().unwrap().unwrap().fetched);
-        assert!(!second.fetched);
-        assert!(
-            tell.1[0].contains("another paceline process"),
-            "{:?}",
-            tell.1
-        );
+        assert!(!second.unwrap().fetched);
+        let told = &tell.1[0];
+        assert!(told.contains("another paceline process"), "{told}");
     });
     assert_eq!(server.requests().len(), 1);
 }
@@ -596,33 +570,26 @@ fn a_folder_is_fetched_file_by_file_and_resumed_between_them() {
     let pulled = pulled.unwrap();
     assert_eq!(pulled.found.kind, Kind::Safetensors);
     assert_eq!(pulled.name.as_str(), "own/repo");
-    let names = [
-        "config.json",
-        "model.safetensors",
-        "paceline.json",
-        "tokenizer.json",
-    ];
-    assert_eq!(setup.files(), names.map(|name| format!("own--repo/{name}")));
-    let fetched = server
-        .requests()
-        .iter()
-        .filter(|r| r.path.ends_with(".safetensors"))
-        .count();
-    assert_eq!(fetched, 1, "the weights were there already");
+    let names = "config.json model.safetensors paceline.json tokenizer.json".split(' ');
+    let names: Vec<String> = names.map(|name| format!("own--repo/{name}")).collect();
+    assert_eq!(setup.files(), names);
+    let requests = server.requests();
+    let weights = requests.iter().filter(|r| r.path.ends_with(".safetensors"));
+    assert_eq!(weights.count(), 1, "the weights were there already");
     assert!(
         record.labels.contains("checking model.safetensors"),
         "{record:?}"
     );
     let config = format!("/own/repo/resolve/{}/config.json", "ab".repeat(20));
-    assert!(
-        server
-            .requests()
-            .iter()
-            .any(|request| request.path == config)
-    );
+    assert!(requests.iter().any(|request| request.path == config));
 
     let stored = resolve_in(&setup.home, empty_catalogue(), "own/repo").unwrap();
     assert_eq!(stored, Resolution::Path(pulled.found));
+}
+
+/// The error of a pull from the hub.
+fn refused(setup: &StoreSetup, spec: &str) -> Error {
+    setup.pull(empty_catalogue(), spec).0.unwrap_err()
 }
 
 #[test]
@@ -639,7 +606,7 @@ fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
         false => ServerReply::file(&model, "m"),
     });
     let setup = StoreSetup::new(server.url());
-    match setup.pull(empty_catalogue(), "own/repo").0.unwrap_err() {
+    match refused(&setup, "own/repo") {
         Error::AmbiguousGguf { choices, .. } => {
             let choices: Vec<_> = choices.iter().map(|it| (&*it.selector, it.bytes)).collect();
             let bytes = Some(Bytes(payload().len() as u64));
@@ -647,20 +614,13 @@ fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
         }
         other => panic!("{other:?}"),
     }
-    let none = setup
-        .pull(empty_catalogue(), "own/repo:Q2_K")
-        .0
-        .unwrap_err();
+    let none = refused(&setup, "own/repo:Q2_K");
     assert!(matches!(none, Error::NoMatchingGguf { .. }), "{none:?}");
 
     let pulled = setup.pull(empty_catalogue(), "own/repo:q4_k_m").0.unwrap();
     assert_eq!(pulled.name.as_str(), "own/repo:Q4/m-Q4_K_M.gguf");
-    assert!(
-        pulled
-            .found
-            .path
-            .ends_with("own--repo--Q4%2Fm-Q4_K_M.gguf/Q4/m-Q4_K_M.gguf")
-    );
+    let place = "own--repo--Q4%2Fm-Q4_K_M.gguf/Q4/m-Q4_K_M.gguf";
+    assert!(pulled.found.path.ends_with(place));
     for spec in ["own/repo", "own/repo:Q4_K_M", "own/repo:m-Q4_K_M.gguf"] {
         let found = resolve_in(&setup.home, empty_catalogue(), spec).unwrap();
         assert_eq!(found, Resolution::Path(pulled.found.clone()), "{spec}");
@@ -671,24 +631,17 @@ fn gguf_repositories_want_a_selector_unless_there_is_one_file() {
         matches!(several, Err(Error::AmbiguousGguf { .. })),
         "{several:?}"
     );
-    assert!(matches!(
-        remove(&setup.home, "own/repo"),
-        Err(Error::AmbiguousEntry { .. })
-    ));
-    assert_eq!(
-        remove(&setup.home, "own/repo:Q8_0").unwrap().name.as_str(),
-        "own/repo:m-Q8_0.gguf"
-    );
+    let any = remove(&setup.home, "own/repo");
+    assert!(matches!(any, Err(Error::AmbiguousEntry { .. })), "{any:?}");
+    let removed = remove(&setup.home, "own/repo:Q8_0").unwrap();
+    assert_eq!(removed.name.as_str(), "own/repo:m-Q8_0.gguf");
 }
 
 #[test]
 fn an_endless_file_list_is_cut_off() {
     let body = Arc::new(vec![b' '; 17 << 20]);
     let server = FakeHub::of(&body);
-    let error = StoreSetup::new(server.url())
-        .pull(empty_catalogue(), "own/repo")
-        .0
-        .unwrap_err();
+    let error = refused(&StoreSetup::new(server.url()), "own/repo");
     assert!(matches!(error, Error::SizeMismatch { .. }), "{error:?}");
 }
 
@@ -734,14 +687,16 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
 
     let folder = setup.file("copies");
     let (options, cancel) = (&setup.options, &setup.cancel);
-    fetch_pinned(
-        &pinned,
-        (&folder, "x.gguf"),
-        options,
-        cancel,
-        &mut SilentProgress,
-    )
-    .unwrap();
+    let fetch = |pinned: &PinnedFile, file: &str| {
+        fetch_pinned(
+            pinned,
+            (&folder, file),
+            options,
+            cancel,
+            &mut SilentProgress,
+        )
+    };
+    fetch(&pinned, "x.gguf").unwrap();
     assert_eq!(fs::read(folder.join("x.gguf")).unwrap(), *model);
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
 
@@ -755,35 +710,19 @@ fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
         let right = &model[span.start as usize..span.end as usize];
         assert!(came == right, "{span:?}: {} bytes came", came.len());
     }
-    let asked = |number: usize| {
-        server.requests()[number]
-            .header("range")
-            .unwrap()
-            .to_owned()
-    };
-    assert_eq!(asked(3), "bytes=1000000-1499999");
-    assert_eq!(asked(4), "bytes=1100000-1499999", "no byte twice");
+    let requests = server.requests();
+    let asked = |number: usize| requests[number].header("range");
+    assert_eq!(asked(3), Some("bytes=1000000-1499999"));
+    assert_eq!(asked(4), Some("bytes=1100000-1499999"), "no byte twice");
 
     let other = PinnedFile {
         sha256: "0".repeat(64),
         ..pinned
     };
-    let wrong = fetch_pinned(
-        &other,
-        (&folder, "y.gguf"),
-        options,
-        cancel,
-        &mut SilentProgress,
-    );
-    assert!(
-        matches!(wrong, Err(Error::HashMismatch { .. })),
-        "{wrong:?}"
-    );
-    assert_eq!(
-        fs::read_dir(&folder).unwrap().count(),
-        1,
-        "nothing of it is left"
-    );
+    let wrong = fetch(&other, "y.gguf").unwrap_err();
+    assert!(matches!(wrong, Error::HashMismatch { .. }), "{wrong:?}");
+    let left = fs::read_dir(&folder).unwrap().count();
+    assert_eq!(left, 1, "nothing of it is left");
 }
 
 #[test]
