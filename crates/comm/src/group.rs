@@ -70,7 +70,7 @@ pub struct CopyStats {
 /// call was the last to succeed: a rank whose peers have all arrived completes, although another
 /// may have failed. After an error the contents of output buffers are unspecified. To continue,
 /// drop the handle and build a new group. Any [`Error`] may come. [`Error::NoSuchRank`] comes only
-/// of a call with a peer or a root, and [`Error::Length`] only of one with lengths of several ranks.
+/// of a call with a peer or a root, [`Error::Length`] only of one with lengths of several ranks.
 ///
 /// **Leaving.** A rank that leaves ends the group for the others, so ranks that finish at different
 /// times end with a barrier. Messages sent before a rank left can still be received.
