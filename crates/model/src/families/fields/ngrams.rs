@@ -68,6 +68,7 @@ impl ConfigFields<'_> {
     pub(crate) fn engrams(&self, config: &Config) -> Result<Option<Ngrams>, Error> {
         const LAYERS: &str = "engram_layer_ids";
         const ROWS: &str = "engram_num_embeddings";
+        const BLANK: &str = "engram_pad_token_id";
         let layers = self.memory_layers(LAYERS, (0, config.layers.len()))?;
         if layers.is_empty() {
             return Ok(None);
@@ -80,7 +81,12 @@ impl ConfigFields<'_> {
         let heads = size("engram_n_heads", 1, MAX_NGRAM_HEADS)?;
         let keys = size("engram_compressed_vocab_size", 1, config.vocab as u64)?;
         let least = size("engram_vocab_size", 2, MAX_LEAST_ROWS)?;
-        let blank = self.opt_size("", "engram_pad_token_id", 0, config.vocab as u64 - 1)?;
+        let blank = |name| self.opt_size("", name, 0, config.vocab as u64 - 1);
+        let blank = match blank(BLANK)? {
+            None => blank("engram_pad_id")?, // as transformers saves it
+            said => said,
+        };
+        let blank = blank.ok_or_else(|| self.missing(BLANK, BLANK))?;
         let factors = |_, layer| pcg_factors(layer, longest, keys);
         let mut tables = tables(&layers, (least, (longest - 1) * heads), factors);
         let rows = self.hf(ROWS, "a list", Value::as_array)?;
@@ -100,7 +106,7 @@ impl ConfigFields<'_> {
             dim: size("engram_head_dim", 1, MAX_WIDTH)?,
             taps: 0,
             stop: None,
-            blank: blank.unwrap_or(0) as u32,
+            blank: blank as u32,
             keys: Some(keys),
             tables,
         }))

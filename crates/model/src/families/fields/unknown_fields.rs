@@ -20,7 +20,7 @@ const READ: &str = "\
     compress_rope_theta conv_L_cache conv_bias conv_kernel d_model decoder_sparse_step \
     dense_intermediate_size embedding_multiplier enable_moe_block engram_compressed_vocab_size \
     engram_head_dim engram_layer_ids engram_max_ngram_size engram_n_heads engram_num_embeddings \
-    engram_pad_token_id engram_vocab_size expand experts_per_token ffn_config \
+    engram_pad_id engram_pad_token_id engram_vocab_size expand experts_per_token ffn_config \
     final_logit_softcapping first_k_dense_replace full_attention_interval full_attn_idxs gate_temp \
     global_head_dim hc_count hc_eps hc_lowrank hc_mult hc_sinkhorn_iters head_dim heads_per_ngram \
     hidden_act hidden_activation hidden_size hidden_size_per_layer_input hybrid_override_pattern \
