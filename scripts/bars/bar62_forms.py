@@ -108,7 +108,7 @@ def glm(config):
 
 
 def qwen(config):
-    text = config | {"mtp_num_hidden_layers": 1}
+    text = config | {"mtp_num_hidden_layers": 1, "output_gate_type": "sigmoid"}
     return {"model_type": "qwen4_exp", "architectures": ["Qwen4ExpForConditionalGeneration"], "text_config": text}
 
 

@@ -104,7 +104,7 @@ ROWS = {
     "qwen35moe": golden("qwen35moe-bf16"),
     "qwen4 pools": golden("qwen4-bf16"), "qwen4 all positions": golden("qwen4-bf16") | {"indexer_budget": 512},
     "qwen4 multimodal": golden("qwen4-bf16") | {"wrap": "qwen4_exp", "indexer_budget": 512},
-    "qwen4 n-grams": golden("qwen4-ngrams-bf16"),
+    "qwen4 n-grams": golden("qwen4-ngrams-bf16"), "qwen4 sigmoid gates": golden("qwen4-bf16") | {"output_gate_type": "sigmoid"},
     "qwen4 n-grams of 4, one tap": golden("qwen4-ngrams-bf16") | {"ngram_size": 4, "heads_per_ngram": 2, "ple_conv_kernel_size": 1, "ple_layer_ids": [2]},
     "qwen4 n-grams of 2, five taps": golden("qwen4-ngrams-bf16") | {"ngram_size": 2, "heads_per_ngram": 4, "ple_embed_dim": 64,
                                                                    "ple_conv_kernel_size": 5, "seed": 5, "split_ngram_parts": 1},

@@ -55,6 +55,7 @@ impl From<&ModelEntry> for ModelSizes {
                 layer.cache = LayerCache::Delta(DeltaNet {
                     least_decay: None,
                     low_rank_gates: false,
+                    sigmoid_gates: false,
                     taps: 4,
                     order: HeadOrder::Grouped,
                     rule: StateRule::Difference,

@@ -121,10 +121,14 @@ impl<'a> Step<'a> {
         read: &Array,
     ) -> Result<Array, Error> {
         let (stream, eps) = (self.parts.stream, self.parts.model.config.norm_eps);
-        let normed = || stream.rms_norm(read, &own.norm, eps);
         Ok(match own.rule {
-            StateRule::Difference => stream.multiply(&normed()?, &self.silu(gates)?)?,
-            StateRule::Channels => stream.multiply(&normed()?, &stream.sigmoid(gates)?)?,
+            StateRule::Difference | StateRule::Channels => {
+                let factors = match own.sigmoid_gates {
+                    true => stream.sigmoid(gates)?,
+                    false => self.silu(gates)?,
+                };
+                stream.multiply(&stream.rms_norm(read, &own.norm, eps)?, &factors)?
+            }
             StateRule::Sum => {
                 let rows = read.shape()[0];
                 let gated = stream.multiply(read, &self.silu(gates)?)?;

@@ -14,6 +14,8 @@ use super::Loader;
 #[derive(Debug)]
 pub(crate) struct DeltaNet {
     pub(crate) rule: StateRule,
+    /// See [`paceline_model::DeltaNet`], as of `least_decay`.
+    pub(crate) sigmoid_gates: bool,
     /// `(2 K D + H E, C)`: queries, keys and values.
     pub(crate) inputs: Matrix,
     /// `(H E, C)`, or `(H E, D)` of what `gate_down` gives.
@@ -124,6 +126,7 @@ impl Loader<'_> {
             .collect();
         Ok(DeltaNet {
             rule: net.rule,
+            sigmoid_gates: net.sigmoid_gates,
             inputs: self.delta_rows(layer, &all.inputs)?,
             gate: rows(&all.gate)?,
             gate_down: gate_down.as_ref().map(rows).transpose()?,

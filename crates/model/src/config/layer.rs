@@ -58,6 +58,8 @@ pub struct DeltaNet {
     pub least_decay: Option<f32>,
     /// Whether the matrix of output gates is a product of two; with [`StateRule::Channels`] only.
     pub low_rank_gates: bool,
+    /// Whether results are multiplied by the sigmoid of their gates, not by silu.
+    pub sigmoid_gates: bool,
 }
 
 /// Mapping of H value heads to K key heads.

@@ -37,7 +37,6 @@ pub(super) fn config(fields: &ConfigFields<'_>) -> Result<Config, Error> {
     config.streams = Some(fields.streams()?);
     fields.set_delta_nets(&mut config)?;
     config.ngrams = fields.ngram_embeddings(&config)?;
-    fields.check_output_gate()?;
     let pooled = fields.pool_indexer(config.ropes[0].frequencies.len())?;
     let normalised = fields.normalises_experts_or(true)?;
     let mut experts = fields.experts("num_experts", config.ffn, normalised)?;

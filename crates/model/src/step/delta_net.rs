@@ -18,7 +18,7 @@
 
 use paceline_comm::RegisteredMemory;
 use paceline_tensor::pool::DisjointMut;
-use paceline_tensor::{Activations, Kernels, Product, StateRule};
+use paceline_tensor::{Activations, Kernels, Product};
 
 use super::rows::activations;
 use crate::model::Model;
@@ -227,7 +227,6 @@ impl Mixer {
         x: &mut [f32],
     ) {
         let width = net.key_heads.len() * dim;
-        let by_sigmoid = net.rule == StateRule::Channels;
         let parts = DisjointMut::new(x, width);
         kernels.for_rows(parts.len(), |t| {
             // SAFETY: each row is visited once.
@@ -235,7 +234,7 @@ impl Mixer {
             let gates = self.wide[t * width..(t + 1) * width].chunks_exact(dim);
             for (head, gates) in row.chunks_exact_mut(dim).zip(gates) {
                 kernels.rms_norm_in_place(head, &net.vectors.norm, eps);
-                if by_sigmoid {
+                if net.sigmoid_gates {
                     times_sigmoid(kernels, head, gates);
                     continue;
                 }

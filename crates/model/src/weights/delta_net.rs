@@ -20,6 +20,8 @@ pub(crate) struct DeltaNet {
     /// `(H, C)`; `None` in Mamba 2, whose decays follow from the steps.
     pub(crate) decay: Option<PackedMatrix>,
     pub(crate) rule: StateRule,
+    /// As in the configuration.
+    pub(crate) sigmoid_gates: bool,
     /// `(D, C)`: inputs of gates and of decays, whose matrices have D columns (Kimi); `None` where
     /// these have C.
     pub(crate) downs: [Option<PackedMatrix>; 2],
@@ -296,6 +298,7 @@ impl ShardLoader<'_> {
             step: of(&all.step, true)?,
             decay: opt(&all.decay, true)?,
             rule: net.rule,
+            sigmoid_gates: net.sigmoid_gates,
             downs: [opt(&all.downs[0], false)?, opt(&all.downs[1], true)?],
             least_decay: net.least_decay,
             vectors: self.names.delta_vectors(layer, places, net)?,
@@ -391,7 +394,10 @@ impl WeightReader<'_> {
         let (shape, heads) = (places.shape, places.heads);
         let role = |part| Role::Layer(layer, part);
         let part = |part, n: usize, own: Range<usize>| {
-            let all = self.finite_flat(role(part), [n, 1])?;
+            let all = match net.rule {
+                StateRule::Difference => self.finite(role(part), n)?,
+                _ => self.finite_flat(role(part), [n, 1])?,
+            };
             Ok::<_, Error>(all[own].to_vec())
         };
         let of_heads = |role| part(role, shape.heads, heads.clone());

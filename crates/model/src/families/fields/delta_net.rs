@@ -74,6 +74,7 @@ impl ConfigFields<'_> {
                 rule: StateRule::Difference,
                 least_decay: None,
                 low_rank_gates: false,
+                sigmoid_gates: self.output_gate_is_sigmoid()?,
             }),
             heads,
             kv_heads,
@@ -98,6 +99,7 @@ impl ConfigFields<'_> {
             least_decay: self.least_decay()?,
             low_rank_gates: self.hf("use_full_rank_gate", "true or false", Value::as_bool)?
                 != Some(true),
+            sigmoid_gates: true,
         };
         let recurrent = self.kimi_layers(config.layers.len())?;
         let layers = config.layers.iter_mut().zip(recurrent);

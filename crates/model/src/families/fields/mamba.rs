@@ -66,6 +66,7 @@ impl ConfigFields<'_> {
             cache: LayerCache::Delta(DeltaNet {
                 least_decay: None,
                 low_rank_gates: false,
+                sigmoid_gates: false,
                 taps,
                 order: HeadOrder::Grouped,
                 rule: StateRule::Sum,

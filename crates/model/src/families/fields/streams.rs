@@ -152,12 +152,14 @@ impl ConfigFields<'_> {
         })
     }
 
-    /// Refuses output gates of gated delta nets other than silu.
-    pub(crate) fn check_output_gate(&self) -> Result<(), Error> {
+    /// Whether results of gated delta nets are multiplied by the sigmoid of their gates, not by
+    /// silu.
+    pub(crate) fn output_gate_is_sigmoid(&self) -> Result<bool, Error> {
         const FIELD: &str = "output_gate_type";
         match self.hf(FIELD, "a string", Value::as_str)? {
-            None | Some("silu" | "swish") => Ok(()),
-            Some(other) => Err(wrong_value(FIELD, other, "silu")),
+            None | Some("silu" | "swish") => Ok(false),
+            Some("sigmoid") => Ok(true),
+            Some(other) => Err(wrong_value(FIELD, other, "silu or sigmoid")),
         }
     }
 }
