@@ -98,12 +98,13 @@ pub use follower::Follower;
 pub use prefill_budget::StepTimeTarget;
 pub use queue_order::SchedulingParams;
 pub use request::{
-    Event, Finish, GenerationRequest, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_SHOWN, ResumeOutcome,
+    Finish, GenerationRequest, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, MAX_SHOWN, ResumeOutcome,
     SequenceId, TokenLogprobs,
 };
 pub use runner::{Runner, StepClock};
 pub use sampling::{MAX_LOGIT_BIAS, ParamError, SamplingParams, TemperatureOrder};
 pub use service::{
-    Reply, RequestFailure, RequestMessage, Service, ServiceStatus, Sink, State, Submission, Ticket,
+    Event, Reply, RequestFailure, RequestMessage, Service, ServiceStatus, Sink, State, Submission,
+    Ticket,
 };
 pub use snapshot::Snapshot;

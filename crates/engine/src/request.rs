@@ -4,7 +4,7 @@ use paceline_text::detokenizer::StopMatcher;
 use paceline_text::grammar::Constraint;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Reply, SamplingParams, SchedulingParams};
+use crate::{Error, SamplingParams, SchedulingParams};
 
 /// Id of a sequence; never reused by the same engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -164,18 +164,4 @@ pub enum ResumeOutcome {
         text: String,
         reason: Finish,
     },
-}
-
-/// What a step did for a sequence. It has ended with [`Reply::Finished`] and is removed then; none is
-/// [`Reply::Failed`].
-#[derive(Clone, Debug, PartialEq)]
-pub struct Event {
-    pub id: SequenceId,
-    pub reply: Reply,
-}
-
-impl Event {
-    pub(crate) const fn is_last(&self) -> bool {
-        matches!(self.reply, Reply::Finished { .. })
-    }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DraftCounts, Embedder, Error, Finish, GenerationRequest, TokenLogprobs};
+use crate::{DraftCounts, Embedder, Error, Finish, GenerationRequest, SequenceId, TokenLogprobs};
 
 /// Id of a request, from the server that takes it to the engine that computes it: no other request
 /// of a cluster has it. The low byte counts submissions, so that late replies to an earlier one are
@@ -154,6 +154,20 @@ pub enum Reply {
     },
     /// The answer will not be completed.
     Failed(RequestFailure),
+}
+
+/// What a step did for a sequence. It has ended with [`Reply::Finished`] and is removed then; none
+/// is [`Reply::Failed`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    pub id: SequenceId,
+    pub reply: Reply,
+}
+
+impl Event {
+    pub(crate) const fn is_last(&self) -> bool {
+        matches!(self.reply, Reply::Finished { .. })
+    }
 }
 
 /// Why a request is not answered.
