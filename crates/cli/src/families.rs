@@ -45,7 +45,7 @@ fn rows() -> impl Iterator<Item = FamilyRow> {
     let decoders = ModelFamily::ALL.into_iter().map(|family| FamilyRow {
         names: family.stored_names(),
         models: family.models(),
-        engines: family.engines().to_vec(),
+        engines: vec!["cpu", "mlx"],
         splits: family.splits().to_vec(),
         drafts: true,
         training: paceline_train::FAMILIES.contains(&family),

@@ -28,6 +28,7 @@
 //! | asked for | error | why |
 //! |---|---|---|
 //! | `mlx-exact` of layers that differ | [`Error::FamilyClass`] | experts' rows share a product |
+//! | a memory of n-grams | [`Error::Ngrams`] | its tables are read by row from the file |
 //! | an adapter that is not fused | [`Error::AdapterEngine`] | a fused model is as good |
 //! | packed weights on disk | [`Error::PackedEngine`] | MLX packs them itself |
 //! | storage types that differ within a layer | [`Error::MixedForms`] | experts are one array |
@@ -362,7 +363,7 @@ fn refuse(config: &Config, class: KernelClass) -> Result<(), Error> {
         return Err(Error::FamilyClass { family, class });
     }
     if config.ngrams.is_some() {
-        return Err(Error::Streams { engine: "mlx" });
+        return Err(Error::Ngrams { engine: "mlx" });
     }
     Ok(())
 }

@@ -4,13 +4,13 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_mlx::Dtype;
 use paceline_model::backend::WeightReader;
 use paceline_model::{
-    BatchSize, Compressed, Config, Error, Experts, Kinds, LayerCache, LayerCut, LayerShape, ModelSource, Shard,
-    Split,
+    BatchSize, Compressed, Config, Error, Experts, Kinds, LayerCache, LayerCut, LayerShape,
+    ModelSource, Shard, Split,
 };
 use paceline_tensor::{KvType, PAGE};
 
-use super::step::entry_rows;
 use super::cache::{self, LayerSizes, PooledSizes, RecurrentSizes, StateSizes, bits_of};
+use super::step::entry_rows;
 use super::weights::{self, BLOCKS, RingPlan};
 
 /// The most positions, in whole pages and fewer than `positions`, for which `fits` holds; 0 if for

@@ -41,13 +41,13 @@ mod rounded;
 mod streams;
 mod tokens;
 
+pub(super) use compressed::entry_rows;
 use delta_net::NetRows;
 pub(super) use delta_page::Triangles;
 use inputs::{embed, tokens_of};
 pub(super) use inputs::{rows_after, rows_in_cache};
 use output_rows::OutputRows;
 use projections::joined;
-pub(super) use compressed::entry_rows;
 pub(super) use results::RankStep;
 use streams::StreamState;
 
@@ -146,30 +146,61 @@ impl Parts<'_> {
         }
     }
 
-    /// The residual of `n` rows from the stage before, and the rows captured there. They arrive
-    /// when the step [settles](Step::settle). So this stage makes its graph while that one
-    /// computes.
-    fn residual_to_come(&mut self, links: &Links, n: usize) -> Result<(Array, Vec<Array>), Error> {
+    /// Has the cache grow to the rows of `spans`, and fills the rings of decoding rows.
+    fn make_room(
+        &mut self,
+        batch: &Batch<'_>,
+        (spans, decoding): (&[Vec<Span>], Option<&Decoding>),
+    ) -> Result<(), Error> {
+        let (stream, constants) = (self.stream, self.constants);
+        let kinds = &constants.span_kind_of[self.model.shard.layers.clone()];
+        let kind = |layer| kinds.get(layer).unwrap_or(&constants.entries_kind);
+        let end = |layer: usize| spans.iter().map(|of| of[*kind(layer)].end()).max();
+        let growth = self.cache.growth(|layer| end(layer).unwrap_or(0));
+        if !growth.is_empty() {
+            let grow = || self.cache.grow(stream, &growth);
+            self.watch.during(batch.rows(), grow)?;
+        }
+        let decoded = decoding.into_iter().flat_map(|it| it.ring_rows(batch));
+        let decoded: Vec<RingRow<'_>> = decoded.collect();
+        let fill = || self.cache.fill_rings(stream, &decoded);
+        self.watch.during_part(batch.rows(), fill)
+    }
+
+    /// The residual of `n` rows from the stage before, the rows captured there, and what its
+    /// streams need. They arrive when the step [settles](Step::settle). So this stage makes its
+    /// graph while that one computes.
+    fn residual_to_come(&mut self, links: &Links, n: usize) -> Result<Arriving, Error> {
         let (model, stream) = (self.model, self.stream);
         let captures = model.captures_before(model.shard.layers.start);
-        let (n, width) = (n as i32, model.config.residual_width() as i32);
-        let shape = [(1 + captures) * n as usize, width as usize];
-        let rows = self.receive.residual((stream, links), shape)?;
-        let part = |nth| {
-            let part = stream.slice(&rows, &[nth * n, 0], &[(1 + nth) * n, width])?;
-            Ok::<_, Error>(stream.astype(&part, model.dtype)?)
+        let (width, sent) = (
+            model.config.residual_width(),
+            model.config.sent_width(captures),
+        );
+        let all = self.receive.residual((stream, links), [1, n * sent])?;
+        let part = |first: usize, len: usize, shape: &[i32]| {
+            let stop = [1, ((first + len) * n) as i32];
+            let part = stream.slice(&all, &[0, (first * n) as i32], &stop)?;
+            Ok::<_, Error>(stream.reshape(&part, shape)?)
         };
-        let captured = (1..=captures as i32).map(part).collect::<Result<_, _>>()?;
-        let residual = match model.config.streams {
-            None => part(0)?,
-            Some(of) => {
-                let shape = [n, of.count as i32, model.config.width as i32];
-                stream.reshape(&part(0)?, &shape)?
-            }
+        let narrow = |part: Array| Ok::<_, Error>(stream.astype(&part, model.dtype)?);
+        let rows = [n as i32, width as i32];
+        let captured = (1..=captures).map(|nth| narrow(part(nth * width, width, &rows)?));
+        let captured = captured.collect::<Result<_, _>>()?;
+        let Some(of) = model.config.streams else {
+            let (residual, streams) = (narrow(part(0, width, &rows)?)?, StreamState::default());
+            return Ok((residual, captured, streams));
         };
-        Ok((residual, captured))
+        let (count, each) = (of.count as i32, model.config.width as i32);
+        let residual = narrow(part(0, width, &[n as i32, count, each])?)?;
+        let first = (1 + captures) * width;
+        let late = (sent > first).then(|| part(first, of.count, &[n as i32, count, 1]));
+        Ok((residual, captured, StreamState::of_stage(late.transpose()?)))
     }
 }
+
+/// The residual of a step, captured rows, and what residual streams need.
+type Arriving = (Array, Vec<Array>, StreamState);
 
 impl<'a> Step<'a> {
     /// Starts a step: embeds the tokens or takes the residual from the stage before. `tokens` are
@@ -205,27 +236,19 @@ impl<'a> Step<'a> {
         };
         let spans = batch.sequences.iter().enumerate().map(spans);
         let spans = spans.collect::<Result<Vec<Vec<Span>>, Error>>()?;
-        let kinds = &constants.span_kind_of[model.shard.layers.clone()];
-        let kind = |layer| kinds.get(layer).unwrap_or(&constants.entries_kind);
-        let end = |layer: usize| spans.iter().map(|of| of[*kind(layer)].end()).max();
-        let growth = parts.cache.growth(|layer| end(layer).unwrap_or(0));
-        if !growth.is_empty() {
-            let grow = || parts.cache.grow(stream, &growth);
-            parts.watch.during(batch.rows(), grow)?;
-        }
-        let decoded = decoding.iter().flat_map(|it| it.ring_rows(batch));
-        let decoded: Vec<RingRow<'_>> = decoded.collect();
-        let fill = || parts.cache.fill_rings(stream, &decoded);
-        parts.watch.during_part(batch.rows(), fill)?;
-        let (residual, captured) = match &model.links {
+        parts.make_room(batch, (&spans, decoding.as_ref()))?;
+        let (residual, captured, streams) = match &model.links {
             Some(links) if !model.shard.embeds() => parts.residual_to_come(links, batch.rows())?,
-            _ => (embed(model, stream, weights, constants, &tokens)?, vec![]),
+            _ => {
+                let residual = embed(model, stream, weights, constants, &tokens)?;
+                (residual, vec![], StreamState::default())
+            }
         };
         let mut step = Self {
             x: residual.clone(),
             delta: residual.clone(),
             residual,
-            streams: StreamState::default(),
+            streams,
             query: None,
             key_value: None,
             gates: None,
@@ -270,8 +293,8 @@ impl<'a> Step<'a> {
         layer - self.parts.model.shard.layers.start
     }
 
-    /// Arrays that a layer still adds: the output of a dense feed-forward that has parallel experts,
-    /// and those of residual streams.
+    /// Arrays that a layer still adds: the output of a dense feed-forward that has parallel
+    /// experts, and those of residual streams.
     pub(super) fn aside(&self) -> impl Iterator<Item = &Array> {
         self.aside.iter().chain(self.streams.arrays())
     }
@@ -390,7 +413,10 @@ impl<'a> Step<'a> {
 
     /// Zeros (T, C).
     fn zero_rows(&self, dtype: Dtype) -> Result<Array, Error> {
-        let shape = [self.residual.shape()[0], self.parts.model.config.width as i32];
+        let shape = [
+            self.residual.shape()[0],
+            self.parts.model.config.width as i32,
+        ];
         Ok(self.parts.stream.zeros(&shape, dtype)?)
     }
 

@@ -135,7 +135,7 @@ fn distance(name: &str, rows: &[Vec<f32>], tolerance: f64) -> f64 {
     worst_within(name, rows, &golden_logits(name), tolerance)
 }
 
-/// Folders of several residual streams, of compressed keys, or of dense feed-forwards with a clamp.
+/// Folders with a memory of n-grams.
 const NOT_ON_MLX: [&str; 2] = ["deepseek-v41-ngrams-bf16", "qwen4-ngrams-bf16"];
 
 /// The folders that MLX computes.
@@ -218,10 +218,11 @@ fn class_mlx_agrees_within_the_rounding_of_activations_with_experts() {
         far.sort_by(f64::total_cmp);
         let middle = far[far.len() / 2];
         println!("{name} mlx: the middle row within {middle:.3e} of its size");
-        let tolerance = if name.contains("bf16") || name.contains("mxfp4") {
-            0.15
-        } else {
-            1e-4
+        let tolerance = match name {
+            // Keys of 4 bits: mlx-lm's pass in bf16 is 0.365 from its own in f32.
+            "deepseek-v41-bf16" => 0.4,
+            _ if name.contains("bf16") || name.contains("mxfp4") => 0.15,
+            _ => 1e-4,
         };
         assert!(middle <= tolerance, "{name}: {middle:.3e}");
     }
@@ -688,7 +689,8 @@ fn ranks_by(
             let captured = compute.captured().to_vec();
             let each = captures_of(&config).len() * config.width;
             assert_eq!(captured.len(), range.len() * each);
-            logits.into_iter().chain([captured])
+            let captured = Some(captured).filter(|rows| !rows.is_empty());
+            logits.into_iter().chain(captured)
         };
         chunks
             .clone()

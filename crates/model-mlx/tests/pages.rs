@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use crate::common::tiny::Tiny;
-use crate::common::{kernels, load};
+use crate::common::{golden, kernels, load};
 use crate::{Windowed, apart, furthest, mlx};
 use paceline_base::{BlockType, KernelClass};
 use paceline_model::{ModelFamily, PageName, PageStore, PersistedPage};
@@ -76,16 +76,24 @@ fn pages_of_a_prompt_go_from_class_to_class() {
         return;
     };
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("tiny.gguf");
-    for family in [
-        ModelFamily::Llama,
-        ModelFamily::Gemma3,
-        ModelFamily::DeepSeek,
-    ] {
-        let tiny = Tiny::new(family, BlockType::Q8_0);
+    let tiny = |family: ModelFamily| {
+        let (path, tiny) = (
+            dir.path().join(family.name()),
+            Tiny::new(family, BlockType::Q8_0),
+        );
         tiny.write(&path);
-        let tokens = tiny.tokens(PAGE + 3, 7);
-        let is_first = family == ModelFamily::Llama;
+        (family.name(), path, tiny.tokens(PAGE + 3, 7))
+    };
+    // Index rows are behind keys and values.
+    let blocks = golden("hf/minimax-m3-blocks-bf16");
+    let tokens = (0..PAGE as u32 + 3).map(|i| i * 37 % 300).collect();
+    for (name, path, tokens) in [
+        tiny(ModelFamily::Llama),
+        tiny(ModelFamily::Gemma3),
+        tiny(ModelFamily::DeepSeek),
+        ("minimax-m3-blocks-bf16", blocks, tokens),
+    ] {
+        let is_first = name == ModelFamily::Llama.name();
         // Without a type, pages have that of the cache.
         let mut own_bytes: Vec<usize> = Vec::new();
         let begun = |class: KernelClass, kv| {
@@ -130,7 +138,7 @@ fn pages_of_a_prompt_go_from_class_to_class() {
             let pages = first_pages(&taker, 1);
             assert_eq!(taker.compute.restore_pages(&pages).unwrap(), pages.len());
             let got = taker.step(&tokens[PAGE..], PAGE);
-            let (far, name) = (furthest(&got, &expected), family.name());
+            let far = furthest(&got, &expected);
             println!("{name} {from}>{to}: {far:.1e}");
             assert!(far <= tolerance, "{name} {from}>{to}: {far:.1e}");
             assert!(from == to || far > 0.0, "{name} {from}>{to}: its own pages");

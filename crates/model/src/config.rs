@@ -361,7 +361,7 @@ impl Config {
 
     /// Values of a position that a stage sends the next one. They are its streams, `captures`
     /// captured inputs of layers, and weights of streams for the next half.
-    pub(crate) const fn sent_width(&self, captures: usize) -> usize {
+    pub const fn sent_width(&self, captures: usize) -> usize {
         let late = match self.streams {
             Some(Streams {
                 rule: StreamRule::Constrained(Constraint { is_late: true, .. }),

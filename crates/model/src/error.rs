@@ -122,12 +122,9 @@ pub enum Error {
     /// The backend holds weights in a form of its own.
     #[error("engine {engine} keeps no packed weights on disk")]
     PackedEngine { engine: &'static str },
-    /// An engine that does not clamp the gates of dense feed-forwards.
-    #[error("engine {engine} does not compute dense feed-forwards with a clamp")]
-    DenseClamp { engine: &'static str },
-    /// The backend computes one residual stream only.
-    #[error("engine {engine} does not compute models of several residual streams")]
-    Streams { engine: &'static str },
+    /// The backend reads no tables of n-grams.
+    #[error("engine {engine} does not compute models with a memory of n-grams")]
+    Ngrams { engine: &'static str },
     /// Matrices of one product are stored in different formats.
     #[error("engine {engine} needs the experts or heads of a layer in one storage type")]
     MixedForms { engine: &'static str },

@@ -89,7 +89,7 @@ fn of_model(error: &paceline_model::Error) -> Option<&'static str> {
         Error::Class { .. } | Error::FamilyClass { .. } => {
             Some("--engine and --class have to fit each other")
         }
-        Error::Streams { .. } => Some("take --engine cpu"),
+        Error::Ngrams { .. } => Some("take --engine cpu"),
         Error::NotHanded { .. } => {
             Some("take one node for prompts and --split pipeline, or as many of both")
         }

@@ -43,9 +43,7 @@ impl Step<'_> {
             None => scores,
             Some(seen) => {
                 let seen = stream.reshape(&seen, &[-1, 1, 1, *rows, *m])?;
-                let [one, far] = [1.0, 1e30].map(|x| stream.scalar(x, Dtype::F32));
-                let hidden = stream.multiply(&stream.subtract(&seen, &one?)?, &far?)?;
-                stream.add(&scores, &hidden)?
+                self.seen_only(&scores, &seen)?
             }
         };
         let weights = stream.astype(&stream.softmax(&scores, 4)?, v.dtype())?;

@@ -3,9 +3,9 @@
 //!
 //! ```text
 //! row of a position:  key (D) | of the run's key: inputs, gates (N D each) | of its index key: ..
-//! a run that ends  -> entry = sum over its positions of softmax(gate + bias) * input, normed, turned
+//! a run that ends  -> entry = norm(sum over positions of softmax(gate + bias) * input), turned
 //! entry, index key -> over the rows of its run's positions in pages that keep all positions
-//! q (H, n, D) over entries (E, D) and the window's keys -> turned back -> outputs of groups (G, n, R)
+//! q (H, n, D) over entries (E, D) and the window's keys -> turned back -> (G, n, R), by group
 //! ```
 //!
 //! Rows and entries are f32 in every class, in the layout of the CPU's pages.
@@ -15,12 +15,9 @@ use paceline_model::{Compressed, Error, KeyRuns, LayerCache};
 use paceline_tensor::PAGE;
 
 use super::Step;
-use super::indexer::Selected;
+use super::indexer::{FAR, Selected};
 use super::rounded;
 use super::weights::{self, KeySeries, Layer, Mixer};
-
-/// Far more than any gate or score.
-const FAR: f32 = 1e30;
 
 /// A layer of a step.
 #[derive(Clone, Copy)]

@@ -13,6 +13,9 @@ use super::weights::{self, Layer, Mixer};
 /// Added to the variance of index keys: the constant of `DeepseekV32Indexer`.
 const EPS: f32 = 1e-6;
 
+/// Far more than any score.
+pub(super) const FAR: f32 = 1e30;
+
 /// Most scores of queries that are computed at once, of 4 bytes each: 256 MiB.
 const SCORES_MAX: usize = 1 << 26;
 
@@ -22,7 +25,7 @@ pub(super) enum Selected {
     All,
     /// `(top_k,)`: of one row.
     Positions(Array),
-    /// `(1, 1, n, m)`: truth values.
+    /// `(1, 1, n, m)` or `(1, H, n, m)`: truth values; of compressed keys 0 and 1 in f32.
     Mask(Array),
 }
 
@@ -107,9 +110,10 @@ impl Step<'_> {
         Ok(stream.reshape(&normed, &[-1, 1, of.dim as i32])?)
     }
 
-    /// The rows (1, P, pool, 2 X) of pools, inputs then gates -> their keys (1, P, 1, 2 X): means of
-    /// the inputs, weighted by the softmax of gates with biases (1, 1, pool, X). Zeros are in the
-    /// place of gates.
+    /// The rows (1, P, pool, 2 X) of pools, inputs then gates -> their keys (1, P, 1, 2 X).
+    ///
+    /// A key is the mean of inputs, weighted by the softmax of gates with biases (1, 1, pool, X).
+    /// Zeros are in the place of gates.
     fn weighed_pools(&self, rows: &Array, biases: &Array) -> Result<Array, Error> {
         let (stream, sizes) = (self.parts.stream, rows.shape());
         let dim = sizes[3] / 2;
@@ -148,11 +152,7 @@ impl Step<'_> {
         let seen = causal(self, n, m)?;
         let scores = match &seen {
             None => scores,
-            Some(seen) => {
-                let [one, far] = [1.0, 1e30].map(|x| stream.scalar(x, Dtype::F32));
-                let hidden = stream.multiply(&stream.subtract(seen, &one?)?, &far?)?;
-                stream.add(&stream.multiply(&scores, seen)?, &hidden)?
-            }
+            Some(seen) => self.seen_only(&scores, seen)?,
         };
         let top_k = of.top_k as i32;
         let order = stream.argpartition(&stream.negative(&scores)?, top_k - 1, 3)?;
@@ -166,6 +166,14 @@ impl Step<'_> {
         let half = stream.scalar(0.5, Dtype::F32)?;
         let mask = stream.less(&half, &stream.multiply(&chosen, &seen)?)?;
         Ok(Selected::Mask(mask))
+    }
+
+    /// `scores` where `seen` is 1, [`FAR`] below where it is 0.
+    pub(super) fn seen_only(&self, scores: &Array, seen: &Array) -> Result<Array, Error> {
+        let stream = self.parts.stream;
+        let [one, far] = [1.0, FAR].map(|x| stream.scalar(x, Dtype::F32));
+        let hidden = stream.multiply(&stream.subtract(seen, &one?)?, &far?)?;
+        Ok(stream.add(&stream.multiply(scores, seen)?, &hidden)?)
     }
 
     /// Scores `(1, 1, n, m)` in f32, some rows at a time. Queries are `(1, I, n, X)`, keys

@@ -1,4 +1,4 @@
-//! Embeddings that each layer has of its own (Gemma 3n and 4), and the way from them to the residual.
+//! Embeddings that each layer has of its own (Gemma 3n and 4), and their way to the residual.
 //!
 //! ```text
 //! once      e (T, N, P) = (norm(project(embedding) / sqrt C) + own embedding * sqrt P) / sqrt 2

@@ -13,11 +13,8 @@ use paceline_model::{Error, PoolIndexer};
 use paceline_tensor::Choice;
 
 use super::Step;
-use super::indexer::{Selected, causal};
+use super::indexer::{FAR, Selected, causal};
 use super::weights::{self, Layer, Mixer};
-
-/// Far more than any score.
-const FAR: f32 = 1e30;
 
 impl Step<'_> {
     /// x (T, C) -> index rows, to the cache, and the positions of each sequence.
@@ -186,14 +183,10 @@ impl Step<'_> {
         let chosen = self.each_position(&chosen, pool, m)?;
         let positions: Vec<f32> = (0..m).map(|i| i as f32).collect();
         let positions = stream.array_f32(&positions, &[1, 1, 1, m])?;
-        let one = stream.scalar(1.0, Dtype::F32)?;
         let below = |x: &Array| stream.astype(&stream.less(&positions, x)?, Dtype::F32);
         let behind = stream.subtract(&below(&ends)?, &below(&whole)?)?;
         let half = stream.scalar(0.5, Dtype::F32)?;
-        let mask = stream.less(
-            &half,
-            &stream.minimum(&stream.add(&chosen, &behind)?, &one)?,
-        )?;
+        let mask = stream.less(&half, &stream.add(&chosen, &behind)?)?;
         Ok(Some(Selected::Mask(mask)))
     }
 
@@ -230,66 +223,68 @@ impl Step<'_> {
         let view = &self.spans[i][kind].view;
         let keys = self.parts.cache.read_index_rows(stream, held, view)?;
         let (shape, cut) = self.layer();
-        let (n, m) = (sequence.tokens.len() as i32, keys.shape()[2]);
-        let (first, end) = (cut.kv_heads.start as i32, cut.kv_heads.end as i32);
-        let sizes = query.shape();
-        let query = stream.slice(query, &[0, first, 0, 0], &[1, end, n, sizes[3]])?;
-        let turned = stream.transpose(&keys, &[0, 1, 3, 2])?;
-        let scores = stream.matmul(&query, &turned)?;
-        let one = stream.scalar(1.0, Dtype::F32)?;
-        let far = stream.scalar(FAR, Dtype::F32)?;
-        let hidden = |scores: &Array, seen: &Array| {
-            let below = stream.multiply(&stream.subtract(seen, &one)?, &far)?;
-            stream.add(&stream.multiply(scores, seen)?, &below)
-        };
+        let (n, m, block) = (query.shape()[2], keys.shape()[2], choice.pool as i32);
+        let kv_heads = cut.kv_heads.start as i32..cut.kv_heads.end as i32;
+        let (start, stop) = (
+            [0, kv_heads.start, 0, 0],
+            [1, kv_heads.end, n, query.shape()[3]],
+        );
+        let query = stream.slice(query, &start, &stop)?;
         let seen = causal(self, n, m)?;
-        let scores = match &seen {
-            Some(seen) => hidden(&scores, seen)?,
-            None => scores,
-        };
-        let block = choice.pool as i32;
-        let blocks = (m + block - 1) / block;
-        let rest = blocks * block - m;
-        let scores = if rest > 0 {
-            let behind = stream.zeros(&[1, end - first, n, rest], Dtype::F32)?;
-            let behind = stream.subtract(&behind, &far)?;
-            stream.concatenate(&[&scores, &behind], 3)?
-        } else {
-            scores
-        };
-        let scores = stream.reshape(&scores, &[1, end - first, n, blocks, block])?;
-        let best = stream.max_along(&scores, 4)?;
-        let best = stream.reshape(&best, &[1, end - first, n, blocks])?;
-        let own = (0..n).map(|row| (sequence.position as i32 + row) / block);
-        let own: Vec<f32> = own.map(|own| own as f32).collect();
+        let best = self.block_scores((&query, &keys), seen.as_ref(), block)?;
+        let rows = sequence.position as i32..sequence.position as i32 + n;
+        let own: Vec<f32> = rows.map(|row| (row / block) as f32).collect();
         let local: Vec<f32> = own.iter().map(|own| own - choice.local as f32).collect();
-        let numbers: Vec<f32> = (0..blocks).map(|i| i as f32).collect();
-        let numbers = stream.array_f32(&numbers, &[1, 1, 1, blocks])?;
-        let of_rows = |all: &[f32]| stream.array_f32(all, &[1, 1, n, 1]);
-        let behind = stream.astype(&stream.less(&of_rows(&local)?, &numbers)?, Dtype::F32)?;
-        let beyond = stream.astype(&stream.less(&of_rows(&own)?, &numbers)?, Dtype::F32)?;
-        let is_local = stream.subtract(&behind, &beyond)?;
-        let best = stream.add(
-            &stream.multiply(&best, &stream.subtract(&one, &is_local)?)?,
-            &stream.multiply(&is_local, &far)?,
-        )?;
-        let seen_blocks = stream.subtract(&one, &beyond)?;
-        let wanted = (choice.top_k / choice.pool) as i32;
-        let chosen = self.chosen(&best, &seen_blocks, wanted)?;
-        let chosen = self.each_position(&chosen, block, m)?;
-        let chosen = match &seen {
-            Some(seen) => stream.multiply(&chosen, seen)?,
-            None => chosen,
+        let numbers: Vec<f32> = (0..best.shape()[3]).map(|i| i as f32).collect();
+        let numbers = stream.array_f32(&numbers, &[1, 1, 1, numbers.len() as i32])?;
+        let behind = |of_rows: &[f32]| {
+            let of_rows = stream.array_f32(of_rows, &[1, 1, n, 1])?;
+            stream.astype(&stream.less(&of_rows, &numbers)?, Dtype::F32)
         };
+        let (behind, beyond) = (behind(&local)?, behind(&own)?);
+        let [one, far, half] = [1.0, FAR, 0.5].map(|x| stream.scalar(x, Dtype::F32));
+        let (one, far, half) = (one?, far?, half?);
+        let is_local = stream.subtract(&behind, &beyond)?;
+        let others = stream.multiply(&best, &stream.subtract(&one, &is_local)?)?;
+        let best = stream.add(&others, &stream.multiply(&is_local, &far)?)?;
+        let wanted = (choice.top_k / choice.pool) as i32;
+        let chosen = self.chosen(&best, &stream.subtract(&one, &beyond)?, wanted)?;
+        let mut chosen = self.each_position(&chosen, block, m)?;
+        if let Some(seen) = &seen {
+            chosen = stream.multiply(&chosen, seen)?;
+        }
         let group = shape.heads / shape.kv_heads;
-        let heads = cut.heads.clone();
-        let heads: Vec<u32> = heads
-            .map(|head| (head / group) as u32 - first as u32)
-            .collect();
+        let kv_head = |head: usize| (head / group - cut.kv_heads.start) as u32;
+        let heads: Vec<u32> = cut.heads.clone().map(kv_head).collect();
         let heads = stream.array_u32(&heads, &[heads.len() as i32])?;
-        let half = stream.scalar(0.5, Dtype::F32)?;
         let mask = stream.less(&half, &chosen)?;
         Ok(Selected::Mask(stream.take(&mask, &heads, 1)?))
+    }
+
+    /// The best score of each block, `(1, K, n, P)`, by queries (1, K, n, X) and keys (1, 1, m, X).
+    fn block_scores(
+        &self,
+        (query, keys): (&Array, &Array),
+        seen: Option<&Array>,
+        block: i32,
+    ) -> Result<Array, Error> {
+        let stream = self.parts.stream;
+        let turned = stream.transpose(keys, &[0, 1, 3, 2])?;
+        let mut scores = stream.matmul(query, &turned)?;
+        if let Some(seen) = seen {
+            scores = self.seen_only(&scores, seen)?;
+        }
+        let sizes = scores.shape();
+        let (heads, n, m) = (sizes[1], sizes[2], sizes[3]);
+        let blocks = (m + block - 1) / block;
+        if blocks * block > m {
+            let behind = stream.zeros(&[1, heads, n, blocks * block - m], Dtype::F32)?;
+            let behind = stream.subtract(&behind, &stream.scalar(FAR, Dtype::F32)?)?;
+            scores = stream.concatenate(&[&scores, &behind], 3)?;
+        }
+        let scores = stream.reshape(&scores, &[1, heads, n, blocks, block])?;
+        let best = stream.max_along(&scores, 4)?;
+        Ok(stream.reshape(&best, &[1, heads, n, blocks])?)
     }
 
     /// The places `(.., n)` of the `n` best `scores` along the last axis of four.
@@ -304,12 +299,9 @@ impl Step<'_> {
     /// 1 at the `wanted` best `scores (1, K, n, P)` among those `seen (1, 1, n, P)`, else 0.
     pub(super) fn chosen(&self, scores: &Array, seen: &Array, wanted: i32) -> Result<Array, Error> {
         let stream = self.parts.stream;
-        let [one, far] = [1.0, FAR].map(|x| stream.scalar(x, Dtype::F32));
-        let (one, far) = (one?, far?);
-        let hidden = stream.multiply(&stream.subtract(seen, &one)?, &far)?;
-        let scores = stream.add(&stream.multiply(scores, seen)?, &hidden)?;
+        let scores = self.seen_only(scores, seen)?;
         let best = self.best(&scores, wanted)?;
-        let one = stream.reshape(&one, &[1, 1, 1, 1])?;
+        let one = stream.reshape(&stream.scalar(1.0, Dtype::F32)?, &[1, 1, 1, 1])?;
         let zeros = stream.zeros(&scores.shape(), Dtype::F32)?;
         let chosen = stream.put_along(&zeros, &best, &one, 3)?;
         Ok(stream.multiply(&chosen, seen)?)

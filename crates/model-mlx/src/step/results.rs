@@ -136,10 +136,11 @@ impl Step<'_> {
 
     fn send_residual(&mut self) -> Result<(), Error> {
         let (model, stream) = (self.parts.model, self.parts.stream);
-        let rows = [self.batch.rows() as i32, -1];
-        let residual = stream.reshape(&self.residual, &rows)?;
-        let all: Vec<&Array> = [&residual].into_iter().chain(self.captured()).collect();
-        let rows = stream.rows_f32(&stream.concatenate(&all, 0)?)?;
+        let all = [&self.residual].into_iter().chain(self.captured());
+        let all = all.chain(self.streams.late());
+        let all = all.map(|part| stream.rows_f32(&stream.reshape(part, &[1, -1])?));
+        let all = all.collect::<Result<Vec<_>, _>>()?;
+        let rows = stream.concatenate(&all.iter().collect::<Vec<_>>(), 1)?;
         self.eval(&[&rows])?;
         let links = model.links.as_ref();
         let links = links.expect("an earlier stage has links");

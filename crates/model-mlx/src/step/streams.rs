@@ -27,6 +27,19 @@ pub(super) struct StreamState {
 }
 
 impl StreamState {
+    /// With the late weights of the stage before.
+    pub(super) fn of_stage(late: Option<Array>) -> Self {
+        Self {
+            late,
+            ..Self::default()
+        }
+    }
+
+    /// Weights for the next half, where these are late.
+    pub(super) const fn late(&self) -> Option<&Array> {
+        self.late.as_ref()
+    }
+
     /// All of it.
     fn each(&mut self) -> impl Iterator<Item = &mut Option<Array>> {
         let own = [

@@ -7,16 +7,19 @@ use paceline_model::{Error, KeyRuns, LayerRole, Role};
 use super::super::matrix::{Linear, Matrix};
 use super::Loader;
 
+/// A matrix, and the norm or the weights that go with it.
+type WithVector = (Linear, Array);
+
 /// Letters: H heads of D elements in G groups of this rank, A elements of a compressed query, R of
 /// a group's output.
 #[derive(Debug)]
 pub(crate) struct Compressed {
     /// `(A, C)`, with the norm `(A,)`.
-    pub(crate) query_down: (Linear, Array),
+    pub(crate) query_down: WithVector,
     /// `(H D, A)`, with the norm `(D,)` of each head, which has no weights.
-    pub(crate) query: (Linear, Array),
+    pub(crate) query: WithVector,
     /// `(D, C)`, with the norm `(D,)`.
-    pub(crate) key: (Linear, Array),
+    pub(crate) key: WithVector,
     /// `(H,)`
     pub(crate) sinks: Option<Array>,
     /// A stack of G matrices `(R, H D / G)`.
@@ -24,9 +27,9 @@ pub(crate) struct Compressed {
     /// Of keys, then of index keys.
     pub(crate) series: Vec<KeySeries>,
     /// Queries `(I X, A)`, and their weights `(C, I)` in f32.
-    pub(crate) indexer: Option<(Linear, Array)>,
+    pub(crate) indexer: Option<WithVector>,
     /// `(X, D)`, from a compressed key to its index key, with the norm `(X,)` in f32.
-    pub(crate) index_key: Option<(Linear, Array)>,
+    pub(crate) index_key: Option<WithVector>,
 }
 
 /// Inputs of compressed keys of D elements, N times.
@@ -98,12 +101,11 @@ impl Loader<'_> {
 
     /// Inputs of the layer's own compressed keys and of their index keys, or the matrix from one to
     /// the other.
-    #[allow(clippy::type_complexity, reason = "a list and an option")]
     fn run_inputs(
         &self,
         layer: usize,
         of: paceline_model::Compressed,
-    ) -> Result<(Vec<KeySeries>, Option<(Linear, Array)>), Error> {
+    ) -> Result<(Vec<KeySeries>, Option<WithVector>), Error> {
         let dim = self.config.layers[layer].head_dim;
         let Some(runs) = of.runs.filter(|runs| runs.of.is_none()) else {
             return Ok((Vec::new(), None));
@@ -126,7 +128,7 @@ impl Loader<'_> {
         &self,
         layer: usize,
         of: paceline_model::Compressed,
-    ) -> Result<Option<(Linear, Array)>, Error> {
+    ) -> Result<Option<WithVector>, Error> {
         let Some(own) = of.runs.and_then(|runs| runs.indexer) else {
             return Ok(None);
         };

@@ -6,7 +6,9 @@ use std::ops::Range;
 use paceline_base::Bytes;
 use paceline_mlx::Dtype;
 use paceline_model::backend::{DeltaRowLayout, MatrixRows, WeightReader};
-use paceline_model::{Error, LayerCache, LayerCut, LayerRole, Nth, Role, Shard};
+use paceline_model::{
+    Compressed, Error, Latent, LayerCache, LayerCut, LayerRole, LayerShape, Nth, Role, Shard,
+};
 
 use super::super::stored::Stored;
 use super::query_rows;
@@ -160,58 +162,8 @@ fn mixer(names: &WeightReader<'_>, (i, cut): (usize, &LayerCut)) -> Vec<Held> {
             };
             all.all().map(own).collect()
         }
-        (LayerCache::Compressed(of), _) => {
-            let (dim, all) = (shape.head_dim, shape.heads * shape.head_dim);
-            let each = shape.heads / of.groups;
-            let outputs = [of.groups * of.group_rank, each * dim];
-            let mine = heads / each * of.group_rank * outputs[1];
-            vec![
-                rows(LayerRole::QueryDown, of.query_rank, of.query_rank),
-                (
-                    LayerRole::QueryUp,
-                    [all, of.query_rank],
-                    heads * dim * of.query_rank,
-                ),
-                rows(LayerRole::Key, dim, dim),
-                (LayerRole::GroupOutput, outputs, mine),
-            ]
-        }
-        (_, Some(latent)) => {
-            let (query, all) = (latent.query_dim() * heads, latent.query_dim() * shape.heads);
-            let down = latent.key_dim();
-            let mut held = vec![rows(LayerRole::LatentDown, down, down)];
-            match latent.query_rank {
-                Some(rank) => {
-                    held.push(rows(LayerRole::QueryDown, rank, rank));
-                    held.push((LayerRole::QueryUp, [all, rank], query * rank));
-                }
-                None => held.push(rows(LayerRole::Query, all, query)),
-            }
-            let (keys, values) = (latent.plain, latent.value_dim);
-            if latent.gated {
-                let gates = rows(
-                    LayerRole::AttentionGate,
-                    shape.heads * values,
-                    heads * values,
-                );
-                held.push(gates);
-            }
-            let joined = Role::Layer(i, LayerRole::LatentUp);
-            if names.source.has_any(names.config.family, joined) {
-                let all = [shape.heads * (keys + values), latent.rank];
-                let mine = heads * (keys + values) * latent.rank;
-                held.push((LayerRole::LatentUp, all, mine));
-            } else {
-                let nth = Nth {
-                    index: 0,
-                    of: shape.heads,
-                };
-                let (rank, mine) = (latent.rank, heads * latent.rank);
-                held.push((LayerRole::KeyUp(nth), [rank, keys], mine * keys));
-                held.push((LayerRole::ValueUp(nth), [values, rank], mine * values));
-            }
-            held
-        }
+        (LayerCache::Compressed(of), _) => compressed(width, (shape, heads), of),
+        (_, Some(latent)) => latent_matrices(names, (i, heads), latent),
         _ => {
             let [query, key, value] = shape.input_roles();
             let query = rows(
@@ -225,4 +177,67 @@ fn mixer(names: &WeightReader<'_>, (i, cut): (usize, &LayerCut)) -> Vec<Held> {
             [Some(query), key, value].into_iter().flatten().collect()
         }
     }
+}
+
+/// Those of attention to compressed keys, of `heads` heads. Inputs of compressed keys are narrow.
+fn compressed(width: usize, (shape, heads): (&LayerShape, usize), of: Compressed) -> Vec<Held> {
+    let rows = |part, all: usize, mine: usize| (part, [all, width], mine * width);
+    let (dim, all) = (shape.head_dim, shape.heads * shape.head_dim);
+    let each = shape.heads / of.groups;
+    let outputs = [of.groups * of.group_rank, each * dim];
+    let mine = heads / each * of.group_rank * outputs[1];
+    vec![
+        rows(LayerRole::QueryDown, of.query_rank, of.query_rank),
+        (
+            LayerRole::QueryUp,
+            [all, of.query_rank],
+            heads * dim * of.query_rank,
+        ),
+        rows(LayerRole::Key, dim, dim),
+        (LayerRole::GroupOutput, outputs, mine),
+    ]
+}
+
+/// Those of latent attention in layer `i`, of `heads` heads.
+fn latent_matrices(
+    names: &WeightReader<'_>,
+    (i, heads): (usize, usize),
+    latent: Latent,
+) -> Vec<Held> {
+    let (shape, width) = (&names.config.layers[i], names.config.width);
+    let rows = |part, all: usize, mine: usize| (part, [all, width], mine * width);
+    let (query, all) = (latent.query_dim() * heads, latent.query_dim() * shape.heads);
+    let down = latent.key_dim();
+    let mut held = vec![rows(LayerRole::LatentDown, down, down)];
+    match latent.query_rank {
+        Some(rank) => {
+            held.push(rows(LayerRole::QueryDown, rank, rank));
+            held.push((LayerRole::QueryUp, [all, rank], query * rank));
+        }
+        None => held.push(rows(LayerRole::Query, all, query)),
+    }
+    let (keys, values) = (latent.plain, latent.value_dim);
+    if latent.gated {
+        let gates = rows(
+            LayerRole::AttentionGate,
+            shape.heads * values,
+            heads * values,
+        );
+        held.push(gates);
+    }
+    let joined = Role::Layer(i, LayerRole::LatentUp);
+    if names.source.has_any(names.config.family, joined) {
+        let all = [shape.heads * (keys + values), latent.rank];
+        let mine = heads * (keys + values) * latent.rank;
+        held.push((LayerRole::LatentUp, all, mine));
+    } else {
+        let nth = Nth {
+            index: 0,
+            of: shape.heads,
+        };
+        let (rank, mine) = (latent.rank, heads * latent.rank);
+        held.push((LayerRole::KeyUp(nth), [rank, keys], mine * keys));
+        held.push((LayerRole::ValueUp(nth), [values, rank], mine * values));
+    }
+    held
 }

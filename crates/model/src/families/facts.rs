@@ -29,11 +29,11 @@ impl ModelFamily {
             Self::DeepSeek => {
                 "DeepSeek V2 to V3.2 and R1, Kimi K2 to K2.6, GLM 4.7 Flash, GLM 5, Mistral 4"
             }
-            Self::DeepSeek4 => "DeepSeek V4 and V4.1",
+            Self::DeepSeek4 => "DeepSeek V4 and V4.1, on MLX without n-grams",
             Self::Qwen3Next => "Qwen3-Next",
             Self::Qwen35 => "Qwen 3.5 to 3.8",
             Self::Qwen35Moe => "Qwen 3.5 to 3.8 with experts",
-            Self::Qwen4Exp => "Qwen4-Exp",
+            Self::Qwen4Exp => "Qwen4-Exp, on MLX without n-grams",
             Self::KimiLinear => "Kimi Linear, Kimi K3",
             Self::Glm5Next => "GLM 5.3 Flash",
             Self::Lfm2 => "LFM2",
@@ -48,20 +48,6 @@ impl ModelFamily {
         names.extend(self.other_names());
         names.dedup();
         names
-    }
-
-    /// Engines that compute its models. MLX has no clamped feed-forward and no more than one
-    /// residual stream yet.
-    pub const fn engines(self) -> &'static [&'static str] {
-        match self {
-            Self::Gemma3n
-            | Self::DeepSeek4
-            | Self::Qwen4Exp
-            | Self::KimiLinear
-            | Self::Glm5Next
-            | Self::MiniMaxM3 => &["cpu"],
-            _ => &["cpu", "mlx"],
-        }
     }
 
     /// Ways to split its models, as `--split` names them.
