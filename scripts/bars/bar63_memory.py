@@ -10,7 +10,7 @@ moe     Qwen3-30B-A3B's shape (17 layers: 6 GB) under --memory in a cgroup of th
 two     the same over two workers, each in a cgroup of half of it
 cluster `load --memory` over two nodes in namespaces, each in a cgroup of --machine: the whole's answer
 dense   a dense model of 4 GB under 1 GB: the same answer
-mlx     a dense model of 0.7 GB on MLX under 600 MB, and over two workers of half of it: the same answer
+mlx     all of bar63_mlx.py
 faults  kill -9 while packing, a full disk, a file cut while it is read by a server
 start   the second start of a packed model over the time to read its file
 Needs numpy and gguf for the models (PYTHON=...). Disk: two and a half times the models.
@@ -18,7 +18,7 @@ Needs numpy and gguf for the models (PYTHON=...). Disk: two and a half times the
 import argparse, json, os, re, shutil, signal, subprocess, sys, threading, time
 
 import common31
-from common import MLX_PYTHON, SMOLLM2, Server
+from common import ALONE, MLX_PYTHON, SMOLLM2, Server
 
 PIECE = 1 << 20
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -134,12 +134,12 @@ class Run:
             print("exit", self.code, self.stderr[-500:])
 
 
-def make(args, kind, layers):
+def make(args, kind, layers, *more):
     path = f"{args.work}/{kind}-{layers}.gguf"
     if not os.path.exists(path):
         python = os.environ.get("PYTHON", MLX_PYTHON)
         script = f"{HERE}/../models/synth_gguf.py"
-        command = [python, script, kind, SMOLLM2, path + ".new", "--layers", str(layers)]
+        command = [python, script, kind, SMOLLM2, path + ".new", "--layers", str(layers), *more]
         subprocess.run(command, check=True)
         os.rename(path + ".new", path)
     return path
@@ -193,57 +193,77 @@ def two(args):
 
 
 def cluster(args):
-    model, words = make(args, "qwen3-30b", args.layers), "The disk reads what memory does not hold"
-    whole = Run(args.binary, f"{args.work}/home", model, words, 24, "--context", "2048")
+    over_nodes(args, make(args, "qwen3-30b", args.layers), args.machine, args.node_memory, 24)
+
+
+def over_nodes(args, model, limit, memory, tokens, *engine):
+    """The answer by `load --memory` over two nodes, each in a cgroup of `limit`."""
+    words = "The disk reads what memory does not hold"
+    whole = Run(args.binary, f"{args.work}/home", model, words, tokens, "--context", "2048", *engine)
 
     class Limited(common31.Machine):
         def command(self, *more):
-            group, up = f"{GROUPS}/bar63-{self.name}", more[0] == "up"
+            group, up = groups + self.name, more[0] == "up"
             if up:
                 os.makedirs(group, exist_ok=True)
-                open(f"{group}/{LIMIT}", "w").write(str(size_of(args.machine)))
+                open(f"{group}/{LIMIT}", "w").write(str(size_of(limit)))
             enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
             return [*(enter if up else []), *super().command(*more)]
-    net = common31.Net(2)
-    machines = [Limited(args.binary, net, n) for n in range(2)]
+    net, groups = common31.Net(2), f"{GROUPS}/bar63-{os.getpid()}-{os.path.basename(model)}-"
+    env = {key: os.environ[key] for key in ["PACELINE_MLXC"] if key in os.environ}
+    machines = [Limited(args.binary, net, n, env) for n in range(2)]
     try:
         [machine.up("--discovery", "all") for machine in machines]
         common31.form(machines)
         owner = machines[0]
-        owner.told("load", model, "--nodes", 2, "--split", "pipeline", "--context", 2048, "--memory", args.node_memory)
+        ask = [model, "--nodes", 2, "--split", "pipeline", "--context", 2048, "--parallel", 1, "--memory", memory, *engine]
+        for _ in range(60):  # until the machines have measured their engines
+            preview = json.loads(owner.told("load", *ask, "--preview", "--json"))
+            if preview["placements"]:
+                break
+            time.sleep(1)
+        owner.told("load", *ask)
+        shown = owner.told("ps").splitlines()[2:]
         name = owner.get("/v1/models")["data"][0]["id"]
-        ask = {"model": name, "prompt": words, "max_tokens": 24, "temperature": 0}
-        curl = ["curl", "-s", "-m", "300", "-d", json.dumps(ask), "-H", "Content-Type: application/json",
+        request = {"model": name, "prompt": words, "max_tokens": tokens, "temperature": 0}
+        curl = ["curl", "-s", "-m", "590", "-d", json.dumps(request), "-H", "Content-Type: application/json",
                 "http://127.0.0.1:52415/v1/completions"]
         began = time.perf_counter()
         done = subprocess.run(["ip", "netns", "exec", owner.ns, *curl], capture_output=True, text=True)
         took = time.perf_counter() - began
         text = json.loads(done.stdout)["choices"][0]["text"]
-        peak = f"{GROUPS}/bar63-%s/" + ("memory.max_usage_in_bytes" if LIMIT != "memory.max" else "memory.peak")
-        most = [int(open(peak % machine.name).read()) / size_of(args.machine) for machine in machines]
-        print(json.dumps({"cluster": args.node_memory, "machine": args.machine, "seconds": round(took, 1),
-                          "equal": text.strip() == whole.text.decode().strip(),
+        peak = "/memory.max_usage_in_bytes" if LIMIT != "memory.max" else "/memory.peak"
+        most = [int(open(groups + machine.name + peak).read()) / size_of(limit) for machine in machines]
+        packed = [sum(map(os.path.getsize, packed_files(machine.home))) >> 20 for machine in machines]
+        print(json.dumps({"cluster": memory, "machine": limit, "engine": engine, "seconds": round(took, 1),
+                          "equal": text.strip() == whole.text.decode().strip(), "ps": shown,
+                          "packed_mib": packed,
+                          "preview": [(it["split"], it.get("from_disk")) for it in preview["placements"]] or preview["notes"],
                           "peak_over_machine": [round(share, 3) for share in most]}), flush=True)
     finally:
         [machine.end() for machine in machines]
         net.end()
+        for machine in machines:
+            try:
+                os.rmdir(groups + machine.name)
+            except OSError:
+                pass
+
+
+def mlx(args):
+    import bar63_mlx
+    bar63_mlx.everything(args)
 
 
 def dense(args):
     answers(args, make(args, "qwen3-dense", args.dense_layers), args.dense_memory, tokens=8)
 
 
-def mlx(args):
-    model = make(args, "qwen3-dense", 12)
-    answers(args, model, "600M", "--engine", "mlx", tokens=6)
-    answers(args, model, "800M", "--engine", "mlx", "--nodes", "2", "--split", "pipeline", workers=2, tokens=6)
-
-
-def faults(args):
-    model, home = make(args, "qwen3-dense", 12), f"{args.work}/faults"
+def faults(args, *engine):
+    model, home = args.dense or make(args, "qwen3-dense", 12), f"{args.work}/faults"
     shutil.rmtree(home, ignore_errors=True)
-    memory = ["--memory", "500M", "--context", "1024"]
-    whole = Run(args.binary, home, model, "One disk", 8, "--context", "1024")
+    memory = ["--memory", "450M" if engine else "500M", "--context", "1024", *engine]
+    whole = Run(args.binary, home, model, "One disk", 8, "--context", "1024", *engine)
     env = {**os.environ, "PACELINE_HOME": home}
     command = [args.binary, "run", model, "One disk", "--local", "--raw", "--temperature", "0",
                "--max-tokens", "8", *memory]
@@ -265,7 +285,7 @@ def faults(args):
         print(json.dumps({"disk full": named, "error": run.stderr.strip()[-300:]}), flush=True)
     finally:
         subprocess.run(["umount", f"{full}/packed"], check=True)
-    server = Server(args.binary, model, "--memory", "700M", "--context", "512")
+    server = Server(args.binary, model, *ALONE, "--memory", "700M", "--context", "512", *engine)
     name = server.call("GET", "/v1/models")["data"][0]["id"]
     ask = {"model": name, "prompt": "One disk", "max_tokens": 8, "temperature": 0}
     before = server.call("POST", "/v1/completions", ask)["choices"][0]["text"]
@@ -302,6 +322,7 @@ def main():
     parser.add_argument("--memory", default="2G")
     parser.add_argument("--machine", default="1G")
     parser.add_argument("--node-memory", default="700M")
+    parser.add_argument("--dense", help="another dense model for faults")
     parser.add_argument("--dense-layers", type=int, default=76)
     parser.add_argument("--dense-memory", default="1G")
     parser.add_argument("--only", default="moe,two,dense,faults,start")

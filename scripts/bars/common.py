@@ -9,8 +9,8 @@ ALONE = ["--discovery", "none", "--control-port", "0"]
 
 
 class Server:
-    def __init__(self, binary, *args):
-        self.home = tempfile.mkdtemp(prefix="bars-home-")
+    def __init__(self, binary, *args, home=None):
+        self.keeps, self.home = home is not None, home or tempfile.mkdtemp(prefix="bars-home-")
         env = {**os.environ, "PACELINE_HOME": self.home}
         self.log = []
         self.child = subprocess.Popen([binary, "up", "--port", "0", *map(str, args)], env=env,
@@ -106,7 +106,8 @@ class Server:
             self.child.wait(20)
         except subprocess.TimeoutExpired:
             self.child.kill()
-        shutil.rmtree(self.home, ignore_errors=True)
+        if not self.keeps:
+            shutil.rmtree(self.home, ignore_errors=True)
 
 
 def spread(values, digits=3):
