@@ -170,7 +170,7 @@ impl<'a> DeltaRowLayout<'a> {
             let own = self.heads.start * dim..self.heads.end * dim;
             (part, shape, vec![own])
         };
-        let down = |part| (part, [d, c], vec![0..d]);
+        let down = |part| (part, [d, c], std::iter::once(0..d).collect());
         DeltaMatrices {
             inputs: [
                 of(LayerRole::Query, [keys, c], d),
