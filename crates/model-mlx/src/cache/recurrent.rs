@@ -62,7 +62,7 @@ struct Page {
     state: Option<StatePage>,
 }
 
-/// What a page of a gated delta net has besides. G are the decays of a head.
+/// Further contents of a page of a gated delta net. A head has G decays.
 #[derive(Clone, Debug)]
 struct StatePage {
     /// `(H, D, E)`: behind its last row.

@@ -138,7 +138,7 @@ impl PageRows<'_> {
         self.plus(old.transpose()?, taken).map(Some)
     }
 
-    /// What new rows `x (H, n, D)` read of the state and of the page's rows before: `(H, n, E)`.
+    /// Reads the state and the page's rows before, by new rows `x (H, n, D)`: `(H, n, E)`.
     fn earlier(&self, x: &Array, sums: &Array, before: usize) -> Result<Option<Array>, Error> {
         let (stream, mut read) = (self.stream, None);
         if let Some(state) = &self.state {

@@ -58,8 +58,8 @@ pub struct DeltaMatrices {
     pub step: MatrixRows,
     /// `None` in Mamba 2, whose decays follow from the steps.
     pub decay: Option<MatrixRows>,
-    /// What makes the inputs of gates and of decays, whole on every rank; `None` where these are
-    /// normed rows.
+    /// Products that are the inputs of gates and of decays, whole on every rank; `None` where these
+    /// are normed rows.
     pub downs: [Option<MatrixRows>; 2],
 }
 
