@@ -39,8 +39,8 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Calls `of` for each sequence's rows in layer `index`, with their pages and their places in the
-    /// batch. Joins the results, `(T, ..)`.
+    /// Calls `of` for each sequence's rows in layer `index`, with their pages and their places in
+    /// the batch. Joins the results, `(T, ..)`.
     pub(super) fn by_sequence(
         &mut self,
         index: usize,
