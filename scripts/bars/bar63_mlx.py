@@ -106,7 +106,8 @@ def used(args):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ask, server, prompts[1], 16)
             time.sleep(2)
-            os.kill(children(server.pid)[-1], signal.SIGKILL)
+            command = lambda pid: open(f"/proc/{pid}/cmdline").read()
+            os.kill([pid for pid in children(server.pid) if "\0worker\0" in command(pid)][-1], signal.SIGKILL)
             return text(answer.result())
 
     def tell(what, *found):
