@@ -94,26 +94,16 @@ pub fn start(
     answer_commands(agent, &fleet);
     answer_lists(agent, &fleet, doors.upstreams());
     upstreams::share(agent, doors, &fleet).map_err(Error::Thread)?;
-    let own = Arc::downgrade(&fleet);
-    agent.serve_local(
-        "move",
-        move |_: &Value, progress: &mut CommandProgress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            let mut beat = || {
-                progress(Value::Null);
-            };
-            leave(&fleet, &mut beat)?;
-            Ok(json!({}))
-        },
-    );
-    let own = Arc::downgrade(&fleet);
-    agent.serve_local(
-        "answer",
-        move |arguments: &Value, progress: &mut CommandProgress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            Ok(leases::answer(&fleet, arguments, progress)?)
-        },
-    );
+    serve(agent, &fleet, "move", |fleet, _, progress| {
+        let mut beat = || {
+            progress(Value::Null);
+        };
+        leave(&fleet, &mut beat)?;
+        Ok(json!({}))
+    });
+    serve(agent, &fleet, "answer", |fleet, arguments, progress| {
+        Ok(leases::answer(&fleet, arguments, progress)?)
+    });
     // Consent of this machine's owner is for programs of others, not for its own.
     lead_to(agent, &fleet, tunnel::PROGRAMS);
     for (service, start) in services {
@@ -170,14 +160,29 @@ fn divided(
 
 /// Connects local programs to those that other nodes start for `service`.
 fn lead_to(agent: &Agent, fleet: &Arc<Fleet>, service: &'static str) {
+    serve(agent, fleet, service, move |fleet, arguments, progress| {
+        let agent = fleet.agent();
+        drop(fleet); // a program elsewhere does not keep the fleet alive
+        tunnel::lead(&agent, service, arguments, progress)
+    });
+}
+
+/// Serves a local command by the fleet, as long as there is one.
+fn serve(
+    agent: &Agent,
+    fleet: &Arc<Fleet>,
+    name: &'static str,
+    run: impl Fn(Arc<Fleet>, &Value, &mut CommandProgress<'_>) -> Result<Value, CallbackError>
+    + Send
+    + Sync
+    + 'static,
+) {
     let own = Arc::downgrade(fleet);
     agent.serve_local(
-        service,
+        name,
         move |arguments: &Value, progress: &mut CommandProgress<'_>| {
             let fleet = own.upgrade().ok_or("the node is stopping")?;
-            let agent = fleet.agent();
-            drop(fleet); // a program elsewhere does not keep the fleet alive
-            tunnel::lead(&agent, service, arguments, progress)
+            run(fleet, arguments, progress)
         },
     );
 }
@@ -213,40 +218,23 @@ fn answer_commands(agent: &Agent, fleet: &Arc<Fleet>) {
         ("using", ask_using),
         ("remove", stores::ask_remove),
     ] {
-        let own = Arc::downgrade(fleet);
-        agent.serve_local(
-            name,
-            move |arguments: &Value, progress: &mut CommandProgress<'_>| {
-                let fleet = own.upgrade().ok_or("the node is stopping")?;
-                let done = awake(progress, AWAKE_EVERY, || command(&fleet, arguments));
-                Ok(done?)
-            },
-        );
+        serve(agent, fleet, name, move |fleet, arguments, progress| {
+            Ok(awake(progress, AWAKE_EVERY, || command(&fleet, arguments))?)
+        });
     }
-    let own = Arc::downgrade(fleet);
-    agent.serve_local(
-        "send",
-        move |arguments: &Value, progress: &mut CommandProgress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            Ok(stores::ask_send(&fleet, arguments, progress)?)
-        },
-    );
-    let own = Arc::downgrade(fleet);
-    agent.serve_local(
-        MEND,
-        move |arguments: &Value, progress: &mut CommandProgress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
-            Ok(stores::ask_mend(&fleet, arguments, progress)?)
-        },
-    );
+    serve(agent, fleet, "send", |fleet, arguments, progress| {
+        Ok(stores::ask_send(&fleet, arguments, progress)?)
+    });
+    serve(agent, fleet, MEND, |fleet, arguments, progress| {
+        Ok(stores::ask_mend(&fleet, arguments, progress)?)
+    });
 }
 
 /// Serves local lists of instances and of stored models, which include those of upstreams.
 fn answer_lists(agent: &Agent, fleet: &Arc<Fleet>, upstreams: &Upstreams) {
     for (name, command) in [("ps", ask_ps as Listing), ("stores", stores::ask_stores)] {
-        let (own, upstreams) = (Arc::downgrade(fleet), upstreams.clone());
-        agent.serve_local(name, move |_: &Value, _: &mut CommandProgress<'_>| {
-            let fleet = own.upgrade().ok_or("the node is stopping")?;
+        let upstreams = upstreams.clone();
+        serve(agent, fleet, name, move |fleet, _, _| {
             Ok(command(&fleet, upstreams.instances())?)
         });
     }

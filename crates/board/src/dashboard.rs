@@ -84,18 +84,19 @@ pub struct DashboardOutputs {
     pub tell: MessageSink,
 }
 
+/// What is set once is unknown before; the first value stays.
 pub(crate) struct Inner {
     live: LiveRequests,
     pub(crate) agent: OnceLock<Agent>,
-    instances: OnceLock<Box<InstanceSource>>,
-    upstreams: OnceLock<Upstreams>,
-    stages: OnceLock<Box<StageProbe>>,
-    counts: OnceLock<Box<TrafficSource>>,
-    figures: OnceLock<Box<FigureSource>>,
+    pub(crate) instances: OnceLock<Box<InstanceSource>>,
+    pub(crate) upstreams: OnceLock<Upstreams>,
+    pub(crate) stages: OnceLock<Box<StageProbe>>,
+    pub(crate) counts: OnceLock<Box<TrafficSource>>,
+    pub(crate) figures: OnceLock<Box<FigureSource>>,
     traffic: TrafficMeter,
     pub(crate) manage: OnceLock<Box<CommandHandler>>,
     /// Price of a kilowatt-hour.
-    kwh_price: OnceLock<f64>,
+    pub(crate) kwh_price: OnceLock<f64>,
     sample: Mutex<TelemetrySample>,
     pub(crate) peers: PeerReports,
     pub(crate) downloads: Downloads,
@@ -160,41 +161,6 @@ impl Dashboard {
                 Ok(Self(own).status())
             });
         }
-    }
-
-    /// Adds instances. Once.
-    pub fn set_instances(&self, instances: Box<InstanceSource>) {
-        let _ = self.0.instances.set(instances); // the first one stays
-    }
-
-    /// Adds the models of upstreams. Once.
-    pub(crate) fn set_upstreams(&self, upstreams: &Upstreams) {
-        let _ = self.0.upstreams.set(upstreams.clone()); // the first one stays
-    }
-
-    /// Adds stage measurements of instances. Once.
-    pub fn set_stages(&self, stages: Box<StageProbe>) {
-        let _ = self.0.stages.set(stages); // the first one stays
-    }
-
-    /// Adds the traffic of instances between machines. Once.
-    pub fn set_counts(&self, counts: Box<TrafficSource>) {
-        let _ = self.0.counts.set(counts); // the first one stays
-    }
-
-    /// Adds metrics of instances. Once.
-    pub(crate) fn set_figures(&self, figures: Box<FigureSource>) {
-        let _ = self.0.figures.set(figures); // the first one stays
-    }
-
-    /// Adds the cost of tokens at `price` per kilowatt-hour. Once.
-    pub fn set_kwh_price(&self, price: f64) {
-        let _ = self.0.kwh_price.set(price); // the first one stays
-    }
-
-    /// Adds commands. Once.
-    pub fn set_manage(&self, manage: Box<CommandHandler>) {
-        let _ = self.0.manage.set(manage); // the first one stays
     }
 
     /// Adds the probes of this machine. Once.

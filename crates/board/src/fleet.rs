@@ -20,19 +20,19 @@ impl Dashboard {
     pub fn show_fleet(&self, agent: &Agent, fleet: &Arc<Fleet>, (home, keys): (Home, PathBuf)) {
         self.set_agent(agent);
         let own = Arc::downgrade(fleet);
-        self.set_instances(Box::new(move || {
+        let _ = self.0.instances.set(Box::new(move || {
             own.upgrade().map_or_else(Default::default, |fleet| {
                 let views = fleet.list().into_iter().map(|view| json!(view));
                 (views.collect(), fleet.portraits())
             })
         }));
         let own = Arc::downgrade(fleet);
-        self.set_stages(Box::new(move |id| {
+        let _ = self.0.stages.set(Box::new(move |id| {
             let fleet = own.upgrade().ok_or(CommandError::Stopping)?;
             Ok(json!(fleet.stages(id)?))
         }));
         let own = Arc::downgrade(fleet);
-        self.set_figures(Box::new(move || {
+        let _ = self.0.figures.set(Box::new(move || {
             let Some(fleet) = own.upgrade() else {
                 return Vec::new();
             };
@@ -44,12 +44,12 @@ impl Dashboard {
             figures::facts(&ready.collect::<Vec<_>>())
         }));
         let own = Arc::downgrade(fleet);
-        self.set_counts(Box::new(move || {
+        let _ = self.0.counts.set(Box::new(move || {
             let fleet = own.upgrade();
             fleet.map_or_else(Vec::new, |fleet| fleet.exchanged(COUNT_LIMIT))
         }));
         let (own, agent) = (Arc::downgrade(fleet), agent.clone());
-        self.set_manage(Box::new(move |command, arguments| {
+        let _ = self.0.manage.set(Box::new(move |command, arguments| {
             let fleet = own.upgrade().ok_or(CommandError::Stopping)?;
             let node = (&agent, &*fleet);
             Ok(commands::manage(node, (&home, &keys), command, arguments)?)

@@ -285,7 +285,7 @@ mod tests {
         std::fs::create_dir_all(&at).unwrap();
         std::fs::write(at.join("m.gguf"), b"GGUFdata").unwrap();
         let instance = json!({ "id": "7", "model": "mine", "nodes": ["mini"] });
-        board.set_instances(Box::new(move || {
+        let _ = board.0.instances.set(Box::new(move || {
             (vec![instance.clone()], Default::default())
         }));
         let loaded = board

@@ -81,10 +81,10 @@ impl Options<'_> {
         let board = Dashboard::new(config.live.clone(), Arc::clone(&self.downloads));
         let own = board.clone();
         config.facts = ProcessMetrics(Arc::new(move || own.facts()));
-        board.set_upstreams(&config.upstreams);
+        let _ = board.0.upstreams.set(config.upstreams.clone());
         config.board = board.for_server();
         if let Some(price) = self.kwh_price {
-            board.set_kwh_price(price);
+            let _ = board.0.kwh_price.set(price);
         }
         Ok((config, board))
     }

@@ -1,5 +1,6 @@
 //! `paceline models --families`: what is supported for each model family, from its code.
 
+use paceline_board::tables::aligned;
 use paceline_model::ModelFamily;
 use serde::Serialize;
 
@@ -98,16 +99,5 @@ fn text(rows: &[FamilyRow]) -> String {
     ];
     let titles = TITLES.map(str::to_owned);
     let table: Vec<_> = [titles].into_iter().chain(rows.iter().map(cells)).collect();
-    let width = |i: usize| table.iter().map(|row| row[i].chars().count()).max();
-    let line = |row: &[String; 8]| {
-        let padded = row
-            .iter()
-            .enumerate()
-            .map(|(i, cell)| match i + 1 < row.len() {
-                true => format!("{cell:<0$}", width(i).unwrap_or(0)),
-                false => cell.clone(),
-            });
-        padded.collect::<Vec<_>>().join("  ")
-    };
-    table.iter().map(line).collect::<Vec<_>>().join("\n")
+    aligned(&table).join("\n")
 }

@@ -1,5 +1,6 @@
 //! The vocabulary of models that tests write: three tokens of their own, then one for each byte.
 
+use paceline_model::testing::spell;
 use paceline_weights::gguf::testing::GgufWriter;
 
 /// Tokens before those of the 256 bytes: unknown, start and end of a message.
@@ -9,7 +10,7 @@ pub(crate) const VOCAB: usize = FIRST_BYTE + 256;
 /// Adds it to a file, where start and end of a message are spelt like this.
 pub(crate) fn write(file: GgufWriter, start: &str, end: &str) -> GgufWriter {
     let mut tokens = ["<unk>", start, end].map(String::from).to_vec();
-    tokens.extend((0..=255).map(byte_name));
+    tokens.extend((0..=255).map(|byte| spell(&[byte])));
     let mut kinds = vec![1; VOCAB]; // ordinary
     kinds[0] = 2; // unknown
     kinds[1..FIRST_BYTE].fill(3); // control
@@ -18,15 +19,4 @@ pub(crate) fn write(file: GgufWriter, start: &str, end: &str) -> GgufWriter {
         .meta("tokenizer.ggml.tokens", tokens)
         .meta("tokenizer.ggml.token_type", kinds)
         .meta("tokenizer.ggml.merges", Vec::<String>::new())
-}
-
-/// How a byte is spelt in a vocabulary of the GPT-2 kind. Bytes that print stand for themselves,
-/// the others for characters from U+0100 on (`bytes_to_unicode` of GPT-2's `encoder.py`).
-fn byte_name(byte: u8) -> String {
-    let prints = |b: &u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-    if prints(&byte) {
-        return char::from(byte).to_string();
-    }
-    let before = (0..byte).filter(|b| !prints(b)).count() as u32;
-    char::from_u32(0x100 + before).unwrap().to_string()
 }
