@@ -21,7 +21,7 @@ use crate::Error;
 use crate::families::{ExpertLayout, ModelFamily, QWEN3_VL_MOE, blocks, dbrx_stem};
 use crate::role::{LayerRole, Nth, Role, StreamPart};
 use names::{
-    bare, deepseek4_stem, gguf_stem, hf_stem, kimi_stem, model_type, prediction_stem, prefix,
+    bare, deepseek4_stem, gguf_stem, hf_stem, model_type, prediction_stem, prefix, renamed_stem,
     text_part,
 };
 use parts::{conv_part, half_of, of_expert, other_expert, quantised_rows, rows_among};
@@ -87,7 +87,7 @@ impl ModelSource {
             Self::Hf(folder) => {
                 let stem = hf_stem(family.file_names(), prefix(folder), role);
                 let other = prediction_stem(folder, role, &stem);
-                let other = other.or_else(|| kimi_stem(folder, &stem));
+                let other = other.or_else(|| renamed_stem(folder, &stem));
                 other
                     .or_else(|| deepseek4_stem(folder, &stem))
                     .unwrap_or(stem)
@@ -455,11 +455,14 @@ impl ModelSource {
 
     /// Module of an MLX folder with all experts or heads of a layer, and the index of `role` there.
     fn mlx_stack(&self, family: ModelFamily, role: Role) -> Option<(&HfFolder, String, Nth)> {
+        let role = self.in_block(family, role);
         let (Self::Hf(folder), Role::Layer(layer, part)) = (self, role) else {
             return None;
         };
         let nth = part.expert()?;
         let name = match part {
+            LayerRole::ExpertGate(_) if !family.has_gates() => "fc1",
+            LayerRole::ExpertDown(_) if !family.has_gates() => "fc2",
             LayerRole::ExpertGate(_) => "gate_proj",
             LayerRole::ExpertUp(_) => "up_proj",
             LayerRole::KeyUp(_) => "embed_q",

@@ -21,7 +21,6 @@ pub(super) const NAMES: FileNames = FileNames {
     router: "block_sparse_moe.gate",
     choice: "block_sparse_moe.gate.e_score_correction_bias",
     shared: "block_sparse_moe.shared_experts",
-    mlx_experts: "block_sparse_moe.switch_mlp",
     hf_own,
     ..FileNames::USUAL
 };

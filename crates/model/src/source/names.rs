@@ -159,11 +159,29 @@ pub(super) fn deepseek4_stem(folder: &HfFolder, stem: &str) -> Option<String> {
     })
 }
 
-/// Name of a dense feed-forward of Kimi Linear in folders saved by transformers 5.
-pub(super) fn kimi_stem(folder: &HfFolder, stem: &str) -> Option<String> {
-    let is_kimi =
-        model_type(folder) == Some("kimi_linear") && !folder.has_weight(&format!("{stem}.weight"));
-    is_kimi.then(|| stem.replace(".mlp.", ".block_sparse_moe."))
+/// Name of a weight in folders saved by transformers 5 or by mlx-lm, where these rename what is
+/// published.
+pub(super) fn renamed_stem(folder: &HfFolder, stem: &str) -> Option<String> {
+    let pairs: &[(&str, &str)] = match model_type(folder)? {
+        "kimi_linear" => &[
+            (".mlp.", ".block_sparse_moe."), // dense, by transformers
+            (".block_sparse_moe.gate.e_score", ".mlp.e_score"),
+            (".block_sparse_moe.", ".mlp."),
+            ("_conv1d", "_conv.conv"),
+        ],
+        "lfm2_moe" => &[
+            ("feed_forward.w1", "feed_forward.gate_proj"),
+            ("feed_forward.w3", "feed_forward.up_proj"),
+            ("feed_forward.w2", "feed_forward.down_proj"),
+        ],
+        _ => return None,
+    };
+    let has = |stem: &str| folder.has(stem) || folder.has_weight(&format!("{stem}.weight"));
+    if has(stem) {
+        return None;
+    }
+    let mut renamed = pairs.iter().map(|(own, other)| stem.replace(own, other));
+    renamed.find(|name| has(name))
 }
 
 /// Prefix of a folder's tensor names. Multimodal models have a prefix for the text part, in
