@@ -155,7 +155,8 @@ impl Inner {
         ];
         for (model, nodes) in groups.into_iter().flatten() {
             let bytes = model.device_bytes().map_err(|error| error.to_string())?;
-            let fit = fit_devices(&wanted.model, by_node(nodes, &bytes), &rooms);
+            let needs = by_node(nodes, &bytes, wanted.options.memory);
+            let fit = fit_devices(&wanted.model, needs, &rooms);
             fit.map_err(|error| error.to_string())?;
         }
         Ok(())
@@ -234,7 +235,8 @@ pub(super) fn fitting_shares(
     match ranks.fitted(&limits) {
         Some(shares) => Ok(shares),
         None => {
-            let needs = by_node(&wanted.nodes, &ranks.needed(&by_all).unwrap_or_default());
+            let needed = ranks.needed(&by_all).unwrap_or_default();
+            let needs = by_node(&wanted.nodes, &needed, wanted.options.memory);
             let fit = fit_devices(&wanted.model, needs, rooms);
             fit.map(|()| by_all).map_err(|error| error.to_string())
         }
@@ -407,8 +409,13 @@ fn in_proportion(all: u32, limits: &[u64]) -> Option<Vec<u32>> {
     Some(layers)
 }
 
-/// The sum of the ranks of each node. Ranks beyond `nodes` are on the first one.
-fn by_node(nodes: &[NodeId], ranks: &[Option<MlxRankBytes>]) -> BTreeMap<NodeId, MlxRankBytes> {
+/// The sum of the ranks of each node, which may have `memory` together. Ranks beyond `nodes` are on
+/// the first one.
+fn by_node(
+    nodes: &[NodeId],
+    ranks: &[Option<MlxRankBytes>],
+    memory: Option<u64>,
+) -> BTreeMap<NodeId, MlxRankBytes> {
     let mut all = BTreeMap::new();
     for (place, bytes) in ranks.iter().enumerate() {
         let node = nodes.get(place).or(nodes.first());
@@ -419,6 +426,8 @@ fn by_node(nodes: &[NodeId], ranks: &[Option<MlxRankBytes>]) -> BTreeMap<NodeId,
             sum.step.0 += bytes.step.0;
         }
     }
+    all.values_mut()
+        .for_each(|sum| *sum = sum.limited(memory.map(Bytes)));
     all
 }
 
@@ -557,9 +566,10 @@ mod tests {
         };
         let nodes = [1, 2, 1].map(|number| NodeId([number; 16]));
         let ranks = [Some(bytes(8)), None, Some(bytes(9))];
-        let all = by_node(&nodes, &ranks);
+        let all = by_node(&nodes, &ranks, None);
         assert_eq!(all.len(), 1);
         assert_eq!(all[&nodes[0]].total(), Bytes(23));
-        assert_eq!(by_node(&nodes[..1], &ranks)[&nodes[0]].total(), Bytes(23));
+        let here = |memory| by_node(&nodes[..1], &ranks, memory)[&nodes[0]].total();
+        assert_eq!([None, Some(9)].map(here), [Bytes(23), Bytes(9)]);
     }
 }
