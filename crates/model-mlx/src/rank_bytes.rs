@@ -27,8 +27,8 @@ pub(super) fn most_fitting(positions: usize, fits: impl Fn(usize) -> bool) -> us
     fitting * PAGE
 }
 
-/// Values of a row in passing: the residual, its norm and sum; queries, keys, values and scores.
-/// Gate, up and their product follow, of every expert that a row has. Logits are small in
+/// Values of a row in passing: the residual streams, their norm and sum; queries, keys, values and
+/// scores. Gate, up and their product follow, of every expert that a row has. Logits are small in
 /// comparison: one row for each sequence.
 fn widest(c: &Config, shard: &Shard) -> usize {
     let shapes = c.layers[shard.layers.clone()].iter();
@@ -41,7 +41,7 @@ fn widest(c: &Config, shard: &Shard) -> usize {
         let of_experts = |experts: Experts| experts.used * (3 * experts.width + 2 * c.width);
         4 * (heads + dense) + shape.experts.map_or(0, of_experts)
     });
-    4 * c.width + widths.max().unwrap_or(0)
+    4 * c.residual_width() + widths.max().unwrap_or(0)
 }
 
 /// The type of activations, and the bits of quantised keys and values.

@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, reason = "figures, shown by --nocapture")]
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use crate::common::tiny::Tiny;
@@ -67,6 +68,25 @@ fn first_pages(sequence: &Windowed, count: usize) -> Vec<PersistedPage> {
     pools.enumerate().flat_map(of_pool).collect()
 }
 
+/// Models, and a prompt of each a little longer than a page. Of the last, index rows are behind keys
+/// and values.
+fn prompts(dir: &Path) -> Vec<(&'static str, PathBuf, Vec<u32>)> {
+    let tiny = |family: ModelFamily| {
+        let path = dir.join(family.name());
+        let tiny = Tiny::new(family, BlockType::Q8_0);
+        tiny.write(&path);
+        (family.name(), path, tiny.tokens(PAGE + 3, 7))
+    };
+    let blocks = "minimax-m3-blocks-bf16";
+    let tokens = (0..PAGE as u32 + 3).map(|i| i * 37 % 300).collect();
+    vec![
+        tiny(ModelFamily::Llama),
+        tiny(ModelFamily::Gemma3),
+        tiny(ModelFamily::DeepSeek),
+        (blocks, golden(&format!("hf/{blocks}")), tokens),
+    ]
+}
+
 /// A prompt whose first page another class has read: the logits are those of the class that goes
 /// on, within what the classes differ. Of the same class they have the same bits.
 #[test]
@@ -76,23 +96,7 @@ fn pages_of_a_prompt_go_from_class_to_class() {
         return;
     };
     let dir = tempfile::tempdir().unwrap();
-    let tiny = |family: ModelFamily| {
-        let (path, tiny) = (
-            dir.path().join(family.name()),
-            Tiny::new(family, BlockType::Q8_0),
-        );
-        tiny.write(&path);
-        (family.name(), path, tiny.tokens(PAGE + 3, 7))
-    };
-    // Index rows are behind keys and values.
-    let blocks = golden("hf/minimax-m3-blocks-bf16");
-    let tokens = (0..PAGE as u32 + 3).map(|i| i * 37 % 300).collect();
-    for (name, path, tokens) in [
-        tiny(ModelFamily::Llama),
-        tiny(ModelFamily::Gemma3),
-        tiny(ModelFamily::DeepSeek),
-        ("minimax-m3-blocks-bf16", blocks, tokens),
-    ] {
+    for (name, path, tokens) in prompts(dir.path()) {
         let is_first = name == ModelFamily::Llama.name();
         // Without a type, pages have that of the cache.
         let mut own_bytes: Vec<usize> = Vec::new();

@@ -25,7 +25,7 @@ const FOLDERS: [(&str, f64); 8] = [
     ("glm5-next-bf16", 1e-4),
     ("kimi-k3-bf16", 1e-4),
     ("deepseek-v4-bf16", 1e-4),
-    ("deepseek-v41-bf16", 0.2),
+    ("deepseek-v41-bf16", 1e-2),
 ];
 
 #[test]
