@@ -262,6 +262,14 @@ impl Stack {
         self.next_leaf = start;
     }
 
+    /// The same memory for leaves of `width` floats, from leaf `start` on.
+    #[must_use]
+    pub fn with_width(mut self, width: usize, start: usize) -> Self {
+        self.reset(start);
+        self.width = width;
+        self
+    }
+
     /// Adds the next leaf, `(width,)`.
     ///
     /// # Panics

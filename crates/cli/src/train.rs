@@ -13,7 +13,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use paceline_train::{
-    HUGE_PAGES, Lora, Means, Method, OptimiserOptions, Post, Report, Rule, RunFigures, RunInfo,
+    ALLOCATOR, Lora, Means, Method, OptimiserOptions, Post, Report, Rule, RunFigures, RunInfo,
     RunOptions, Schedule, Sharding, StepReporter, TrainOn, Trained, TrainingClass, TrainingJob,
     TrainingRun, TrainingWorkers, WorkerOptions, measured_flops, read_metrics, svg, targets,
 };
@@ -327,11 +327,12 @@ impl Args {
     }
 }
 
-/// Trains. The process begins anew if the C library is not yet asked for huge pages.
+/// Trains. The process begins anew if the C library has no settings yet.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
-    let huge = Some(HUGE_PAGES).filter(|(name, _)| std::env::var_os(name).is_none());
-    if let (Some(_), Ok(program)) = (huge, process::own_program()) {
-        process::execute(&program, huge); // if that fails, with small pages
+    if std::env::var_os(ALLOCATOR.0).is_none()
+        && let Ok(program) = process::own_program()
+    {
+        process::execute(&program, Some(ALLOCATOR)); // if that fails, a step takes longer
     }
     let with_config = args.from_mlx_lm.as_deref();
     let merged = with_config

@@ -92,4 +92,4 @@ pub use run::{TrainingJob, TrainingRun};
 pub use shard::Sharding;
 pub use stage::ModelStage;
 pub use weights::{Method, targets};
-pub use workers::{HUGE_PAGES, Post, TrainingWorkers, WorkerOptions};
+pub use workers::{ALLOCATOR, Post, TrainingWorkers, WorkerOptions};

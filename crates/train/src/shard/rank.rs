@@ -222,7 +222,7 @@ impl<'a> RankWorker<'a> {
             .collect();
         for round in &rounds {
             let own = share(round.clone(), role.rank, role.of);
-            let mut of_leaves = LeafSums::new(run, own.start);
+            let mut of_leaves = LeafSums::new(run, own.start, false);
             let own: Vec<usize> = own.collect();
             sums.begin(round.clone())?;
             let mut done = |part: usize, roots: &[f32]| sums.take(part, roots);

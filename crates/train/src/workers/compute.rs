@@ -69,7 +69,7 @@ fn compute(
     leaves: Range<usize>,
     done: &mut PartSink<'_>,
 ) -> Result<Vec<f64>, Error> {
-    let mut sums = LeafSums::new(run, leaves.start);
+    let mut sums = LeafSums::new(run, leaves.start, true);
     let mut losses = Vec::with_capacity(leaves.len());
     let together = run.net.together(run.job.tokens_max * run.job.leaf);
     let all: Vec<usize> = leaves.collect();
@@ -109,15 +109,18 @@ pub(crate) fn compute_together(
     })?;
     sums.report_part(parts.head(), done)?;
     sums.report_part(parts.norm(), done)?;
+    let mut grads = Vec::new();
     for part in (1..parts.norm()).rev() {
         let params = values.part(part)?;
-        let mut grads = vec![0.0; parts.gradients[part].len()];
+        grads.resize(parts.gradients[part].len(), 0.0);
         for pass in &mut passes {
             net.down(params, pass, &mut grads)?;
             sums.push(part, &grads);
             grads.fill(0.0);
         }
-        drop(grads); // before the sum is copied for other ranks
+        if !sums.keeps_memory {
+            grads = Vec::new(); // before the sum is copied for other ranks
+        }
         sums.report_part(part, done)?;
     }
     let mut grads = vec![0.0; parts.gradients[0].len()];
@@ -133,28 +136,41 @@ pub(crate) fn compute_together(
 /// The trees over leaves of all parts of what is trained.
 pub(crate) struct LeafSums<'a> {
     parts: &'a Parts,
-    stacks: Vec<Stack>,
+    leaves: usize,
+    first_leaf: usize,
+    /// Of parts that have leaves and are not handed out.
+    stacks: Vec<Option<Stack>>,
+    /// Whether the memory of a part serves the next one, since the system clears new pages. Ranks
+    /// return it before they copy the sum.
+    keeps_memory: bool,
+    spare: Option<Stack>,
 }
 
 impl<'a> LeafSums<'a> {
-    pub(crate) fn new(run: &'a TrainingRun, first_leaf: usize) -> Self {
-        let parts = run.net.parts();
-        let stack = |part: &Range<usize>| {
-            let mut stack = Stack::new(run.order.leaves(), part.len());
-            stack.reset(first_leaf);
-            stack
-        };
+    pub(crate) fn new(run: &'a TrainingRun, first_leaf: usize, keeps_memory: bool) -> Self {
+        let (parts, leaves) = (run.net.parts(), run.order.leaves());
+        let largest = parts.gradients.iter().map(Range::len).max().unwrap_or(0);
         Self {
             parts,
-            stacks: parts.gradients.iter().map(stack).collect(),
+            leaves,
+            first_leaf,
+            stacks: vec![None; parts.gradients.len()],
+            keeps_memory,
+            spare: keeps_memory.then(|| Stack::new(leaves, largest)),
         }
     }
 
     /// Adds the next leaf's gradient of a part.
     fn push(&mut self, part: usize, grads: &[f32]) {
-        if !grads.is_empty() {
-            self.stacks[part].push(grads);
+        if grads.is_empty() {
+            return;
         }
+        let stack = self.stacks[part].get_or_insert_with(|| {
+            let spare = self.spare.take();
+            let stack = spare.unwrap_or_else(|| Stack::new(self.leaves, grads.len()));
+            stack.with_width(grads.len(), self.first_leaf)
+        });
+        stack.push(grads);
     }
 
     /// Hands out the roots of a part, and forgets them, if no leaf follows.
@@ -167,7 +183,9 @@ impl<'a> LeafSums<'a> {
         if self.parts.gradients[part].is_empty() {
             return Ok(());
         }
-        let stack = std::mem::replace(&mut self.stacks[part], Stack::new(1, 0));
-        done(part, stack.values())
+        let stack = self.stacks[part].take();
+        done(part, stack.as_ref().map_or(&[], Stack::values))?;
+        self.spare = stack.filter(|_| self.keeps_memory);
+        Ok(())
     }
 }
