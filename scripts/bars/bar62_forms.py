@@ -108,7 +108,7 @@ def glm(config):
 
 
 def qwen(config):
-    text = config | {"mtp_num_hidden_layers": 1, "output_gate_type": "sigmoid"}
+    text = config | {"mtp_num_hidden_layers": 1}
     return {"model_type": "qwen4_exp", "architectures": ["Qwen4ExpForConditionalGeneration"], "text_config": text}
 
 
@@ -214,15 +214,13 @@ def by_transformers(form, values):
 
 def by_mlx_lm(form, values):
     import mlx.core as mx
-    from mlx.utils import tree_map
-    from mlx_lm.utils import load_model
     mx.set_default_device(mx.cpu)
     if "v41" in form.name:
         import deepseek_v41_tiny
         model = deepseek_v41_tiny.loaded(values)
     else:
-        model, _ = load_model(form)
-        model.update(tree_map(lambda w: w.astype(mx.float32) if w.dtype == mx.bfloat16 else w, model.parameters()))
+        import kimi_k3_tiny
+        model = kimi_k3_tiny.wide(kimi_k3_tiny.load(values))
     return lambda prompt: torch.from_numpy(np.array(model(mx.array([prompt]))[0])).double()
 
 
