@@ -84,6 +84,13 @@ impl Forecast {
         })
     }
 
+    /// Stores the reuse of experts that a short answer with `keys` in the cache shows, and no other
+    /// correction: the first answer to a user counts in full.
+    pub fn rehearsed(&mut self, config: &Config, split: &Split, (keys, tok_s): (u32, f64)) {
+        self.learn_reuse(tok_s, |own| own.facts_at(config, split, keys));
+        self.facts.save();
+    }
+
     /// Stores the reuse of experts with which `said`, the prediction of a run, is its `measured`
     /// speed. Predictions within other limits of memory then have it too. A run that is faster
     /// than any reuse explains has the most; one that is slower changes nothing.

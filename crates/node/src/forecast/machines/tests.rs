@@ -266,7 +266,12 @@ fn streamed_experts_are_reused_as_answers_show() {
     let [(few, slow), (many, fast)] = [parts[parts.len() / 4], parts[parts.len() / 2]];
     assert!(slow < fast, "{parts:?}");
     let (mut learns, measured) = (within(&with, *few), 0.7 * slow + 0.3 * fast);
+    let mut fastest = learns.clone();
+    assert!(learns.lacks_reuse(&config, &split));
     learns.learn_across(&config, (&split, &machines), measured);
+    fastest.learn_across(&config, (&split, &machines), 10.0 * whole);
+    let lack = [&learns, &fastest].map(|own| own.lacks_reuse(&config, &split));
+    assert_eq!(lack, [false; 2], "the latter has the most reuse");
     assert!((said(&learns) / measured - 1.0).abs() < 0.01);
     with.facts = learns.facts;
     let better = said(&within(&with, *many));
