@@ -84,8 +84,8 @@ impl Forecast {
         })
     }
 
-    /// Stores the reuse of experts that a short answer with `keys` in the cache shows. Stores no other
-    /// correction, so that the first answer to a user counts in full.
+    /// Stores the reuse of experts that a short answer with `keys` in the cache shows. Stores no
+    /// other correction, so that the first answer to a user counts in full.
     pub fn rehearsed(&mut self, config: &Config, split: &Split, (keys, tok_s): (u32, f64)) {
         self.learn_reuse(tok_s, |own| own.facts_at(config, split, keys));
         self.facts.save();
