@@ -331,7 +331,8 @@ impl LocalModel {
 
     pub(crate) fn keep_packed(&mut self) -> anyhow::Result<()> {
         let (folder, model) = (home::packed()?, self.path.clone());
-        Ok(self.prepared.keep_packed(PackedPlace { folder, model })?)
+        let kept = self.prepared.keep_packed(PackedPlace { folder, model });
+        kept.map_err(|error| self.explain(error))
     }
 
     /// Checks that the engine of its classes opens: workers' errors arrive only as text.

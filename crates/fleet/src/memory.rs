@@ -118,7 +118,8 @@ pub fn own_part(wanted: &InstanceSpec, id: NodeId) -> u64 {
 }
 
 /// Bytes that a node of a record reads from its disk, because they are beyond the limit of memory.
-/// About: ranks are taken to hold weights in proportion to their shares.
+/// About: ranks are taken to hold weights in proportion to their shares, and the memory of the
+/// program itself is not counted.
 pub fn disk_bytes(wanted: &InstanceSpec, id: NodeId) -> u64 {
     let part = share_bytes(wanted, id);
     part - within_limit(wanted, part)
