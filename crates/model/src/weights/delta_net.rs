@@ -459,14 +459,15 @@ impl WeightReader<'_> {
         let sizes = |shape: &[usize]| -> Vec<usize> {
             shape.iter().copied().filter(|size| *size != 1).collect()
         };
-        if sizes(&tensor.shape) == sizes(&[rows, cols]) {
+        let is_kimi = self.config.family == ModelFamily::KimiLinear;
+        if tensor.shape == [rows, cols] || is_kimi && sizes(&tensor.shape) == sizes(&[rows, cols]) {
             tensor.shape = vec![n];
         }
         // Kimi K3 has 128 decays for 96 heads; mlx-lm reads the first.
         if let (Role::Layer(_, LayerRole::DeltaScale), &[more]) = (role, &tensor.shape[..])
             && let Some(first) = tensor.bytes.slice(0..n * tensor.block_type.bytes())
             && more > n
-            && self.config.family == ModelFamily::KimiLinear
+            && is_kimi
         {
             (tensor.bytes, tensor.shape) = (first, vec![n]);
         }
