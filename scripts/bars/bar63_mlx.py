@@ -118,9 +118,9 @@ def used(args):
     with_server(lambda it: ask(it, words), *limit, home=home)
     again = with_server(lambda it: ask(it, words), *limit, home=home)
     tell("second start", text(again) == whole[0], again["usage"], "streams", bool(packed_files(home)))
-    two = ["--nodes", "2", "--split", "pipeline"]
+    two = ["--nodes", "2", "--split", "pipeline", "--parallel", "1"]
     unharmed = with_server(lambda it: text(ask(it, prompts[1], 16)), *two)
-    tell("a lost worker", with_server(lose, *limit, *two) == unharmed)
+    tell("a lost worker", with_server(lose, "--memory", "800M", *two) == unharmed)
     for kv in ["q8", "q4"]:
         alone = with_server(in_turn, *limit, "--kv", kv)
         tell(f"{kv} at once", with_server(at_once, *limit, "--kv", kv) == alone)
