@@ -292,12 +292,7 @@ impl Cache {
 
     /// Queries as the keys of a layer are [rotated](quantised::rotated), or outputs of such values
     /// as they are without it.
-    pub(super) fn rotated(
-        &self,
-        stream: &Stream,
-        layer: usize,
-        x: &Array,
-    ) -> Result<Array, Error> {
+    pub(super) fn rotated(&self, stream: &Stream, layer: usize, x: &Array) -> Result<Array, Error> {
         match &self.layers[layer] {
             Kept::Quantised(..) => quantised::rotated(stream, x),
             _ => Ok(x.clone()),
@@ -438,12 +433,7 @@ fn copied(stream: &Stream, held: &Array, pages: usize) -> Result<Array, Error> {
 }
 
 /// Writes a row of each of B sequences, `(1, heads, B, D)` of each array, to its place in `rows`.
-fn put_rows(
-    stream: &Stream,
-    held: &mut [Array],
-    rows: &Array,
-    new: &[Array],
-) -> Result<(), Error> {
+fn put_rows(stream: &Stream, held: &mut [Array], rows: &Array, new: &[Array]) -> Result<(), Error> {
     for (held, new) in held.iter_mut().zip(new) {
         // The old handle goes away here, so that the update is done in place.
         *held = stream.put_along(held, rows, new, 2)?;

@@ -76,9 +76,8 @@ use paceline_base::{Bytes, KernelClass, Rank};
 use paceline_mlx::{Dtype, LibraryPaths};
 use paceline_model::backend::PersistentCache;
 use paceline_model::{
-    BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, Links,
-    LoadedModel as Loaded, MemoryLimit, ModelSource, PackedFile, Rope, Shard, Split, StreamCounts,
-    WindowPool,
+    BatchSize, Compute, Config, Error, ExchangeBytes, Kinds, Links, LoadedModel as Loaded,
+    MemoryLimit, ModelSource, PackedFile, Rope, Shard, Split, StreamCounts, WindowPool,
 };
 use paceline_tensor::{Kernels, KvType, PAGE};
 

@@ -161,8 +161,8 @@ impl Device {
 }
 
 impl Cache {
-    /// A page of a layer, `(K, 64 (D + E))`, and its index rows `(1, 64 X)` in f32 where it has
-    /// some; nothing where nothing is kept.
+    /// A page of a layer, `(K, 64 (D + E))`, and its index rows `(1, 64 X)` in f32. Either is
+    /// `None` where the layer has none.
     fn page(
         &self,
         stream: &Stream,

@@ -68,8 +68,8 @@ fn first_pages(sequence: &Windowed, count: usize) -> Vec<PersistedPage> {
     pools.enumerate().flat_map(of_pool).collect()
 }
 
-/// Models, and a prompt of each a little longer than a page. Of the last, index rows are behind keys
-/// and values.
+/// Models, and a prompt of each a little longer than a page. The last has index rows behind its
+/// keys and values.
 fn prompts(dir: &Path) -> Vec<(&'static str, PathBuf, Vec<u32>)> {
     let tiny = |family: ModelFamily| {
         let path = dir.join(family.name());

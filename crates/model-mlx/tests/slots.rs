@@ -197,7 +197,11 @@ fn ranks_within_limits_answer_as_the_whole_model() {
         return;
     };
     for (family, layers, kinds) in [
-        (ModelFamily::Qwen3Moe, 2, &["tensor", "experts", "pipeline"][..]),
+        (
+            ModelFamily::Qwen3Moe,
+            2,
+            &["tensor", "experts", "pipeline"][..],
+        ),
         (ModelFamily::Llama, 24, &["tensor", "pipeline"]),
     ] {
         let home = tempfile::tempdir().unwrap();

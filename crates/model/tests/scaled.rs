@@ -57,8 +57,8 @@ fn assert_same_logits(folders: [&Path; 2], class: KernelClass, name: &str) {
     assert!(bits(&got) == bits(&want), "{name}: logits differ");
 }
 
-/// The forms in which families of 2026 are published: Flash and Base of DeepSeek V4, V4.1 Flash,
-/// Kimi K3, GLM 5.3 Flash FP8, MiniMax M3 MXFP8, Qwen 3.8 Flash Next FP8.
+/// Published forms: DeepSeek V4 Flash and Base, V4.1 Flash, Kimi K3, GLM 5.3 Flash FP8, MiniMax M3
+/// MXFP8, Qwen 3.8 Flash Next FP8.
 #[test]
 fn published_forms_have_the_logits_of_their_values() {
     use Layout::{Fp8Tiles, HalfTiles, InverseMxfp8, Mxfp4, NamedMxfp4, NamedTiles, PowerTiles};

@@ -261,8 +261,8 @@ fn pack_panels<const ROWS: usize>(a: Strided<'_>, (m, k): (usize, usize), out: &
 }
 
 thread_local! {
-    /// Packed operands of this thread's last product: each of a training step has one of the same
-    /// few sizes, and new memory costs a page fault for each 4 KiB.
+    /// Packed operands of this thread's last product. Products of a training step have few sizes,
+    /// and new memory costs a page fault for each 4 KiB.
     static PACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 

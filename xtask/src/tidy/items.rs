@@ -18,12 +18,12 @@ const NAMESAKES_MAX: usize = 2;
 
 /// Words of the field that any module may have a type of, because its path says which.
 #[rustfmt::skip]
-const SHARED_NAMES: [&str; 22] = [
+const SHARED_NAMES: [&str; 24] = [
     // Rust's and this tree's words for parts of a module.
     "Action", "Args", "Command", "Config", "Error", "Event", "FromWorker", "Header", "Inner",
     "Kind", "Options", "Report", "State", "ToWorker",
     // Parts of a model: in its configuration, its weights and those of a device.
-    "DeltaNet", "Experts", "Indexer", "Latent",
+    "Compressed", "DeltaNet", "Experts", "Indexer", "Latent", "PoolIndexer",
     // Words of tensors and groups, which differ by library.
     "Backend", "Dtype", "Matrix", "Ring",
 ];

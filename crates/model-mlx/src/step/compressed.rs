@@ -21,7 +21,7 @@ use super::weights::{self, KeySeries, Layer, Mixer};
 
 /// A layer of a step.
 #[derive(Clone, Copy)]
-struct Place<'a> {
+struct KeyPlace<'a> {
     own: &'a weights::Compressed,
     of: Compressed,
     /// Rows of the layer, and the entries that it reads, among the arrays of the cache.
@@ -30,7 +30,7 @@ struct Place<'a> {
     dim: i32,
 }
 
-impl Place<'_> {
+impl KeyPlace<'_> {
     /// Elements of an entry: a key and its index key.
     const fn entry(&self) -> i32 {
         match self.of.runs {
@@ -66,7 +66,7 @@ impl Step<'_> {
             return self.keep_output_rows();
         };
         let entries = of.runs.and_then(|runs| runs.of).unwrap_or(index);
-        let place = Place {
+        let place = KeyPlace {
             own,
             of,
             held: [self.held(index), self.entries_of(entries)],
@@ -101,7 +101,7 @@ impl Step<'_> {
     }
 
     /// x (T, C) -> queries, keys, and inputs of compressed keys
-    fn compressed_rows(&self, place: Place<'_>) -> Result<Rows, Error> {
+    fn compressed_rows(&self, place: KeyPlace<'_>) -> Result<Rows, Error> {
         let (stream, own) = (self.parts.stream, place.own);
         let eps = self.parts.model.config.norm_eps;
         let rows = self.batch.rows() as i32;
@@ -150,7 +150,7 @@ impl Step<'_> {
     /// that end in the step.
     fn write_compressed(
         &mut self,
-        place: Place<'_>,
+        place: KeyPlace<'_>,
         i: usize,
         (rows, first): (&Rows, i32),
     ) -> Result<(), Error> {
@@ -183,7 +183,7 @@ impl Step<'_> {
     /// The entries (1, 1, R, D + X) of the runs `ended` of sequence `i`, in f32.
     fn entries(
         &self,
-        place: Place<'_>,
+        place: KeyPlace<'_>,
         (i, runs): (usize, KeyRuns),
         ended: std::ops::Range<usize>,
     ) -> Result<Array, Error> {
@@ -306,7 +306,7 @@ impl Step<'_> {
     }
 
     /// The entries (1, 1, E, D + X) of all whole runs of sequence `i`; `None` before the first.
-    fn read_entries(&self, place: Place<'_>, i: usize) -> Result<Option<Array>, Error> {
+    fn read_entries(&self, place: KeyPlace<'_>, i: usize) -> Result<Option<Array>, Error> {
         let (stream, sequence) = (self.parts.stream, &self.batch.sequences[i]);
         let end = sequence.position + sequence.tokens.len();
         let Some(runs) = place.of.runs.filter(|runs| end >= runs.len) else {
@@ -333,7 +333,7 @@ impl Step<'_> {
     /// Entries that the indexer of the layer chooses for rows of sequence `i`; `None` without one.
     fn chosen_entries(
         &self,
-        place: Place<'_>,
+        place: KeyPlace<'_>,
         i: usize,
         (rows, first): (&Rows, i32),
     ) -> Result<Option<Selected>, Error> {
@@ -377,7 +377,7 @@ impl Step<'_> {
     /// q (1, H, n, D) of sequence `i` -> (1, H, n, D), by its entries and its window.
     fn over_entries(
         &self,
-        place: Place<'_>,
+        place: KeyPlace<'_>,
         i: usize,
         (query, selected): (&Array, &Selected),
     ) -> Result<Array, Error> {
@@ -419,7 +419,7 @@ impl Step<'_> {
     }
 
     /// read (1, H, n, D) -> outputs of groups (1, G, n, R)
-    fn by_group(&self, place: Place<'_>, read: &Array) -> Result<Array, Error> {
+    fn by_group(&self, place: KeyPlace<'_>, read: &Array) -> Result<Array, Error> {
         let (stream, sizes) = (self.parts.stream, read.shape());
         let each = (self.layer().0.heads / place.of.groups) as i32;
         let (groups, n) = (sizes[1] / each, sizes[2]);

@@ -186,8 +186,8 @@ impl Step<'_> {
     }
 
     /// As [`chosen_rows`](Self::chosen_rows), of experts in slots, chosen among those of all ranks.
-    /// Waits for the choice, and reads each missing expert once. More experts than slots take turns,
-    /// each with its own choices.
+    /// Waits for the choice, and reads each missing expert once. More experts than slots take
+    /// turns, each with its own choices.
     fn by_slot(
         &self,
         slots: &mut Slots,

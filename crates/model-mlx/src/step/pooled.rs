@@ -77,8 +77,8 @@ impl Step<'_> {
         Ok((queries, keys))
     }
 
-    /// The rows (1, P, pool, X) of pools from pool `first` on -> their keys (1, P, 1, X): the mean,
-    /// normed and turned by the pool's first position.
+    /// Keys (1, P, 1, X) of the pools from `first` on, whose rows are (1, P, pool, X): the mean,
+    /// normed. It is rotated by the pool's first position.
     fn pool_keys(
         &self,
         own: &weights::PoolIndexer,
@@ -102,7 +102,7 @@ impl Step<'_> {
     }
 
     /// Writes the index rows (1, 1, n, X) of sequence `i` to layer `held`. The last row of each
-    /// pool that ends in the step becomes the pool's key, which `finish` makes of the pools' rows
+    /// pool that ends in the step becomes the pool's key. `finish` makes it of the pools' rows
     /// (1, P, pool, X) and the number of the first pool.
     pub(super) fn write_pools(
         &mut self,
@@ -133,9 +133,8 @@ impl Step<'_> {
         self.parts.cache.write_index(stream, held, &span, &new)
     }
 
-    /// The positions that rows of sequence `i` attend to, by their queries (1, I, n, X) and the
-    /// weights (n, I) of these; `None` where these are all. Keys are the first `dim` elements of
-    /// the pools' rows.
+    /// The positions that rows of sequence `i` attend to, by queries (1, I, n, X) with weights
+    /// (n, I). `None` means all. Keys are the first `dim` elements of the pools' rows.
     pub(super) fn select_pools(
         &self,
         choice: Choice,

@@ -21,7 +21,7 @@ pub(super) struct StreamState {
     mix: Option<Array>,
     /// `(T, S, 1)`: weights of what the next half reads, where these are late.
     late: Option<Array>,
-    /// `(T, C)`: the alternating stream that a layer computes, and its path beside attention.
+    /// `(T, C)`: the alternating stream that a layer computes, and its path parallel to attention.
     pub(super) active: Option<Array>,
     pub(super) laurel: Option<Array>,
 }

@@ -1,6 +1,7 @@
 //! Weights of several residual streams; whole on every rank.
 //!
-//! Letters: S streams of C elements, R the rank of a gated mix or of the path beside attention.
+//! Letters: S streams of C elements, R the rank of a gated mix or of the path parallel to
+//! attention.
 
 use paceline_mlx::Array;
 use paceline_model::{Config, Error, LayerRole, Role, StreamPart, StreamRule};
@@ -53,7 +54,7 @@ pub(crate) struct ConstrainedMix {
     pub(crate) scale: Array,
 }
 
-/// A layer's map of alternating streams, and the low-rank path beside its attention.
+/// A layer's map of alternating streams, and the low-rank path parallel to its attention.
 #[derive(Debug)]
 pub(crate) struct Alternation {
     /// `(C,)`: norm of the router's input, divided by C.
@@ -137,8 +138,8 @@ impl HeadStreams {
     }
 }
 
-/// Matrices of streams that a rank holds: of `layer`, or at the ends of the model, with the
-/// embedding where it `embeds` and the output head where it has one.
+/// Matrices of streams that a rank holds: of `layer`, or at the ends of the model. A rank that
+/// `embeds` has the embedding's, the last one the output head's.
 pub(super) fn stream_matrices(
     c: &Config,
     layer: Option<usize>,

@@ -6,9 +6,9 @@ pub(crate) const MAX_USED: usize = 32;
 /// Maximum groups of experts: several times those of published models (at most 8).
 pub(crate) const MAX_GROUPS: usize = 64;
 
-/// Lower bound of the sum that expert weights are divided by: llama.cpp's, the smallest normal
-/// half.
-pub const LEAST_SUM: f32 = 6.103_515_6e-5;
+/// Lower bound of the sum that expert weights are divided by: what `transformers` and mlx-lm add to
+/// it. llama.cpp's 2^-14 changes rows whose gates are all nearly closed.
+pub const LEAST_SUM: f32 = 1e-20;
 
 /// Slope of the clamped gate of gpt-oss.
 pub const CLAMP_SLOPE: f32 = 1.702;

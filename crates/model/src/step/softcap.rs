@@ -33,8 +33,8 @@ pub(super) fn bound(kernels: &Kernels, cap: f32, logits: &mut [f32]) {
     }
 }
 
-/// `out = cap * tanh(x / cap)`, to some units in the last place. [`bound`] is not for small x, where
-/// `1 - e` cancels; Kimi K3 norms sums of such products.
+/// `out = cap * tanh(x / cap)`, to some units in the last place. [`bound`] is not for small x,
+/// where `1 - e` cancels; Kimi K3 norms sums of such products.
 pub(super) fn bound_gates(kernels: &Kernels, cap: f32, x: &[f32], out: &mut [f32]) {
     /// Here both ways are off by some 1e-7 of the result.
     const SMALL: f32 = 0.15;

@@ -178,8 +178,8 @@ fn write_as(dir: &Path, layouts: &[Layout], tile: [usize; 2], quantisation: &Val
     write_source("llama-untied-bf16", dir, of, (tile, quantisation));
 }
 
-/// As [`write`], from the golden folder `name`: a module has the layout that stands with the first
-/// part of a name in `layouts` that its own has, and others stay.
+/// As [`write`], from the golden folder `name`. A module whose name contains a part in `layouts`
+/// has the layout of the first such part; others stay.
 pub(crate) fn write_published(name: &str, dir: &Path, layouts: &[(&str, Layout)]) {
     let mut n = 0;
     let of = |module: &str| {

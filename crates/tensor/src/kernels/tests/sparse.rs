@@ -226,8 +226,8 @@ fn a_row_attends_to_the_best_pools_and_the_rest() {
     }
 }
 
-/// Keys of pools are the means of their inputs, weighted by the softmax of gates and biases: to
-/// the bit with all kernels, also where a pool is of two steps.
+/// Keys of pools are means of their inputs, weighted by the softmax of gates and biases. All
+/// kernels have the same bits, also where a pool is of two steps.
 #[test]
 fn keys_of_pools_are_weighted_by_their_gates() {
     const POOL: usize = 4;
