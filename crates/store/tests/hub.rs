@@ -645,10 +645,6 @@ fn an_endless_file_list_is_cut_off() {
     assert!(matches!(error, Error::SizeMismatch { .. }), "{error:?}");
 }
 
-#[expect(
-    clippy::too_many_lines,
-    reason = "one file through all that a server may do"
-)]
 #[test]
 fn a_pinned_file_is_had_whole_and_in_ranges_from_its_commit() {
     let model = Arc::new(payload());

@@ -258,7 +258,7 @@ fn keys_of_pools_are_weighted_by_their_gates() {
         };
         places.map(read).collect()
     };
-    let naive = made(&[0..POSITIONS], &all_kernels()[0]);
+    let naive = made(std::slice::from_ref(&(0..POSITIONS)), &all_kernels()[0]);
     for (i, key) in naive.iter().enumerate() {
         let (pool, d) = (i / INDEX, i % INDEX);
         let at = |n: usize, d: usize| f64::from(rows[(pool * POOL + n) * 2 * INDEX + d]);
