@@ -84,7 +84,7 @@ pub struct DashboardOutputs {
     pub tell: MessageSink,
 }
 
-/// What is set once is unknown before; the first value stays.
+/// Parts of the page. A cell is empty until it is set; the first value stays.
 pub(crate) struct Inner {
     live: LiveRequests,
     pub(crate) agent: OnceLock<Agent>,

@@ -156,7 +156,7 @@ pub enum Reply {
     Failed(RequestFailure),
 }
 
-/// What a step did for a sequence. It has ended with [`Reply::Finished`] and is removed then; none
+/// Result of a step for a sequence. It has ended with [`Reply::Finished`] and is removed then; none
 /// is [`Reply::Failed`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {

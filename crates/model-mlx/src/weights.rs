@@ -57,7 +57,7 @@ pub(super) struct Summed {
 /// A rank's weights of one layer; whole shapes in [`Part`].
 #[derive(Debug)]
 pub(super) struct Layer {
-    /// Where there are several.
+    /// `None` with one residual stream.
     pub(super) streams: Option<LayerStreams>,
     pub(super) attention_norm: Option<Array>,
     pub(super) mixer: Mixer,

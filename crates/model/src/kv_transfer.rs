@@ -79,7 +79,7 @@ impl KvTransferPlan {
     }
 }
 
-/// What a slice has of its layer; in this order in a page.
+/// Kinds of rows of a layer in a slice, in their order in a page.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum SliceKind {
     Cache,

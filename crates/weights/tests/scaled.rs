@@ -53,7 +53,7 @@ fn refusal(config: &Value, specs: &[Spec], columns: u64) -> String {
         .replace(&format!("{}", dir.path().display()), "DIR")
 }
 
-/// Those whose values nothing records: `paceline-model` compares the others'.
+/// Layouts whose values nothing records: `paceline-model` compares the others'.
 #[test]
 fn layouts_are_recognised_by_their_tensors() {
     let tiles = json!({"quantization_config": {"weight_block_size": [2, 64]}});

@@ -8,7 +8,7 @@ use paceline_model::Error;
 
 use super::{Cache, Span, View, put};
 
-/// What a layer with such an indexer keeps.
+/// Index keys that a layer with such an indexer keeps.
 #[derive(Debug)]
 pub(crate) struct PooledRows {
     /// Keys and values, or latent keys alone, `(1, K, rows, ..)` each; then index rows

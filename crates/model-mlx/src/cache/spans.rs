@@ -14,7 +14,7 @@ pub(crate) struct SpanKind {
     pub(crate) window: Option<usize>,
 }
 
-/// Where one sequence of a step is in the cache of layers of a [`SpanKind`].
+/// Place of one sequence of a step in the cache of layers of a [`SpanKind`].
 #[derive(Debug)]
 pub(crate) struct Span {
     /// Rows of the cache, or of the lane, that are written, in order of position.
@@ -138,7 +138,7 @@ impl Span {
         })
     }
 
-    /// Where rows are written.
+    /// Places of the rows to write.
     pub(super) fn place(&self) -> (usize, &[Range<usize>]) {
         (self.view.lane.unwrap_or(0), &self.written)
     }

@@ -454,7 +454,7 @@ impl Step<'_> {
     }
 }
 
-/// How ends are turned.
+/// Rotation of the ends of rows.
 #[derive(Clone, Copy)]
 enum Turn {
     /// Rows by their positions from this one on.

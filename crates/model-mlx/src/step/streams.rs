@@ -12,7 +12,7 @@ use paceline_model::{Constraint, Error, StreamRule};
 use super::weights::{ConstrainedMix, HeadStreams, Layer, LayerStreams, StreamMix};
 use super::{Step, alternating};
 
-/// What a half of a layer needs of its streams until its output is added.
+/// State of a layer's streams until the output of its half is added.
 #[derive(Debug, Default)]
 pub(super) struct StreamState {
     /// `(T, S, 1)`: weights of the half's output.
@@ -63,7 +63,7 @@ impl StreamState {
         Ok(())
     }
 
-    /// What must be evaluated before memory of exchanges is written again.
+    /// Arrays to evaluate before memory of exchanges is written again.
     pub(super) fn arrays(&self) -> impl Iterator<Item = &Array> {
         let own = [
             &self.after,

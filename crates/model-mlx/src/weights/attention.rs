@@ -22,7 +22,7 @@ pub(crate) struct Attention {
     pub(crate) value_norm: Option<Array>,
     /// `(H,)`
     pub(crate) sinks: Option<Array>,
-    /// Where its rows attend to chosen pools or blocks.
+    /// `None` where rows attend to all positions.
     pub(crate) pooled: Option<PoolIndexer>,
 }
 

@@ -33,7 +33,7 @@ pub(crate) struct Experts {
     pub(crate) slots: Option<RefCell<Slots>>,
     /// Where this rank has it.
     pub(crate) shared: Option<Shared>,
-    /// Where experts read and write compressed rows.
+    /// `None` where experts read and write whole rows.
     pub(crate) compression: Option<Compression>,
 }
 

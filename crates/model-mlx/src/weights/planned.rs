@@ -179,7 +179,7 @@ fn mixer(names: &WeightReader<'_>, (i, cut): (usize, &LayerCut)) -> Vec<Held> {
     }
 }
 
-/// Those of attention to compressed keys, of `heads` heads. Inputs of compressed keys are narrow.
+/// Matrices of attention to compressed keys, of `heads` heads. Inputs of such keys are narrow.
 fn compressed(width: usize, (shape, heads): (&LayerShape, usize), of: Compressed) -> Vec<Held> {
     let rows = |part, all: usize, mine: usize| (part, [all, width], mine * width);
     let (dim, all) = (shape.head_dim, shape.heads * shape.head_dim);
@@ -198,7 +198,7 @@ fn compressed(width: usize, (shape, heads): (&LayerShape, usize), of: Compressed
     ]
 }
 
-/// Those of latent attention in layer `i`, of `heads` heads.
+/// Matrices of latent attention in layer `i`, of `heads` heads.
 fn latent_matrices(
     names: &WeightReader<'_>,
     (i, heads): (usize, usize),

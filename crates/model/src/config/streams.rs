@@ -11,7 +11,7 @@ pub struct Streams {
     pub rule: StreamRule,
 }
 
-/// How layers read and write residual streams.
+/// Rule by which layers read and write residual streams.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum StreamRule {
     /// Each half of a layer reads a mix and adds its output, with a weight, to every stream.

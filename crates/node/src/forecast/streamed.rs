@@ -71,7 +71,7 @@ impl Forecast {
         members.any(|member| member.streamed > 0)
     }
 
-    /// What predictions rest upon where experts are read from disk.
+    /// Basis of predictions where experts are read from disk.
     pub fn reuse_told(&self, config: &Config) -> Option<&'static str> {
         let is_read = self.reads_experts(config, &Split::whole(config));
         let stream = self.stream.as_ref().filter(|_| is_read)?;
