@@ -15,9 +15,14 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_paceline");
 /// `bench comm`, as short as it can be.
 const SHORT: [&str; 4] = ["bench", "comm", "--max-bytes", "64"];
 
+/// The first of two ports that nothing listens at, below those that Linux gives to connections
+/// (32,768 on): none of another test takes them meanwhile.
 fn free_port() -> String {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    listener.local_addr().unwrap().port().to_string()
+    let first = 20_000 + u16::try_from(std::process::id() % 5_000).unwrap() * 2;
+    let is_free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
+    let mut pairs = (first..32_000).step_by(2);
+    let port = pairs.find(|port| is_free(*port) && is_free(*port + 1));
+    port.unwrap().to_string()
 }
 
 /// The report of rank 0: nobody else prints.
