@@ -57,9 +57,9 @@ pub const ALLOCATOR: (&str, &str) = (
 );
 
 /// As [`ALLOCATOR`] for ranks with shards, for least memory: vectors from 256 KiB on are returned
-/// as soon as they are free. By default the limit rises to 32 MiB with the first large vector, and free memory
-/// lies in holes. A rank of four, 30 million numbers: 715 MiB without it, 433 with it; 306 by now,
-/// and 314 with pages of 2 MiB.
+/// as soon as they are free. By default the limit rises to 32 MiB with the first large vector, and
+/// free memory lies in holes. A rank of four, 30 million numbers: 715 MiB without it, 433 with it;
+/// 306 by now, and 314 with pages of 2 MiB.
 const RANK_SETTINGS: &str = "glibc.malloc.mmap_threshold=262144";
 
 /// Poll interval of the parent while workers compute.
