@@ -354,17 +354,21 @@ impl<'a> Costs<'a> {
         Ok(worst)
     }
 
-    /// Bytes of streamed layers that a member reads for a step: without routed experts, and of
-    /// these. In a mixture, memory outside the window keeps the former first, then experts. Steps
-    /// choose some experts more often than others, so they find more of theirs there than the share
-    /// that fits ([`Calibration::expert_reuse`]).
+    /// Bytes that a member reads for a step: of streamed layers without routed experts, and of
+    /// experts of all its layers, which share one memory. In a mixture, memory outside the window
+    /// keeps the former first, then experts. Steps choose some experts more often than others, so
+    /// they find more of theirs there than the share that fits ([`Calibration::expert_reuse`]).
     fn read_bytes(&self, stage: &PipelineStage, member: &StageMember) -> [f64; 2] {
         let (model, part) = (self.model, memory::part_of(stage, member));
-        let [mut common, mut touched, mut all] = [0.0; 3];
-        for index in stage.layers.start..stage.layers.start + member.streamed {
+        let [mut common, mut touched, mut all, mut whole] = [0.0; 4];
+        for index in stage.layers.clone() {
             let own = memory::streamed_bytes(model, &self.workload, part, index);
-            (common, touched) = (common + own[0], touched + own[1]);
-            all += model.routed_params(index) * model.bits.experts / 8.0;
+            let experts = model.routed_params(index) * model.bits.experts / 8.0;
+            (touched, all) = (touched + own[1], all + experts);
+            match index < stage.layers.start + member.streamed {
+                true => common += own[0],
+                false => whole += experts,
+            }
         }
         if touched == 0.0 {
             return [common, 0.0];
@@ -372,8 +376,8 @@ impl<'a> Costs<'a> {
         let need = usage(model, &self.workload, stage, member, self.ends(stage));
         let spare = self.cluster.nodes[member.node].budget() - need.total();
         let kept = spare.clamp(0.0, common);
-        let all = all * memory::shares(part)[1];
-        let share = ((spare - kept) / all).clamp(0.0, 1.0);
+        let [all, whole] = [all, whole].map(|bytes| bytes * memory::shares(part)[1]);
+        let share = ((whole + spare - kept) / all).clamp(0.0, 1.0);
         let hits = share.powf(self.calibration.expert_reuse());
         [common - kept, touched * (1.0 - hits)]
     }
