@@ -327,9 +327,10 @@ impl Args {
     }
 }
 
-/// Trains. The process begins anew if the C library has no settings yet.
+/// Trains. The process begins anew if glibc has no settings yet.
 pub(crate) fn run(args: &Args, signals: &Signals) -> anyhow::Result<()> {
-    if std::env::var_os(ALLOCATOR.0).is_none()
+    if cfg!(target_env = "gnu")
+        && std::env::var_os(ALLOCATOR.0).is_none()
         && let Ok(program) = process::own_program()
     {
         process::execute(&program, Some(ALLOCATOR)); // if that fails, a step takes longer

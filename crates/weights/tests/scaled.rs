@@ -113,7 +113,6 @@ fn tiles_of_128_are_the_default() {
 }
 
 #[test]
-#[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn scales_and_shapes_that_do_not_fit_are_refused() {
     let fit = "expected a scale for each tile, row or group of 32, 64, .. columns";
     for (specs, columns, want) in [
@@ -138,64 +137,92 @@ fn scales_and_shapes_that_do_not_fit_are_refused() {
             "DIR: tensor m.weight_scale: dtype F16, expected F32, BF16, U8 or F8_E8M0".into(),
         ),
         (
-            vec![("weight", "F8_E4M3", &[3, 40]), ("weight_scale", "F32", &[1][..])],
+            vec![
+                ("weight", "F8_E4M3", &[3, 40]),
+                ("weight_scale", "F32", &[1][..]),
+            ],
             96,
             "DIR: tensor m.weight: shape [3, 40], expected rows of a multiple of 32 values".into(),
         ),
         (
-            vec![("weight", "F8_E4M3", &[96]), ("weight_scale", "F32", &[1][..])],
+            vec![
+                ("weight", "F8_E4M3", &[96]),
+                ("weight_scale", "F32", &[1][..]),
+            ],
             96,
             "DIR: tensor m.weight: shape [96], expected two sizes".into(),
         ),
         (
-            vec![("weight", "F8_E5M2", &[3, 96]), ("weight_scale", "F32", &[1][..])],
+            vec![
+                ("weight", "F8_E5M2", &[3, 96]),
+                ("weight_scale", "F32", &[1][..]),
+            ],
             96,
             "DIR: tensor m.weight: dtype F8_E5M2, expected F8_E4M3, or U8, I8 or I32 for packed \
              values"
                 .into(),
         ),
-        (vec![("weight_scale", "F32", &[1][..])], 96, "DIR: tensor m.weight is missing".into()),
+        (
+            vec![("weight_scale", "F32", &[1][..])],
+            96,
+            "DIR: tensor m.weight is missing".into(),
+        ),
+    ] {
+        assert_eq!(refusal(&json!({}), &specs, columns), want);
+    }
+}
+
+#[test]
+fn packed_values_that_do_not_fit_are_refused() {
+    for (specs, columns, want) in [
         (
             vec![PACKED, INT_SCALES],
             96,
-            "DIR: tensor m.weight_shape is missing".into(),
+            "DIR: tensor m.weight_shape is missing",
         ),
         (
             vec![PACKED, INT_SCALES, SHAPE],
             1 << 40,
             "DIR: tensor m.weight_packed: shape [3, 12], expected 2, 3, 4, 5, 6 or 8 bits for each \
-             value of weight_shape"
-                .into(),
+             value of weight_shape",
         ),
         (
-            vec![PACKED, INT_SCALES, SHAPE, ("weight_zero_point", "I32", &[1, 3])],
+            vec![
+                PACKED,
+                INT_SCALES,
+                SHAPE,
+                ("weight_zero_point", "I32", &[1, 3]),
+            ],
             96,
-            "DIR: m: weight_zero_point is a tensor, expected none: symmetric integers in order"
-                .into(),
+            "DIR: m: weight_zero_point is a tensor, expected none: symmetric integers in order",
         ),
         (
             vec![PACKED, ("weight_scale", "F32", &[3, 3]), SHAPE],
             96,
-            "DIR: tensor m.weight_scale: dtype F32, expected F16 or BF16".into(),
+            "DIR: tensor m.weight_scale: dtype F32, expected F16 or BF16",
         ),
         (
             vec![FP4, FP4_SCALES],
             96,
-            "DIR: tensor m.weight_global_scale is missing".into(),
+            "DIR: tensor m.weight_global_scale is missing",
         ),
         (
             vec![FP4, FP4_SCALES, ("weight_scale_2", "F32", &[3][..])],
             96,
-            "DIR: tensor m.weight_scale_2: shape [3], expected one value".into(),
+            "DIR: tensor m.weight_scale_2: shape [3], expected one value",
         ),
         (
             vec![FP4, ("weight_scale", "F8_E4M3", &[3, 3][..])],
             96,
-            "DIR: tensor m.weight_scale: shape [3, 3], expected one scale for 16 columns".into(),
+            "DIR: tensor m.weight_scale: shape [3, 3], expected one scale for 16 columns",
         ),
     ] {
         assert_eq!(refusal(&json!({}), &specs, columns), want);
     }
+}
+
+#[test]
+fn sizes_of_tiles_that_do_not_fit_are_refused() {
     for size in [
         json!([0, 32]),
         json!([128, 48]),
