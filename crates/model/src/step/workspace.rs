@@ -1,6 +1,7 @@
 //! The buffers of a step, as large as this rank's part of the model asks.
 
 use paceline_comm::RegisteredMemory;
+use paceline_tensor::AttentionScratch;
 
 use super::alternating::AlternatingRows;
 use super::attended::AttendedRows;
@@ -81,58 +82,37 @@ impl Workspace {
         self.head_x.row(i)
     }
 
-    #[expect(clippy::too_many_lines, reason = "one line for each buffer")]
     fn whole(model: &Model, size: BatchSize) -> Self {
         let (c, shard) = (model.config(), model.shard());
-        let of_layers = |len: fn(&LayerShape, &LayerCut) -> usize| {
-            let shapes = c.layers[shard.layers.clone()].iter();
-            let lens = shapes
-                .zip(shard.each_layer())
-                .map(|(shape, cut)| len(shape, cut));
-            lens.max().unwrap_or(0)
-        };
         let vocab = shard.vocab().len();
+        let own_vocab = if vocab == c.vocab { 0 } else { vocab };
         let layers = model.layers();
         let of = |sum: fn(&LayerShard) -> Option<&Summed>, cut: fn(&LayerCut) -> &LeafCut| {
             let sums = layers.iter().map(sum);
             Inputs::new(model, size.rows, sums.zip(shard.each_layer().map(cut)))
         };
-        let dense_ffn = |shape: &LayerShape, cut: &LayerCut| {
-            let columns = cut.dense().columns().len();
-            if shape.has_dense() { columns } else { 0 }
-        };
         let head = model.head().map(|(_, output)| &output.matrix);
         let inputs = model.per_layer().map(|inputs| &inputs.projection);
         let ends = model.head_streams().map_or(&[][..], HeadStreams::of_width);
         let inputs = inputs.into_iter().chain(ends).chain(model.first_streams());
+        let normed = layers.iter().flat_map(LayerShard::of_normed).chain(inputs);
         let has_beside = c.layers.iter().any(|layer| layer.dense_beside);
         // Products store whole cache lines, so their outputs begin at cache lines.
         let rows = |n: usize| RegisteredMemory::new(None, size.rows * n);
+        let of_layers = |len| rows(widest(model, len));
         let logits = |n: usize| vec![0.0f32; size.logit_rows * n];
         Self {
             size,
             residual: exchanged(model, size.rows * c.sent_width(model.captures().len())),
             captured: Vec::new(),
             sums: Sums::new(model, size.rows),
-            x: activations(
-                model,
-                size.rows,
-                c.width,
-                layers.iter().flat_map(LayerShard::of_normed).chain(inputs),
-            ),
-            q: rows(of_layers(|shape, cut| match shape.cache {
-                LayerCache::Delta(_) => cut.kv_heads.len() * shape.head_dim,
-                _ => cut.heads.len() * shape.head_dim,
-            })),
-            k: rows(of_layers(|shape, cut| cut.kv_heads.len() * shape.head_dim)),
-            v: rows(of_layers(|shape, cut| match (shape.cache, shape.latent) {
-                (LayerCache::Delta(_), _) => cut.heads.len() * shape.value_dim,
-                (_, Some(_)) => 0, // part of the keys
-                _ => cut.kv_heads.len() * shape.value_dim,
-            })),
+            x: activations(model, size.rows, c.width, normed),
+            q: of_layers(of_queries),
+            k: of_layers(|shape, cut| cut.kv_heads.len() * shape.head_dim),
+            v: of_layers(of_values),
             attended: of(|layer| Some(&layer.attention_output), |cut| &cut.attention),
-            gate: rows(of_layers(dense_ffn)),
-            up: rows(of_layers(dense_ffn)),
+            gate: of_layers(of_dense),
+            up: of_layers(of_dense),
             hidden: of(|layer| layer.feed_forward.down(), LayerCut::dense),
             streams: StreamRows::new(model, size.rows),
             constrained: ConstrainedRows::new(model, size.rows),
@@ -159,10 +139,7 @@ impl Workspace {
                 .collect(),
             angles: angle_buffers(model, size.rows),
             head_x: activations(model, size.logit_rows, c.width, head),
-            own_logits: exchanged(
-                model,
-                size.logit_rows * if vocab == c.vocab { 0 } else { vocab },
-            ),
+            own_logits: exchanged(model, size.logit_rows * own_vocab),
             logits: logits(if shard.leads() { c.vocab } else { 0 }),
             received: exchanged(model, Links::logits_room(shard, size.logit_rows)),
             wanted: Vec::with_capacity(size.logit_rows),
@@ -170,15 +147,7 @@ impl Workspace {
             is_given: false,
             words: Vec::new(),
             sequences: Vec::with_capacity(size.sequences * model.kinds().len()),
-            scratch: model.kernels().attention_scratch(
-                size.sequences,
-                of_layers(|_, cut| cut.heads.len()),
-                (
-                    of_layers(|shape, _| shape.head_dim),
-                    of_layers(|shape, _| shape.value_dim),
-                ),
-                size.context,
-            ),
+            scratch: scratch(model, size),
             second: None,
         }
     }
@@ -217,4 +186,49 @@ impl Workspace {
 fn angle_buffers(model: &Model, max_rows: usize) -> Vec<Vec<(f32, f32)>> {
     let room = |rope: &Rope| Vec::with_capacity(max_rows * rope.frequencies.len());
     model.config().ropes.iter().map(room).collect()
+}
+
+/// Elements of a row in a layer, of this rank.
+type Width = fn(&LayerShape, &LayerCut) -> usize;
+
+/// Elements of the widest row in the layers of a rank.
+fn widest(model: &Model, width: Width) -> usize {
+    let shard = model.shard();
+    let shapes = model.config().layers[shard.layers.clone()].iter();
+    let widths = shapes
+        .zip(shard.each_layer())
+        .map(|(shape, cut)| width(shape, cut));
+    widths.max().unwrap_or(0)
+}
+
+fn of_queries(shape: &LayerShape, cut: &LayerCut) -> usize {
+    match shape.cache {
+        LayerCache::Delta(_) => cut.kv_heads.len() * shape.head_dim,
+        _ => cut.heads.len() * shape.head_dim,
+    }
+}
+
+fn of_values(shape: &LayerShape, cut: &LayerCut) -> usize {
+    match (shape.cache, shape.latent) {
+        (LayerCache::Delta(_), _) => cut.heads.len() * shape.value_dim,
+        (_, Some(_)) => 0, // part of the keys
+        _ => cut.kv_heads.len() * shape.value_dim,
+    }
+}
+
+fn of_dense(shape: &LayerShape, cut: &LayerCut) -> usize {
+    let columns = cut.dense().columns().len();
+    if shape.has_dense() { columns } else { 0 }
+}
+
+fn scratch(model: &Model, size: BatchSize) -> AttentionScratch {
+    model.kernels().attention_scratch(
+        size.sequences,
+        widest(model, |_, cut| cut.heads.len()),
+        (
+            widest(model, |shape, _| shape.head_dim),
+            widest(model, |shape, _| shape.value_dim),
+        ),
+        size.context,
+    )
 }
